@@ -1,0 +1,53 @@
+"""opfuse: fuse chains of PyTorch operations, forward and backward, with every fusion a plugin."""
+
+from . import ops, plugins
+from .contexts import autocast, checkpoint_contexts, options
+from .explain import explain
+from .errors import PluginWarning
+from .fuser import (
+    OperationFuser,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from .hookspecs import hookimpl
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .plan import FusionPlan
+from .quantization import Quantizer, QuantizerRole, Recipe
+from .scope import Environment
+from .sequential import Sequential
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BasicOperation",
+    "Environment",
+    "FusedOperation",
+    "FusibleOperation",
+    "Fusion",
+    "FusionPlan",
+    "Maybe",
+    "OneOf",
+    "OperationContext",
+    "OperationFuser",
+    "PluginWarning",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "Sequential",
+    "Some",
+    "Subclasses",
+    "autocast",
+    "checkpoint_contexts",
+    "explain",
+    "hookimpl",
+    "ops",
+    "options",
+    "plugins",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
+
+plugins.manager.discover()  # reads metadata, imports no plugin

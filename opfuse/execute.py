@@ -1,0 +1,317 @@
+"""Running a program: one loop per pass, one autograd function per chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .op import OperationContext
+from .program import ContextTemplate, Program, Step
+from .quantization import QuantizedTensor
+from .routing import Slot
+
+Kwargs = Sequence[dict[str, Any]]
+Extras = dict[Slot, Tensor | None]
+
+
+class _ForwardContext(OperationContext):
+    """A context filled in by the fuser: the values of a :class:`ContextTemplate`, and the op's parameters."""
+
+    def __init__(self, template: ContextTemplate, params: tuple[Tensor, ...]) -> None:
+        self.requires_grad = template[0]
+        self.input_requires_grad = template[1]
+        self.params = params
+        self.param_requires_grad = template[2]
+        self.dtype = template[3]
+        self.prev_op_grad_output_quantizer = template[4]
+        self.next_op_input_quantizer = template[5]
+        self.quantizers = template[6]
+        self.saved_tensors = None
+        self.to_save = None
+        self.owns_grad_output = False
+
+
+def _copy(ctx: OperationContext) -> Any:
+    new = OperationContext.__new__(OperationContext)
+    new.__dict__ = ctx.__dict__.copy()
+    return new
+
+
+def _copy_traced(ctx: OperationContext) -> Any:
+    new = OperationContext()
+    vars(new).update(vars(ctx))
+    return new
+
+
+def run_forward(
+    program: Program, kwargs: Kwargs | None, x: Any, tensors: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], list[OperationContext]]:
+    """Run the forward steps.
+
+    Args:
+        program: What to run.
+        kwargs: Keyword arguments per basic op, or None.
+        x: The chain's input.
+        tensors: The parameters, then the extra inputs that the caller gave.
+
+    Returns:
+        The output, the extra outputs for the caller, and the context of each basic op.
+    """
+    ctxs: list[OperationContext] = [
+        shared or _ForwardContext(template, tuple(tensors[first:last]))
+        for template, first, last, shared in program.contexts
+    ]
+    extra_inputs: Extras = {}
+    extra_outputs: Extras = {}
+    if program.has_extras:
+        given = tensors[program.num_params :]
+        extra_inputs = dict(zip(program.routing.external_inputs, given, strict=True))
+    for step in program.forward:
+        op, start, stop, simple, prepare, *_ = step
+        if prepare:
+            x = _prepare(step, x, op.get_input_quantizer)
+        ctx = ctxs[start]
+        if simple:
+            x = op.op_forward(  # type: ignore[operator]
+                ctx,
+                x,
+                prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
+                next_op_input_quantizer=ctx.next_op_input_quantizer,
+            )
+            continue
+        x, outputs = op.fuser_forward(
+            ctxs[start:stop],
+            x,
+            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs) if program.has_extras else step.nothing,
+            prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
+            next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
+            basic_op_kwargs=kwargs[start:stop] if kwargs else step.no_kwargs,
+        )
+        if program.has_extras:
+            _keep_outputs(program, step, outputs, extra_outputs)
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    public = [extra_outputs[slot] for slot in program.routing.public_outputs] if program.has_extras else []
+    return x, public, ctxs  # type: ignore[return-value]
+
+
+def _prepare(step: Step, x: Any, wanted: Any) -> Any:
+    """Look at a tensor before it enters a step: cast it, or make it plain; insist on its width."""
+    if step.cast is not None:
+        return step.cast(x)
+    if isinstance(x, QuantizedTensor) and wanted() is None:
+        x = x.dequantize()
+    if step.width is not None and (not x.ndim or x.shape[-1] != step.width):
+        raise ValueError(
+            f"{type(step.op).__name__} expected {step.width} features in the last dimension, got shape {tuple(x.shape)}"
+        )
+    return x
+
+
+def _gather(program: Program, step: Step, inputs: Extras, outputs: Extras) -> list[list[Tensor | None]]:
+    """The extra inputs of each basic op of a step; None where the producer is inside the step."""
+    gathered = []
+    for i in range(step.start, step.stop):
+        slots = []
+        for k in range(program.routing.ops[i].num_extra_inputs):
+            source = program.routing.sources.get((i, k))
+            if source is None:
+                slots.append(inputs[i, k])
+            else:
+                slots.append(None if step.start <= source[0] else outputs[source])
+        gathered.append(slots)
+    return gathered
+
+
+def _keep_outputs(program: Program, step: Step, outputs: Sequence[Sequence[Tensor | None]], kept: Extras) -> None:
+    """Check the extra outputs of a step against its ops' declarations and keep them."""
+    routing, op = program.routing, type(step.op).__name__
+    if len(outputs) != step.stop - step.start:
+        raise RuntimeError(f"{op} must give extra outputs for {step.stop - step.start} basic ops, gave {len(outputs)}")
+    for i, tensors in zip(range(step.start, step.stop), outputs, strict=True):
+        if len(tensors) != routing.ops[i].num_extra_outputs:
+            raise RuntimeError(
+                f"{op} must give {routing.ops[i].num_extra_outputs} extra outputs for {routing.name(i)}, gave {len(tensors)}"
+            )
+        for k, tensor in enumerate(tensors):
+            if tensor is None and routing.needed_after((i, k), step.stop):
+                raise RuntimeError(f"{op} gave None for extra output {k} of {routing.name(i)}, which is used outside of it")
+            kept[i, k] = tensor
+
+
+def _collect_saved(program: Program, ctxs: Sequence[Any]) -> list[Tensor | None]:
+    """Take what the ops saved out of their contexts, and out of the way what belongs to the forward."""
+    saved: list[Tensor | None] = []
+    for index in program.keeping:
+        ctx = ctxs[index]
+        start = len(saved)
+        ctx.saved_quantized = None
+        if ctx.to_save is not None:
+            if program.recipe is not None and any([isinstance(entry, QuantizedTensor) for entry in ctx.to_save]):
+                ctx.saved_quantized = _save_quantized(ctx.to_save, saved)
+            else:
+                saved += ctx.to_save
+            ctx.to_save = None
+        ctx.params = ()
+        ctx.saved_range = (start, len(saved))
+    return saved
+
+
+def _backward_context(step: Step, left: Any, saved: Sequence[Any], copy: Callable[[Any], Any]) -> Any:
+    """A new context with what the forward left on another one, which stays as it is."""
+    ctx = copy(left)
+    ctx.owns_grad_output = step.owns
+    start, stop = left.saved_range
+    if left.saved_quantized is None:
+        ctx.saved_tensors = saved[start:stop]
+    else:
+        ctx.saved_tensors = tuple(
+            [
+                saved[first] if cls is None else cls.rebuild(saved[first:last], quantizer, dtype)
+                for first, last, cls, quantizer, dtype in left.saved_quantized
+            ]
+        )
+    return ctx
+
+
+def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
+    """Append the tensors of ``entries`` to ``saved``; return where each is and what rebuilds it."""
+    layout: list[tuple[Any, ...]] = []
+    for entry in entries:
+        if isinstance(entry, QuantizedTensor):
+            parts = entry.tensors()
+            layout.append((len(saved), len(saved) + len(parts), type(entry), entry.quantizer, entry.dtype))
+            saved.extend(parts)
+        else:
+            layout.append((len(saved), len(saved) + 1, None, None, None))
+            saved.append(entry)
+    return layout
+
+
+def run_backward(
+    program: Program, left: Sequence[OperationContext], saved: Sequence[Any], dy: Any, grad_public: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Run the backward steps.
+
+    Args:
+        program: What to run.
+        left: The contexts the forward left.
+        saved: What it saved.
+        dy: Gradient of the chain's output.
+        grad_public: Gradients of the extra outputs that the caller got.
+
+    Returns:
+        The gradients of the input, of the parameters, and of the extra inputs that the caller gave.
+    """
+    routing, stateless = program.routing, program.stateless
+    copy = _copy_traced if torch.compiler.is_compiling() else _copy
+    grad_params: list[Any] = [None] * len(routing.ops)
+    grad_inputs: Extras = {}
+    grad_outputs: Extras = {}
+    if program.has_extras:
+        grad_outputs = dict(zip(routing.public_outputs, grad_public, strict=True))
+    for step in program.backward:
+        op, start, stop, simple, prepare, *_ = step
+        if prepare:
+            dy = _prepare(step, dy, op.get_grad_output_quantizer)
+        if simple:
+            ctx = stateless[start] or _backward_context(step, left[start], saved, copy)
+            dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
+            continue
+        ctxs = [stateless[i] or _backward_context(step, left[i], saved, copy) for i in range(start, stop)]
+        given: Any = step.nothing
+        if program.has_extras:
+            given = [[grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)]
+        dy, grad_params[start:stop], grads = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=given)
+        if len(grad_params) != len(routing.ops):
+            raise RuntimeError(f"{type(op).__name__} must give parameter gradients for {stop - start} basic ops")
+        if program.has_extras:
+            _keep_grads(program, step, grads, grad_inputs, grad_outputs)
+    if isinstance(dy, QuantizedTensor):
+        dy = dy.dequantize()
+    flat: list[Tensor | None] = [dy if program.input_requires_grad else None]
+    for i, count in program.num_params_of:
+        grads_of_op = grad_params[i]
+        if grads_of_op is None:
+            flat += [None] * count
+            continue
+        before = len(flat)
+        flat += grads_of_op
+        if len(flat) != before + count:
+            raise RuntimeError(f"{routing.name(i)} must give {count} parameter gradients, gave {len(flat) - before}")
+    if program.has_extras:
+        flat += [grad_inputs.get(slot) for slot in routing.external_inputs]
+    return flat
+
+
+def _keep_grads(
+    program: Program, step: Step, grads: Sequence[Sequence[Tensor | None]], grad_inputs: Extras, grad_outputs: Extras
+) -> None:
+    """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
+    routing = program.routing
+    if len(grads) != step.stop - step.start:
+        raise RuntimeError(f"{type(step.op).__name__} must give extra-input gradients for {step.stop - step.start} basic ops")
+    for i, tensors in zip(range(step.start, step.stop), grads, strict=True):
+        if len(tensors) != routing.ops[i].num_extra_inputs:
+            raise RuntimeError(
+                f"{type(step.op).__name__} must give {routing.ops[i].num_extra_inputs} extra-input gradients "
+                f"for {routing.name(i)}, gave {len(tensors)}"
+            )
+        for k, grad in enumerate(tensors):
+            source = routing.sources.get((i, k))
+            if source is None:
+                grad_inputs[i, k] = grad
+            elif source[0] < step.start and grad is not None:
+                before = grad_outputs.get(source)
+                grad_outputs[source] = grad if before is None else before + grad
+
+
+class Pipeline(torch.autograd.Function):
+    """The one autograd function: a whole chain, forward and backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor
+    ) -> Any:
+        """Run the forward steps and keep what the backward steps need."""
+        y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
+        func_ctx.save_for_backward(*_collect_saved(program, ctxs))
+        func_ctx.program = program
+        func_ctx.ctxs = ctxs
+        if not extra_outputs:
+            return y
+        if program.has_silent_outputs:
+            slots = zip(program.routing.public_outputs, extra_outputs, strict=True)
+            func_ctx.mark_non_differentiable(*[tensor for (i, _), tensor in slots if i < program.boundary])
+        return (y, *extra_outputs)
+
+    @staticmethod
+    def backward(func_ctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        """Run the backward steps on new contexts."""
+        program: Program = func_ctx.program
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True). "
+                    "Run the forward inside opfuse.options(double_backward=True) to make it differentiable."
+                )
+            if torch.is_autocast_enabled(program.device_type):
+                with torch.autocast(program.device_type, enabled=False):
+                    return Pipeline.backward(func_ctx, grad_output, *grad_extra_outputs)
+        saved = func_ctx.saved_tensors
+        return None, None, *run_backward(program, func_ctx.ctxs, saved, grad_output, grad_extra_outputs)
+
+
+def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
+    for index, op in enumerate(program.routing.ops):
+        if not op.differentiable:
+            raise RuntimeError(
+                f"second derivatives and functorch transforms need ops made of differentiable torch operations, "
+                f"{program.routing.name(index)} is not declared to be (BasicOperation.differentiable)"
+            )
+    y, extra_outputs, _ = run_forward(program, kwargs, x, tensors)
+    return (y, *extra_outputs) if extra_outputs else y

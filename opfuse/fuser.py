@@ -1,0 +1,410 @@
+"""The operation fuser: plans a run of ops once per key, and runs it under one autograd function."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .execute import Pipeline, run_differentiable, run_forward
+from .fusion import Fusion, FusionLike
+from .op import BasicOperation, FusibleOperation, kwarg_names
+from .plan import check_expansion, choose, warn_about
+from .plugins import Registration, manager
+from .program import Program, compile_program
+from .routing import Routing, flatten
+from .scope import Environment
+
+_CACHE_SIZE = 64
+_any_autocast = torch._C._is_any_autocast_enabled
+_functorch_active = torch._C._are_functorch_transforms_active
+_ROW_ALIGNMENTS = (16, 8, 4, 2, 1)
+
+BasicOpKwargs = Sequence[dict[str, Any]]
+
+
+class OperationFuser:
+    """Runs a run of fusible ops, with the fusions that plugins offer.
+
+    A plan is made once per key: the ops, which of them carry hooks, the names of keyword arguments given,
+    the recipe, which tensors need gradients, dtype, device, training, options and the plugins in force.
+    The last 64 plans are kept. Parameters are read by attribute at every call.
+
+    Args:
+        ops: Basic ops, or fused ops that stand for several.
+        owner: The op whose own call this fuser serves; its module hooks have run already.
+
+    Raises:
+        ValueError: A channel without (earlier) producer, or with two; widths that cannot fit.
+        TypeError: An item that is not a fusible op.
+    """
+
+    def __init__(self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, cut: str | None = None) -> None:
+        self.ops = tuple(ops)
+        self._routing = Routing(flatten(self.ops), cut=cut)
+        self.num_extra_inputs = len(self._routing.external_inputs)
+        units = dict.fromkeys([*self.ops, *self._routing.ops])
+        self._hookable = [unit for unit in units if unit is not owner]
+        self._hooks = [hooks for unit in self._hookable for hooks in _hook_dicts(unit)]
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._latest: Program | None = None
+        self._lock = threading.RLock()
+        self._cuts: dict[tuple[bool, ...], list[Any]] = {}
+        self._prepares = [
+            (i, op)
+            for i, op in enumerate(self._routing.ops)
+            if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
+        ]
+        for op in self._routing.ops:
+            op.pre_first_fuser_forward()
+
+    # The latest plan, in Transformer Engine's form
+
+    @property
+    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        program = self._latest
+        return [] if program is None else [(s.op, list(range(s.start, s.stop))) for s in program.forward]
+
+    @property
+    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        program = self._latest
+        return [] if program is None else [(s.op, list(range(s.start, s.stop))) for s in program.backward[::-1]]
+
+    @property
+    def _basic_ops(self) -> list[BasicOperation]:
+        return list(self._routing.ops)
+
+    # Calling
+
+    def run(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: BasicOpKwargs | None = None) -> Any:
+        """Run the chain.
+
+        Args:
+            input: Input of the first op.
+            *extra_inputs: Extra inputs that no channel feeds, in op order.
+            basic_op_kwargs: Keyword arguments per basic op.
+
+        Returns:
+            The output, or ``(output, *extra_outputs)``.
+
+        Raises:
+            ValueError: The wrong number of extra inputs, or the wrong last dimension.
+            TypeError: The wrong type, dtype or device; an unknown keyword argument.
+        """
+        routing = self._routing
+        compiling = torch.compiler.is_compiling()
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(self._describe_extras(len(extra_inputs)))
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{self._name()} expected a tensor, got {type(input).__name__}")
+        if any(_hooks_of(self._hookable)) if compiling else any(self._hooks):
+            return self._call_cut(input, extra_inputs, basic_op_kwargs)
+        if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
+            raise ValueError(
+                f"{self._name()} expected {routing.width} features in the last dimension, got shape {tuple(input.shape)}"
+            )
+        tensors: list[Tensor] = []
+        for module, name in routing.param_sources:
+            param = None if compiling else module._parameters.get(name)
+            tensors.append(getattr(module, name) if param is None else param)
+        tensors += extra_inputs
+        scope = manager.scope
+        device = input.device
+        autocast = None
+        if compiling or _any_autocast():
+            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        key = (
+            (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
+            input.dtype,
+            device,
+            autocast,
+            tuple([op.training for op in self.ops]),
+            scope.recipe,
+            scope.options,
+            scope.selection,
+            manager.generation,
+            torch.are_deterministic_algorithms_enabled(),
+            tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
+            tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
+        )
+        program = getattr(self, _plan_untraced(self, *key)) if compiling else self._program(key, input)
+        for index, op in self._prepares:
+            op.pre_fuser_forward(requires_grad=program.contexts[index][0].requires_grad)
+        if scope.recorder is not None:
+            scope.recorder.record(self, program.plan)
+        if _functorch_active() or program.double_backward:
+            return run_differentiable(program, basic_op_kwargs, input, tensors)
+        if compiling:
+            return _execute(program, basic_op_kwargs, input, tensors, autocast)
+        try:
+            return _execute(program, basic_op_kwargs, input, tensors, autocast)
+        except Exception:
+            self._check_tensors(input.dtype, device, autocast, extra_inputs)  # says more than a kernel can
+            raise
+
+    __call__ = run
+
+    # Planning
+
+    def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
+        program = self._programs.get(key)
+        if program is _BY_ALIGNMENT:
+            key = (*key, _row_alignment(input))
+            program = self._programs.get(key)
+        if program is self._latest and program is not None:
+            return program
+        with self._lock:
+            if program is None:
+                program = self._plan(key, input)
+            elif key in self._programs:
+                self._programs.move_to_end(key)
+        self._latest = program
+        return program
+
+    def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
+        """Make, and keep, the program for a key."""
+        grads, dtype, device, autocast, training, recipe, options, selection, *_, kwargs, extras = key[:_KEY_LENGTH]
+        self._check_tensors(dtype, device, autocast, extras or ())
+        self._check_kwargs(kwargs)
+        alignment = _row_alignment(input)
+        env = Environment(
+            device=device,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=dtype if autocast is None or dtype == torch.float64 else autocast,
+            recipe=recipe,
+            training=any(training),
+            requires_grad=grads is not None and any(grads),
+            row_alignment=alignment,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            options=dict(options),
+        )
+        scope = manager.scope
+        before = scope.options, scope.selection, scope.recipe
+        scope.options, scope.selection, scope.recipe = options, selection, recipe  # while tracing they are not set
+        try:
+            program, by_alignment = self._compile(env, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
+        finally:
+            scope.options, scope.selection, scope.recipe = before
+        if by_alignment and len(key) == _KEY_LENGTH:
+            self._programs[key] = _BY_ALIGNMENT
+            key = (*key, alignment)
+        self._programs[key] = program
+        while len(self._programs) > _CACHE_SIZE:
+            self._programs.popitem(last=False)
+        return program
+
+    def _compile(self, env: Environment, grads: tuple[bool, ...], kwargs: Any) -> tuple[Program, bool]:
+        routing = self._routing
+        names = kwargs or ((),) * len(routing.ops)
+        boundary = self._boundary(env, grads)
+        for op in routing.ops:
+            op.reset_recipe_state(recipe=env.recipe)
+        sources = () if env.options.get("double_backward") else manager.sources()
+        excluded: frozenset[tuple[Any, int, int]] = frozenset()
+        while True:
+            choice = choose(routing.ops, sources, env, boundary=boundary, kwargs=names, excluded=excluded)
+            built = []
+            for candidate in choice.taken:
+                ops = routing.ops[candidate.start : candidate.stop]
+                fused: Any = candidate.op
+                if fused is None:
+                    assert isinstance(candidate.source.fusion, Fusion)
+                    try:
+                        fused = candidate.source.fusion.build(ops)
+                    except Exception as error:
+                        warn_about(candidate.source, f"its build raised {type(error).__name__}: {error}")
+                        excluded |= {(candidate.source, candidate.start, candidate.stop)}
+                        break
+                    check_expansion(candidate.source, fused, ops)
+                built.append(dataclasses.replace(candidate, op=fused))
+            else:
+                choice = dataclasses.replace(choice, taken=tuple(built))
+                program = compile_program(routing, choice, env, grads=grads, boundary=boundary, kwargs=names)
+                return program, choice.needs_row_alignment
+
+    def _boundary(self, env: Environment, grads: tuple[bool, ...]) -> int:
+        """The first op that takes part in the backward; the number of ops if none does."""
+        routing = self._routing
+        if not env.requires_grad:
+            return len(routing.ops)
+        if grads[0]:
+            return 0
+        params, extras = grads[1 : 1 + len(routing.param_sources)], grads[1 + len(routing.param_sources) :]
+        wanting = {i for (i, _), wants in zip(routing.external_inputs, extras, strict=True) if wants}
+        wanting |= {i for i, (first, last) in enumerate(routing.param_ranges) if any(params[first:last])}
+        return min(wanting)
+
+    # Refusing
+
+    def _check_tensors(
+        self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None, extras: Sequence[Any]
+    ) -> None:
+        """Refuse dtypes and devices that do not go together."""
+        routing = self._routing
+        if not dtype.is_floating_point:
+            raise TypeError(f"{self._name()} expected a floating-point input, got {dtype}")
+        for i, op in enumerate(routing.ops):
+            for module, name in routing.param_sources[slice(*routing.param_ranges[i])]:
+                param = getattr(module, name)
+                who = f"{routing.name(i)} of {self._name()}"
+                if not isinstance(param, Tensor):
+                    raise TypeError(f"{who} expected a tensor as {name}, got {type(param).__name__}")
+                if param.device != device:
+                    raise ValueError(f"{who} has its {name} on {param.device}, the input is on {device}")
+                if op.params_in_compute_dtype and autocast is None and param.dtype != dtype:
+                    raise TypeError(f"{who} expected {param.dtype}, the dtype of its {name}, got an input of {dtype}")
+        for (i, k), extra in zip(routing.external_inputs, extras, strict=True):
+            extra_dtype, extra_device = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
+            if extra_device != device:
+                raise ValueError(f"extra input {k} of {routing.name(i)} is on {extra_device}, the input is on {device}")
+            if extra_dtype.is_floating_point and autocast is None and extra_dtype != dtype:
+                raise TypeError(f"extra input {k} of {routing.name(i)} expected {dtype} as the input, got {extra_dtype}")
+
+    def _check_kwargs(self, kwargs: Any) -> None:
+        if kwargs is None:
+            return
+        if len(kwargs) != len(self._routing.ops):
+            raise ValueError(f"{self._name()} expected keyword arguments for {len(self._routing.ops)} basic ops, got {len(kwargs)}")
+        for i, names in enumerate(kwargs):
+            takes = kwarg_names(self._routing.ops[i])
+            for name in names:
+                if takes is not None and name not in takes:
+                    raise TypeError(
+                        f"{self._routing.name(i)} of {self._name()} does not take the keyword argument {name!r}; "
+                        f"it takes {', '.join(takes) or 'none'}"
+                    )
+
+    def _describe_extras(self, got: int) -> str:
+        wanting = ", ".join(self._routing.name(i) for i, _ in self._routing.external_inputs) or "no op takes one"
+        return f"{self._name()} expected {self.num_extra_inputs} extra inputs, got {got} ({wanting})"
+
+    def _name(self) -> str:
+        """The chain as error messages call it."""
+        return "chain [" + ", ".join(type(op).__name__ for op in self.ops) + "]"
+
+    # Ops with hooks
+
+    def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: BasicOpKwargs | None) -> Any:
+        """Run ops that carry module hooks through their own ``__call__``, and the runs between them fused."""
+        hooked = tuple(_hooks_of(self._hookable))
+        if hooked not in self._cuts:
+            self._cuts[hooked] = self._cut({op for op, has in zip(self._hookable, hooked, strict=True) if has})
+        extras, outputs = list(extra_inputs), []
+        kwargs = list(basic_op_kwargs or [])
+        x = input
+        for segment in self._cuts[hooked]:
+            fuser = segment if isinstance(segment, OperationFuser) else segment._own_fuser()
+            count, width = fuser.num_extra_inputs, len(fuser._routing.ops)
+            given, extras = extras[:count], extras[count:]
+            here, kwargs = kwargs[:width], kwargs[width:]
+            if isinstance(segment, OperationFuser):
+                result = segment.run(x, *given, basic_op_kwargs=here or None)
+            elif isinstance(segment, BasicOperation):
+                result = segment(x, *given, **(here[0] if here else {}))
+            else:
+                result = segment(x, *given, basic_op_kwargs=here or None)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            outputs += more
+        return (x, *outputs) if outputs else x
+
+    def _cut(self, hooked: set[FusibleOperation]) -> list[Any]:
+        segments: list[Any] = []
+        run: list[FusibleOperation] = []
+        for op in self.ops:
+            for part in [op] if op in hooked or isinstance(op, BasicOperation) else flatten([op]):
+                if part in hooked:
+                    segments += [run, part] if run else [part]
+                    run = []
+                else:
+                    run.append(part)
+        segments += [run] if run else []
+        names = sorted({f"at {type(op).__name__}, which has {_hook_kind(op)} hooks" for op in hooked})
+        cut = " and ".join(names)
+        for part in [segment for segment in segments if not isinstance(segment, list)]:
+            flat = flatten([part])
+            if any(any(op._extra_input_channels) or any(op._extra_output_channels) for op in flat):
+                raise ValueError(f"the chain is cut {cut}: its channels cannot be used")
+        return [OperationFuser(part, cut=cut) if isinstance(part, list) else part for part in segments]
+
+
+_BY_ALIGNMENT: Any = object()  # in place of a program: one is kept per row alignment
+_KEY_LENGTH = 12
+
+
+def _row_alignment(input: Tensor | None) -> int:
+    if input is None or not input.ndim:
+        return 1
+    rows = input.shape[:-1].numel()
+    return next(alignment for alignment in _ROW_ALIGNMENTS if rows % alignment == 0)
+
+
+def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
+    """Plan while ``torch.compile`` traces: the call is a constant of the graph.
+
+    Returns:
+        The fuser's attribute that holds the program, where traced code can read it by a name it can guard.
+    """
+    program = fuser._program(key, None)
+    names = [name for name, value in vars(fuser).items() if value is program and name.startswith("_traced")]
+    if names:
+        return names[0]
+    name = f"_traced_{len(vars(fuser))}"
+    setattr(fuser, name, program)
+    return name
+
+
+_plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+def _execute(
+    program: Program, kwargs: BasicOpKwargs | None, x: Tensor, tensors: Sequence[Tensor], autocast: torch.dtype | None
+) -> Any:
+    if autocast is not None:  # the ops cast themselves
+        with torch.autocast(program.device_type, enabled=False):
+            return _execute(program, kwargs, x, tensors, None)
+    if program.requires_grad:
+        return Pipeline.apply(program, kwargs, x, *tensors)
+    y, extra_outputs, _ = run_forward(program, kwargs, x, tensors)
+    return (y, *extra_outputs) if extra_outputs else y
+
+
+def _hook_dicts(module: nn.Module) -> tuple[Any, ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> list[bool]:
+    return [bool(any(_hook_dicts(module))) for module in modules]
+
+
+def _hook_kind(module: nn.Module) -> str:
+    kinds = ("forward", "forward pre-", "backward", "backward pre-")
+    return " and ".join(kind for kind, hooks in zip(kinds, _hook_dicts(module), strict=True) if hooks)
+
+
+def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a forward fusion in code.
+
+    Args:
+        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some of the
+            basic ops it is given by fused ops.
+        prepend: Let it choose before every fusion but those of the plugins that the user listed.
+
+    Returns:
+        A handle with ``unregister()``.
+    """
+    return manager.register_fusion("forward", fusion, prepend)
+
+
+def register_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a backward fusion in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("backward", fusion, prepend)
+
+
+def register_forward_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a joint fusion of both passes in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("joint", fusion, prepend)

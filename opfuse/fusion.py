@@ -1,0 +1,161 @@
+"""Fusions: the declaration "this pattern may be replaced by that fused op", and one matcher for all.
+
+A pattern is a sequence of elements, each matching basic ops:
+
+- a class: exactly that class (classes torch derives for parametrization or FSDP count as the original),
+- ``Subclasses(C)``: ``C`` and everything derived from it,
+- ``OneOf(a, b)``: any of the elements,
+- ``Maybe(e)``: the element or nothing,
+- ``Some(e)``: the element once or more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from .op import BasicOperation, FusedOperation, op_class
+from .scope import Environment
+
+Ops: TypeAlias = tuple[BasicOperation, ...]
+PASSES = ("joint", "forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subclasses:
+    """Matches one op whose class is ``cls`` or derived from it."""
+
+    cls: type
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class OneOf:
+    """Matches what any of the elements matches."""
+
+    elements: tuple[Any, ...]
+
+    def __init__(self, *elements: Any) -> None:
+        object.__setattr__(self, "elements", elements)
+
+
+@dataclasses.dataclass(frozen=True)
+class Maybe:
+    """Matches the element, or nothing."""
+
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Some:
+    """Matches the element once or more."""
+
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """The declaration that a run of basic ops may be replaced by one fused op.
+
+    Args:
+        pattern: Elements to match, in order; see :mod:`opfuse.fusion`.
+        build: Called with the tuple of matched basic ops when the fusion is chosen; returns the fused op.
+            A :class:`FusedOperation` subclass is its own ``build``.
+        when: ``when(ops, env)`` returns True, or a sentence that says why not. Called while planning, with
+            metadata only. None: always.
+        benefit: How many full-size tensor reads and writes disappear, as a number or as
+            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions the set with
+            the largest sum is taken.
+        priority: Fusions of higher priority choose first; default 0.
+        name: What reports call it; default: the name of ``build``.
+        needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
+
+    Raises:
+        ValueError: The pattern is empty, or can match nothing.
+        TypeError: An element or argument of the wrong type.
+    """
+
+    pattern: Sequence[Any]
+    build: Callable[[Ops], FusedOperation]
+    when: Callable[[Ops, Environment], bool | str] | None = None
+    benefit: float | Callable[[Ops, Environment], float] | None = None
+    priority: int = 0
+    name: str = ""
+    needs_row_alignment: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):
+            raise TypeError(f"a fusion's pattern is a sequence of elements, got {self.pattern!r}")
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        if not callable(self.build):
+            raise TypeError(f"a fusion's build is a FusedOperation subclass or a function, got {self.build!r}")
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.build, "__name__", type(self.build).__name__))
+        for element in self.pattern:
+            _check_element(element, self.name)
+        if all(isinstance(element, Maybe) for element in self.pattern):
+            raise ValueError(f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing")
+        if self.when is not None and not callable(self.when):
+            raise TypeError(f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}")
+        if not isinstance(self.priority, int):
+            raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
+
+    def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
+        """Where matches that begin at ``start`` end (exclusive), in ascending order."""
+        return sorted({end for end in _ends(self.pattern, ops, start) if end > start})
+
+    def benefit_of(self, ops: Ops, env: Environment) -> float:
+        """The benefit of fusing ``ops``."""
+        if self.benefit is None:
+            return 2 * (len(ops) - 1)
+        return self.benefit(ops, env) if callable(self.benefit) else self.benefit
+
+
+FusionLike: TypeAlias = Fusion | Callable[..., Sequence[Any]]
+
+
+def fusion_name(fusion: FusionLike) -> str:
+    """What reports call a fusion or a fusion function."""
+    return fusion.name if isinstance(fusion, Fusion) else getattr(fusion, "__name__", type(fusion).__name__)
+
+
+def _check_element(element: Any, name: str) -> None:
+    if isinstance(element, type):
+        if not issubclass(element, BasicOperation):
+            raise TypeError(f"fusion {name}: patterns are made of basic ops, {element.__name__} is none")
+    elif isinstance(element, Subclasses):
+        if not isinstance(element.cls, type):
+            raise TypeError(f"fusion {name}: Subclasses takes a class, got {element.cls!r}")
+    elif isinstance(element, OneOf):
+        if not element.elements:
+            raise ValueError(f"fusion {name}: OneOf() is empty")
+        for inner in element.elements:
+            _check_element(inner, name)
+    elif isinstance(element, (Maybe, Some)):
+        if isinstance(element.element, (Maybe, Some)):
+            raise TypeError(f"fusion {name}: Maybe and Some take a class, Subclasses or OneOf, got {element.element!r}")
+        _check_element(element.element, name)
+    else:
+        raise TypeError(f"fusion {name}: {element!r} is not a pattern element (a class, Subclasses, OneOf, Maybe, Some)")
+
+
+def _matches(element: Any, op: BasicOperation) -> bool:
+    if isinstance(element, OneOf):
+        return any(_matches(inner, op) for inner in element.elements)
+    if isinstance(element, Subclasses):
+        return isinstance(op, element.cls)
+    return op_class(op) is element
+
+
+def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int) -> Iterator[int]:
+    if not pattern:
+        yield start
+        return
+    element, rest = pattern[0], pattern[1:]
+    if isinstance(element, Maybe):
+        yield from _ends(rest, ops, start)
+    inner = element.element if isinstance(element, (Maybe, Some)) else element
+    if start < len(ops) and _matches(inner, ops[start]):
+        yield from _ends(rest, ops, start + 1)
+        if isinstance(element, Some):
+            yield from _ends(pattern, ops, start + 1)

@@ -1,0 +1,523 @@
+"""The operation classes: what the user composes and what a plugin replaces.
+
+A :class:`BasicOperation` is one tensor operation with its parameters and state. A
+:class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven by
+:class:`opfuse.OperationFuser` through ``fuser_forward`` and ``fuser_backward``; class, method and keyword
+names are those of Transformer Engine's ``te.ops``, so an op written for it runs here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .quantization.state import QuantizerStates
+
+if TYPE_CHECKING:
+    from .fuser import OperationFuser
+    from .quantization import Quantizer, QuantizerRole, Recipe
+
+    Saved = Tensor | Any | None
+    Grads = Iterable[Tensor | None] | None
+
+
+class OperationContext:
+    """What one basic op leaves in forward for its backward: an open bag of attributes.
+
+    The fuser fills in the documented attributes before ``op_forward`` runs. An op may add any attribute;
+    tensors go through :meth:`save_for_backward`. The backward gets a *new* context with the same
+    attributes, so nothing written in forward is ever mutated.
+
+    Attributes:
+        requires_grad: Whether this op takes part in the backward at all.
+        input_requires_grad: Whether the gradient of the op's input is needed.
+        params: The op's parameter values of this call, in ``param_names`` order (forward only).
+        param_requires_grad: One flag per parameter.
+        dtype: The compute dtype (autocast counted), or None outside a fuser: then the input's.
+        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized with.
+        next_op_input_quantizer: What the next op wants its input quantized with.
+        quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
+        saved_tensors: What :meth:`save_for_backward` was given (backward only).
+        owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+    """
+
+    requires_grad: bool
+    input_requires_grad: bool
+    params: tuple[Tensor, ...]
+    param_requires_grad: tuple[bool, ...]
+    dtype: torch.dtype | None
+    prev_op_grad_output_quantizer: Quantizer | None
+    next_op_input_quantizer: Quantizer | None
+    quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
+    saved_tensors: tuple[Any, ...] | None
+    to_save: tuple[Any, ...] | None
+    owns_grad_output: bool
+
+    def __init__(self) -> None:
+        self.requires_grad = True
+        self.input_requires_grad = True
+        self.params = ()
+        self.param_requires_grad = ()
+        self.dtype = None
+        self.prev_op_grad_output_quantizer = None
+        self.next_op_input_quantizer = None
+        self.quantizers = ((), ())
+        self.saved_tensors = None
+        self.to_save = None
+        self.owns_grad_output = False
+
+    def save_for_backward(self, *tensors: Saved) -> None:
+        """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
+        self.to_save = tensors
+
+
+class ModuleCache:
+    """Values derived from a module: dropped, never copied, when the module is copied or pickled."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.value: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCache:
+        return ModuleCache()
+
+    def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
+        return ModuleCache, ()
+
+
+class _OperationMeta(ABCMeta):
+    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        op = super().__call__(*args, **kwargs)
+        if op.param_names is None:
+            op.param_names = tuple(name for name, _ in op.named_parameters(recurse=True))
+        return op
+
+
+class FusibleOperation(nn.Module, metaclass=_OperationMeta):
+    """A tensor operation that the operation fuser can run.
+
+    Class attributes that an op may set:
+        grad_input: How the gradient that the backward returns relates to other tensors. ``"fresh"``: newly
+            allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or fresh. ``"shared"``
+            (default): may alias something the caller sees. Decides ``ctx.owns_grad_output`` of the next step.
+        kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
+            parameters of ``op_forward``.
+    """
+
+    grad_input: ClassVar[str] = "shared"
+    kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    param_names: tuple[str, ...] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache = ModuleCache()
+
+    @property
+    @abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether this op stands for a run of basic ops."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, when a fuser captures this op."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward pass of a fuser."""
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its input quantized with, under the current recipe."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its output's gradient quantized with."""
+        return None
+
+    def writes_output(self, quantizer: Quantizer) -> bool:
+        """Whether the forward can write its output quantized with ``quantizer``; if not, the core casts."""
+        return False
+
+    def writes_grad_input(self, quantizer: Quantizer) -> bool:
+        """Whether the backward can write its result quantized with ``quantizer``; if not, the core casts."""
+        return False
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Forward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op.
+            input_: Input of the first basic op.
+            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is inside.
+            prev_op_grad_output_quantizer: See :class:`OperationContext`.
+            next_op_input_quantizer: See :class:`OperationContext`; None if ``writes_output`` declined.
+            basic_op_kwargs: Keyword arguments per basic op.
+
+        Returns:
+            The output, and the extra outputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward pass")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        """Backward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op, with what its forward saved.
+            grad_output: Gradient of the last basic op's output.
+            basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means zero.
+
+        Returns:
+            The gradient of the input, the parameter gradients of each basic op, and the gradients of the
+            extra inputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+
+    def _own_fuser(self) -> OperationFuser:
+        """The fuser behind ``op(x)``, kept as long as the op."""
+        from .fuser import OperationFuser
+
+        if self._cache.value is None:
+            self._cache.value = OperationFuser([self], owner=self)
+        fuser: OperationFuser = self._cache.value
+        return fuser
+
+
+class BasicOperation(FusibleOperation):
+    """One tensor operation with its parameters and state.
+
+    Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs implements
+    ``fuser_forward`` and ``fuser_backward`` instead.
+
+    Class attributes that describe an op to fusions and to the fuser:
+        num_extra_inputs, num_extra_outputs: Tensors beside the main one.
+        saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
+        context_names: Context attributes beyond the documented ones that the backward reads.
+        in_features: Last dimension the op takes, or None for any.
+        out_features: Last dimension it gives, or None for the one it got divided by ``feature_ratio``.
+        feature_ratio: See above; None: unknown.
+        differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made of
+            differentiable torch operations), which second derivatives and functorch need.
+        params_in_compute_dtype: Whether the input must have the parameters' dtype, outside autocast.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    saved_names: ClassVar[tuple[str, ...] | None] = None
+    context_names: ClassVar[tuple[str, ...]] = ()
+    in_features: int | None = None
+    out_features: int | None = None
+    feature_ratio: int | None = None
+    differentiable: bool = False
+    params_in_compute_dtype: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        self._channels_captured = False
+        self._quantizers = QuantizerStates()
+
+    @property
+    def is_fused_op(self) -> bool:
+        """False: a basic op stands for itself."""
+        return False
+
+    # Parameters that live on another module
+
+    def lend_parameters(self, owner: nn.Module) -> None:
+        """Give this op's parameters to ``owner``, which registers them under the same names.
+
+        The op goes on reading them, from ``owner``, at every call; its ``param_names`` stay.
+        """
+        for name, param in list(self._parameters.items()):
+            del self._parameters[name]
+            owner.register_parameter(name, param)
+        self.__dict__["_owner"] = owner
+
+    def param_source(self, name: str) -> tuple[nn.Module, str]:
+        """The module and attribute from which a parameter is read at every call."""
+        module: nn.Module = self.__dict__.get("_owner", self)
+        *path, leaf = name.split(".")
+        for part in path:
+            module = getattr(module, part)
+        return module, leaf
+
+    def __getattr__(self, name: str) -> Any:
+        owner = self.__dict__.get("_owner")
+        if owner is not None and name in (self.param_names or ()):
+            return getattr(owner, name)
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; refused where the parameter lives on the owner."""
+        if "_owner" in self.__dict__ and name in (self.param_names or ()):
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is the parameter of its {type(self._owner).__name__}: set it there"
+            )
+        super().register_parameter(name, param)
+
+    # Extra tensors bound to named channels
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Feed an extra input from the named channel of an earlier op instead of from the caller.
+
+        Raises:
+            IndexError: The op has no such extra input.
+            ValueError: ``channel`` is neither None nor a non-empty string.
+            RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
+        """
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Publish an extra output under a channel name, for later ops of the same fuser.
+
+        Args:
+            index: Which extra output.
+            channel: The name, or None to remove the binding.
+            output_to_caller: Whether the caller gets the tensor too.
+
+        Raises:
+            IndexError, ValueError, RuntimeError: As for :meth:`set_extra_input_channel`.
+            TypeError: ``output_to_caller`` is not a bool.
+        """
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        return self
+
+    def _check_channel(self, side: str, index: int, count: int, channel: str | None) -> None:
+        name = type(self).__name__
+        if not 0 <= index < count:
+            raise IndexError(f"{name} has {count} extra {side}s, there is no extra {side} {index}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
+        if self._channels_captured:
+            raise RuntimeError(
+                f"the channels of this {name} cannot change any more: a fuser has captured them "
+                "(a Sequential at its first call, or op(x)). Bind them on a new op."
+            )
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors the op quantizes in ``mode`` ("forward" or "backward")."""
+        return 0
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        """What each of the ``num_quantizers(mode)`` tensors is, for the recipe; None: unnamed roles."""
+        return None
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Make ``recipe`` current, creating this op's quantizers for it the first time it is seen."""
+        self._quantizers.use(self, recipe)
+
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """The quantizer of the current recipe for a tensor of ``mode``, or None without a recipe."""
+        return self._quantizers.get(mode, index)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The first forward quantizer, if there is one."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The first backward quantizer, if there is one."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    # The operation itself
+
+    @abstractmethod
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward pass.
+
+        Args:
+            ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
+            input_: The input tensor.
+            prev_op_grad_output_quantizer: See :class:`OperationContext`.
+            next_op_input_quantizer: See :class:`OperationContext`.
+            **kwargs: The op's own keyword arguments.
+
+        Returns:
+            The output tensor.
+        """
+
+    @abstractmethod
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """Backward pass: the gradient of the input, and one gradient (or None) per parameter."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Run ``op_forward``; see :meth:`FusibleOperation.fuser_forward`."""
+        self._check_has_no_extras("forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        """Run ``op_backward``; see :meth:`FusibleOperation.fuser_backward`."""
+        self._check_has_no_extras("backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _check_has_no_extras(self, direction: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} "
+                f"extra outputs: it must implement fuser_{direction}, not op_{direction}"
+            )
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Apply the op on its own: the output, or ``(output, *extra_outputs)``."""
+        return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+    # State
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
+        super()._apply(fn, recurse)
+        self._quantizers.apply(fn)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._quantizers.save(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._quantizers.load(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for a run of basic ops and keeps no state of its own.
+
+    A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the subclass
+    itself. In a forward-only fusion ``fuser_forward`` must leave in each context exactly what the basic op
+    would (``saved_names`` and ``context_names`` say what); a backward-only fusion may rely on exactly that;
+    a joint fusion may keep what it likes.
+
+    Args:
+        basic_ops: The basic ops this op stands for, in order.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: One of them is not a basic op.
+    """
+
+    kwarg_names: ClassVar[tuple[str, ...] | None] = ()
+    param_names: tuple[str, ...] | None = ()
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__()
+        ops = list(basic_ops)
+        if not ops:
+            raise ValueError(f"{type(self).__name__} needs at least one basic op to stand for")
+        for op in ops:
+            if not isinstance(op, BasicOperation):
+                raise TypeError(f"{type(self).__name__} stands for basic ops, got {type(op).__name__}")
+        self.basic_ops = nn.ModuleList(ops)
+
+    @property
+    def is_fused_op(self) -> bool:
+        """True."""
+        return True
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The first basic op's."""
+        return self._basic(0).get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The last basic op's."""
+        return self._basic(-1).get_grad_output_quantizer()
+
+    def _basic(self, index: int) -> BasicOperation:
+        op = self.basic_ops[index]
+        assert isinstance(op, BasicOperation)
+        return op
+
+    def forward(
+        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
+    ) -> Any:
+        """Apply the basic ops, fused as the installed plugins allow."""
+        return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def op_class(op: nn.Module) -> type[nn.Module]:
+    """The class of an op as its author wrote it, without the classes torch derives around it.
+
+    ``torch.nn.utils.parametrize`` and FSDP change a module's class in place; a fusion that names the
+    original class still means this op.
+    """
+    cls = type(op)
+    while True:
+        bases = cls.__bases__
+        if nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
+            cls = bases[0]
+        elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
+            cls = bases[1]
+        else:
+            return cls
+
+
+def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
+    """The keyword arguments an op takes; None if it takes any (``**kwargs``)."""
+    if op.kwarg_names is not None:
+        return op.kwarg_names
+    if not isinstance(op, BasicOperation):
+        return ()
+    contract = {"ctx", "input_", "prev_op_grad_output_quantizer", "next_op_input_quantizer"}
+    parameters = inspect.signature(op.op_forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in list(parameters)[2:] if p.kind in keyword and p.name not in contract)

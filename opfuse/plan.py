@@ -1,0 +1,326 @@
+"""Planning: ops + fusions + environment -> which fusion replaces what, and why. No tensor is read.
+
+Fusions choose in precedence classes (the user's list, prepended registrations, then priority). Inside a
+class joint fusions choose first, then forward and backward fusions independently; a lower class sees only
+what is left. Inside a class and pass, the set of non-overlapping candidates with the largest total benefit
+wins; ties go to the longer pattern, then to the distribution's name, then to the fusion's. Nothing depends
+on the order in which plugins were discovered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from .errors import PluginWarning
+from .fusion import PASSES, Fusion
+from .op import BasicOperation, FusedOperation, kwarg_names
+from .plugins import FusionSource
+from .scope import Environment
+
+logger = logging.getLogger("opfuse")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStep:
+    """One step of a pass: what runs, over which basic ops, and who gave it.
+
+    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops`` is empty
+    for a cast that the core inserts.
+    """
+
+    op: str
+    basic_ops: tuple[str, ...]
+    start: int
+    fusion: str | None = None
+    distribution: str | None = None
+    version: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A candidate that was not taken, and the sentence that says why."""
+
+    fusion: str
+    kind: str
+    basic_ops: tuple[str, ...]
+    start: int
+    reason: str
+    distribution: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionPlan:
+    """The steps of both passes for one key, and the reason for every decision.
+
+    Data only: printable, comparable, hashable. Two processes with the same installs make equal plans.
+    ``backward`` lists the steps in the order they run: last op first.
+    """
+
+    forward: tuple[PlanStep, ...]
+    backward: tuple[PlanStep, ...]
+    refused: tuple[Refusal, ...] = ()
+
+    def __str__(self) -> str:
+        from .explain import describe_plan
+
+        return describe_plan(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A fusion that matches ``ops[start:stop]`` and agreed to replace them."""
+
+    source: FusionSource
+    kind: str
+    start: int
+    stop: int
+    benefit: float
+    op: FusedOperation | None = None  # already built by a fusion function
+
+    @property
+    def tie(self) -> tuple[str, str]:
+        """What decides between equals."""
+        return self.source.distribution or "", self.source.name
+
+    def overlaps(self, other: Candidate) -> bool:
+        """Whether both want the same op in the same pass."""
+        same_pass = "joint" in (self.kind, other.kind) or self.kind == other.kind
+        return same_pass and self.start < other.stop and other.start < self.stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What planning decided: the candidates taken, left to right per pass, and the refusals."""
+
+    taken: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+    needs_row_alignment: bool
+
+
+def choose(
+    ops: Sequence[BasicOperation],
+    sources: Iterable[FusionSource],
+    env: Environment,
+    *,
+    boundary: int,
+    kwargs: Sequence[tuple[str, ...]],
+    excluded: frozenset[tuple[Any, int, int]] = frozenset(),
+) -> Choice:
+    """Decide which fusions replace what.
+
+    Args:
+        ops: The basic ops of the chain.
+        sources: Every fusion on offer.
+        env: Where the plan is made for.
+        boundary: The first op that takes part in the backward.
+        kwargs: Names of the keyword arguments given to each op.
+        excluded: ``(source, start, stop)`` of candidates whose build failed.
+    """
+    finder = _Finder(ops, env, boundary, kwargs, excluded)
+    candidates = [candidate for source in sources for candidate in finder.candidates(source)]
+    candidates.sort(key=lambda c: (c.source.rank, PASSES.index(c.kind)))
+    taken: list[Candidate] = []
+    for _, group in groupby(candidates, key=lambda c: (c.source.rank, PASSES.index(c.kind))):
+        free = [c for c in group if not any(c.overlaps(other) for other in taken)]
+        taken += best_cover(free, len(ops))
+    limit = env.options.get("fusion_limit")
+    taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
+    beyond = [] if limit is None else taken[limit:]
+    taken = taken[:limit]
+    for loser in candidates:
+        if loser in beyond:
+            finder.refuse(loser.source, loser.start, loser.stop, f"beyond the limit of {limit} fusions")
+        elif loser not in taken:
+            finder.refuse(loser.source, loser.start, loser.stop, _conflict(loser, [*taken, *beyond]))
+    for refusal in finder.refused:
+        logger.debug("refused %s: %s", refusal.fusion, refusal.reason)
+    order = sorted(finder.refused, key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops))
+    return Choice(tuple(taken), tuple(order), finder.needs_row_alignment)
+
+
+class _Finder:
+    """Finds the candidates of one chain and keeps the refusals."""
+
+    def __init__(
+        self,
+        ops: Sequence[BasicOperation],
+        env: Environment,
+        boundary: int,
+        kwargs: Sequence[tuple[str, ...]],
+        excluded: frozenset[tuple[Any, int, int]],
+    ) -> None:
+        self.ops = tuple(ops)
+        self.env = env
+        self.boundary = boundary
+        self.kwargs = kwargs
+        self.excluded = excluded
+        self.refused: list[Refusal] = []
+        self.needs_row_alignment = False
+
+    def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
+        names = tuple(type(op).__name__ for op in self.ops[start:stop])
+        self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
+
+    def candidates(self, source: FusionSource) -> list[Candidate]:
+        if source.kind == "backward" and not self.env.requires_grad:
+            return []
+        found = []
+        for start, stop, op in self._matches(source):
+            if source.kind == "backward" and start < self.boundary:
+                self.refuse(source, start, stop, "no gradient is needed before op " + str(self.boundary))
+                continue
+            reason = self._reason_against(source, start, stop, op)
+            if reason is not None:
+                self.refuse(source, start, stop, reason)
+                continue
+            benefit = self._benefit(source, start, stop)
+            if benefit < 0:
+                self.refuse(source, start, stop, f"it declares a benefit of {benefit:g}")
+                continue
+            found.append(Candidate(source, source.kind, start, stop, benefit, op))
+        return found
+
+    def _matches(self, source: FusionSource) -> list[tuple[int, int, FusedOperation | None]]:
+        if isinstance(source.fusion, Fusion):
+            fusion = source.fusion
+            return [(i, j, None) for i in range(len(self.ops)) for j in fusion.match(self.ops, i)]
+        return _run_fusion_function(source, self.ops, self.env)
+
+    def _reason_against(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> str | None:
+        if (source, start, stop) in self.excluded:
+            return "its build failed, see the warning"
+        fusion = source.fusion
+        takes = kwarg_names(op) if op is not None else getattr(getattr(fusion, "build", None), "kwarg_names", ())
+        for index in range(start, stop):
+            for name in self.kwargs[index]:
+                if takes is not None and name not in takes:
+                    return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
+        if not isinstance(fusion, Fusion):
+            return None
+        env = self.env
+        if fusion.needs_row_alignment:
+            self.needs_row_alignment = True
+        else:
+            env = env._replace(row_alignment=1)
+        if fusion.when is None:
+            return None
+        try:
+            answer = fusion.when(self.ops[start:stop], env)
+        except Exception as error:
+            warn_about(source, f"its condition raised {type(error).__name__}: {error}")
+            return f"its condition raised {type(error).__name__}: {error}"
+        if answer is True:
+            return None
+        if isinstance(answer, str) and answer:
+            return answer
+        warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
+        return f"its condition returned {answer!r} instead of True or a sentence"
+
+    def _benefit(self, source: FusionSource, start: int, stop: int) -> float:
+        if isinstance(source.fusion, Fusion):
+            return source.fusion.benefit_of(self.ops[start:stop], self.env)
+        return 2 * (stop - start - 1)
+
+
+def warn_about(source: FusionSource, what: str) -> None:
+    """Warn that a fusion misbehaved while planning; the chain runs without it."""
+    owner = f"{source.distribution} {source.version}" if source.distribution else "registered in code"
+    warnings.warn(
+        PluginWarning(f"fusion {source.name} ({owner}) is not used: {what}"), stacklevel=2
+    )
+
+
+def _run_fusion_function(
+    source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
+) -> list[tuple[int, int, FusedOperation | None]]:
+    assert not isinstance(source.fusion, Fusion)
+    try:
+        result = source.fusion(list(ops), recipe=env.recipe)
+    except Exception as error:
+        if source.distribution is None:
+            raise
+        warn_about(source, f"it raised {type(error).__name__}: {error}")
+        return []
+    if not isinstance(result, (list, tuple)):
+        raise TypeError(f"{owner_of(source)} must return a list of ops, got {type(result).__name__}")
+    found: list[tuple[int, int, FusedOperation | None]] = []
+    position = 0
+    for item in result:
+        width = len(item.basic_ops) if isinstance(item, FusedOperation) else 1
+        if isinstance(item, FusedOperation):
+            check_expansion(source, item, ops[position : position + width])
+            found.append((position, position + width, item))
+        elif position >= len(ops) or item is not ops[position]:
+            raise RuntimeError(_mismatch(source, [item], ops[position : position + 1]))
+        position += width
+    if position != len(ops):
+        raise RuntimeError(_mismatch(source, result, ops))
+    return found
+
+
+def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
+    """Raise RuntimeError unless ``fused`` stands for exactly ``ops``, in order."""
+    if not isinstance(fused, FusedOperation):
+        raise TypeError(f"{owner_of(source)} must build a FusedOperation, got {type(fused).__name__}")
+    basic = list(fused.basic_ops)
+    if len(basic) != len(ops) or any(a is not b for a, b in zip(basic, ops, strict=True)):
+        raise RuntimeError(_mismatch(source, basic, ops))
+
+
+def owner_of(source: FusionSource) -> str:
+    """A fusion and its plugin, for error messages."""
+    where = f"plugin {source.distribution} {source.version}" if source.distribution else "registered in code"
+    return f"fusion {source.name} ({where})"
+
+
+def _mismatch(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> str:
+    def names(ops: Iterable[Any]) -> str:
+        return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
+
+    return (
+        f"{owner_of(source)} does not expand to the same basic ops in the same order: "
+        f"expected {names(expected)}, got {names(got)}"
+    )
+
+
+def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
+    """The non-overlapping candidates of one pass with the largest total benefit.
+
+    Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
+    candidate that starts there. Ties: more ops covered by fewer fusions, then names.
+    """
+    by_start: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        by_start.setdefault(candidate.start, []).append(candidate)
+
+    empty: tuple[tuple[float, int, int], tuple[tuple[str, str], ...], tuple[Candidate, ...]] = ((0.0, 0, 0), (), ())
+    best = [empty] * (length + 1)
+    for i in reversed(range(length)):
+        best[i] = best[i + 1]
+        for c in by_start.get(i, ()):
+            (benefit, covered, count), names, rest = best[c.stop]
+            option = (benefit + c.benefit, covered + c.stop - c.start, count - 1), (c.tie, *names), (c, *rest)
+            if option[0] > best[i][0] or (option[0] == best[i][0] and option[1] < best[i][1]):
+                best[i] = option
+    return list(best[0][2])
+
+
+def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:
+    winners = [winner for winner in taken if winner.overlaps(loser)]
+    if not winners:
+        return "another set of fusions has the larger total benefit"
+    first = min(winners, key=lambda winner: winner.start)
+    who = f"overlaps {first.source.name}" + (f" of {first.source.distribution}" if first.source.distribution else "")
+    if first.source.rank != loser.source.rank:
+        return f"{who}, which has precedence"
+    if PASSES.index(first.kind) < PASSES.index(loser.kind):
+        return f"{who}, and joint fusions choose first"
+    gain = sum(winner.benefit for winner in winners)
+    if gain != loser.benefit:
+        return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
+    return f"{who}, which saves as much and is longer or comes first by name"

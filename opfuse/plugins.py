@@ -1,0 +1,415 @@
+"""Plugins: found by entry-point metadata, imported at first need, isolated from each other.
+
+Reading metadata imports nothing and happens once, at the end of ``import opfuse``. The first plan (or
+listing) imports the plugins that are not blocked, one by one in sorted order. A plugin that fails in its
+metadata, its import, its registration or a hook is a :class:`opfuse.PluginWarning` and stays listed as
+``failed``; ``OPFUSE_STRICT=1`` raises instead. An error inside a running kernel is never caught.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pluggy
+
+from . import hookspecs
+from .errors import PluginWarning
+from .fusion import PASSES, Fusion, FusionLike, fusion_name
+from .quantization import Quantizer, QuantizerRole, Recipe
+from .scope import Scope
+
+if sys.version_info >= (3, 12):
+    import importlib.metadata as metadata
+else:
+    import importlib_metadata as metadata
+
+_FUSION_HOOKS = {kind: f"opfuse_{kind}_fusions" for kind in PASSES}
+
+
+def normalize(name: str) -> str:
+    """A distribution name as packaging tools compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclasses.dataclass
+class PluginRecord:
+    """One plugin, whatever became of it.
+
+    ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it belongs
+    to another contract version. Whether it is blocked depends on the selection in force.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    group: str = hookspecs.GROUP
+    load: Callable[[], Any] | None = None
+    state: str = "found"
+    error: str | None = None
+    plugin: Any = None
+    hooks: tuple[str, ...] = ()
+    fusions: tuple[tuple[str, FusionLike], ...] = ()
+    recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a name in a selection means this plugin."""
+        return name == self.name or normalize(name) == normalize(self.distribution)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What plugins are sorted by."""
+        return self.name, normalize(self.distribution)
+
+
+class FusionSource(NamedTuple):
+    """A fusion with who gave it, for which pass, and how early it may choose (smaller rank first)."""
+
+    kind: str
+    fusion: FusionLike
+    distribution: str | None
+    version: str | None
+    rank: tuple[int, int, int]
+
+    @property
+    def name(self) -> str:
+        """The fusion's name in reports."""
+        return fusion_name(self.fusion)
+
+
+class Selection(NamedTuple):
+    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked`` if ``only`` is None, else ``only``, in that order."""
+
+    only: tuple[str, ...] | None
+    blocked: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str | None) -> Selection:
+        """Parse the grammar: None = all, empty = none, ``a,b`` = these, in this precedence, ``-a`` = all but a.
+
+        Raises:
+            ValueError: The two forms are mixed.
+        """
+        if text is None:
+            return cls(None)
+        names = [part.strip() for part in text.split(",") if part.strip()]
+        blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
+        if blocked and len(blocked) != len(names):
+            raise ValueError(
+                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give either 'a,b' or '-a,-b'"
+            )
+        return cls(None, blocked) if blocked else cls(tuple(names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name given."""
+        return self.blocked if self.only is None else self.only
+
+    def index(self, record: PluginRecord) -> int | None:
+        """The position of a selected plugin in the user's list (0 where there is no list); None: blocked."""
+        if self.only is None:
+            return None if any(record.answers_to(name) for name in self.blocked) else 0
+        return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
+
+
+class Registration:
+    """Handle of a fusion registered in code."""
+
+    def __init__(self, manager: PluginManager, source: FusionSource) -> None:
+        self._manager = manager
+        self.source = source
+
+    def unregister(self) -> None:
+        """Take the fusion back. Doing it twice does no harm."""
+        self._manager.unregister(self)
+
+
+class PluginManager:
+    """Every plugin of this process, every fusion registered in code, and the settings of each thread."""
+
+    def __init__(self) -> None:
+        self.scope = Scope()
+        self.generation = 0
+        self.records: list[PluginRecord] = []
+        self._registered: list[Registration] = []
+        self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
+        self._warned: set[str] = set()
+        self._pluggy = pluggy.PluginManager("opfuse")
+        self._pluggy.add_hookspecs(hookspecs)
+        self._lock = threading.RLock()
+
+    # Discovery: metadata only
+
+    def discover(self) -> None:
+        """Read the entry points of groups ``opfuse.v*``; imports nothing."""
+        seen: set[str] = set()
+        for dist in metadata.distributions():
+            name = version = "unknown"
+            try:
+                if "opfuse." not in (dist.read_text("entry_points.txt") or ""):
+                    continue
+                name, version = dist.metadata["Name"], dist.version
+                if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
+                    continue
+                seen.add(normalize(name))
+                found = [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]
+            except Exception as error:
+                record = PluginRecord(str(name), str(name), str(version))
+                self.records.append(record)
+                self._fail(record, "metadata", error)
+                continue
+            for ep in found:
+                record = PluginRecord(ep.name, name, version, ep.group, ep.load)
+                if ep.group != hookspecs.GROUP:
+                    record.state = "incompatible"
+                    record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                self.records.append(record)
+        self.records.sort(key=lambda record: record.key)
+
+    def register(
+        self, plugin: Any, *, name: str, distribution: str = "registered in code", version: str = "0"
+    ) -> PluginRecord:
+        """Add a plugin object that is not installed (a notebook's, a test's)."""
+        with self._lock:
+            record = PluginRecord(name, distribution, version, load=lambda: plugin)
+            self.records = sorted([*self.records, record], key=lambda record: record.key)
+            self._changed()
+        return record
+
+    def remove(self, record: PluginRecord) -> None:
+        """Forget a plugin that :meth:`register` added."""
+        with self._lock:
+            self.records = [other for other in self.records if other is not record]
+            if record.plugin is not None:
+                self._pluggy.unregister(record.plugin)
+            self._changed()
+
+    def _changed(self) -> None:
+        self.generation += 1
+        self._sources = {}
+
+    # Loading
+
+    def active(self, text: str | None) -> list[PluginRecord]:
+        """The plugins that a selection leaves, loaded, in sorted order or in the order of the user's list."""
+        selection = Selection.parse(text)
+        with self._lock:
+            for name in selection.names:
+                if name not in self._warned and not any(record.answers_to(name) for record in self.records):
+                    self._warned.add(name)
+                    warnings.warn(
+                        PluginWarning(f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"), stacklevel=2
+                    )
+            chosen = [(selection.index(record), record) for record in self.records]
+            picked = [(index, record) for index, record in chosen if index is not None]
+            picked.sort(key=lambda pair: pair[0])  # stable: sorted order inside one position
+            for _, record in picked:
+                if record.state == "found":
+                    self._load(record)
+            return [record for _, record in picked if record.state == "loaded"]
+
+    def _load(self, record: PluginRecord) -> None:
+        record.state = "loading"  # a plugin that plans while it is imported does not load itself again
+        stage = "import"
+        try:
+            assert record.load is not None
+            plugin = record.load()
+            stage = "registration"
+            self._pluggy.register(plugin, name=f"{record.distribution}:{record.name}")
+            record.plugin = plugin
+            callers = self._pluggy.get_hookcallers(plugin) or []
+            for caller in callers:
+                optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
+                if not caller.has_spec() and not optional:
+                    raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {', '.join(_hook_names())}")
+            record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
+            stage = "hook call"
+            record.fusions = tuple(
+                (kind, fusion) for kind, hook in _FUSION_HOOKS.items() for fusion in self._fusions(record, hook)
+            )
+            for recipes in self._call(record, "opfuse_recipes"):
+                record.recipes.update(_checked_recipes(recipes))
+            record.state = "loaded"
+        except Exception as error:
+            if record.plugin is not None:
+                self._pluggy.unregister(record.plugin)
+                record.plugin, record.hooks, record.fusions = None, (), ()
+            self._fail(record, stage, error)
+
+    def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
+        for impl in getattr(self._pluggy.hook, hook).get_hookimpls():
+            if impl.plugin is record.plugin:
+                yield impl.function(*[kwargs[name] for name in impl.argnames])
+
+    def _fusions(self, record: PluginRecord, hook: str) -> Iterator[FusionLike]:
+        for result in self._call(record, hook):
+            if not isinstance(result, (list, tuple)):
+                raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
+            for fusion in result:
+                if not isinstance(fusion, Fusion) and not callable(fusion):
+                    raise TypeError(f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}")
+                yield fusion
+
+    def _fail(self, record: PluginRecord, stage: str, error: Exception) -> None:
+        record.state = "failed"
+        record.error = f"{stage}: {type(error).__name__}: {error}"
+        if os.environ.get("OPFUSE_STRICT", "") not in ("", "0"):
+            raise error
+        warnings.warn(
+            PluginWarning(
+                f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}. "
+                f"Everything else works without it; OPFUSE_PLUGINS=-{record.name} silences this, "
+                "OPFUSE_STRICT=1 raises it."
+            ),
+            stacklevel=3,
+        )
+
+    # What plugins give
+
+    def sources(self) -> tuple[FusionSource, ...]:
+        """Every fusion of the selection in force and every one registered in code; cached."""
+        text = self.scope.selection
+        found = self._sources.get(text)
+        if found is None:
+            with self._lock:
+                listed = Selection.parse(text).only is not None
+                plugins = [
+                    FusionSource(kind, fusion, record.distribution, record.version, _rank(listed, index, fusion))
+                    for index, record in enumerate(self.active(text))
+                    for kind, fusion in record.fusions
+                ]
+                found = (*plugins, *(registration.source for registration in self._registered))
+                self._sources[text] = found
+        return found
+
+    def recipes(self) -> dict[str, type[Recipe]]:
+        """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""
+        found: dict[str, type[Recipe]] = {}
+        for record in self.active(self.scope.selection):
+            found = {**record.recipes, **found}
+        return found
+
+    def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
+        """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``."""
+        for record in self.active(self.scope.selection):
+            try:
+                for quantizer in self._call(record, "opfuse_quantizer", recipe=recipe, role=role):
+                    if isinstance(quantizer, Quantizer):
+                        return quantizer
+                    if quantizer is not None:
+                        raise TypeError(f"opfuse_quantizer must return a Quantizer, got {type(quantizer).__name__}")
+            except Exception as error:
+                self._fail(record, "hook call", error)
+                self._changed()
+        return None
+
+    def register_fusion(self, kind: str, fusion: FusionLike, prepend: bool) -> Registration:
+        """Add a fusion in code; it stays on whatever plugins are selected."""
+        if not isinstance(fusion, Fusion) and not callable(fusion):
+            raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
+        with self._lock:
+            order = len(self._registered) + self.generation
+            rank = (1, -order, 0) if prepend else _rank(False, 0, fusion)
+            registration = Registration(self, FusionSource(kind, fusion, None, None, rank))
+            self._registered.append(registration)
+            self._changed()
+        return registration
+
+    def unregister(self, registration: Registration) -> None:
+        """Take back what :meth:`register_fusion` added."""
+        with self._lock:
+            self._registered = [other for other in self._registered if other is not registration]
+            self._changed()
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Every plugin with its state, after loading what the selection in force leaves. JSON-able."""
+        self.active(self.scope.selection)
+        selection = Selection.parse(self.scope.selection)
+        rows = []
+        for record in self.records:
+            blocked = selection.index(record) is None and record.state in ("found", "loaded")
+            rows.append(
+                {
+                    "name": record.name,
+                    "distribution": record.distribution,
+                    "version": record.version,
+                    "state": "blocked" if blocked else record.state,
+                    "hooks": list(record.hooks),
+                    "fusions": [fusion_name(fusion) for _, fusion in record.fusions],
+                    "error": record.error,
+                }
+            )
+        return rows
+
+
+def _hook_names() -> list[str]:
+    return sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+
+
+def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
+    if not isinstance(recipes, dict):
+        raise TypeError(f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}")
+    for name, recipe in recipes.items():
+        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+            raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
+    return recipes
+
+
+def _rank(listed: bool, index: int, fusion: FusionLike) -> tuple[int, int, int]:
+    """Smaller chooses first: the user's list, then prepended registrations (1, ...), then by priority."""
+    priority = fusion.priority if isinstance(fusion, Fusion) else 0
+    return (0, index, -priority) if listed else (2, 0, -priority)
+
+
+class using:  # noqa: N801 (used as a function)
+    """Select plugins for a ``with`` block, in this thread.
+
+    Args:
+        selection: The grammar of ``OPFUSE_PLUGINS``: ``"a,b"`` these in this precedence, ``"-a"`` all but
+            a, ``""`` none, None all.
+
+    Raises:
+        ValueError: The two forms are mixed.
+    """
+
+    def __init__(self, selection: str | None) -> None:
+        Selection.parse(selection)
+        self._selection = selection
+        self._before: list[str | None] = []
+
+    def __enter__(self) -> None:
+        self._before.append(manager.scope.selection)
+        manager.scope.selection = self._selection
+
+    def __exit__(self, *exc_info: object) -> None:
+        manager.scope.selection = self._before.pop()
+
+
+manager = PluginManager()
+"""The plugins of this process: the only mutable module-level object of the core."""
+
+
+def listing() -> list[dict[str, Any]]:
+    """Every installed plugin: name, distribution, version, state, hooks, fusions, error. JSON-able."""
+    return manager.listing()
+
+
+def recipes() -> dict[str, type[Recipe]]:
+    """The quantization recipes that the active plugins offer, by name."""
+    return manager.recipes()
+
+
+def register(plugin: Any, *, name: str, distribution: str = "registered in code", version: str = "0") -> PluginRecord:
+    """Add a plugin object that is not installed; :func:`remove` takes it back."""
+    return manager.register(plugin, name=name, distribution=distribution, version=version)
+
+
+def remove(record: PluginRecord) -> None:
+    """Forget a plugin that :func:`register` added."""
+    manager.remove(record)

@@ -1,0 +1,233 @@
+"""Programs: a plan made executable. Everything that can be decided once is decided here, not per call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .plan import Candidate, Choice, FusionPlan, PlanStep
+from .quantization import Quantizer
+from .routing import Routing
+from .scope import Environment
+
+
+class Step(NamedTuple):
+    """One call of one op over ``ops[start:stop]``.
+
+    Attributes:
+        op: A basic op, or the fused op that stands for several.
+        start, stop: Which basic ops.
+        simple: Whether ``op_forward`` / ``op_backward`` can be called directly.
+        prepare: Whether the incoming tensor needs a look: ``cast``, ``width``, or dequantizing.
+        cast: The quantizer to cast the incoming tensor with.
+        width: Last dimension to insist on.
+        nothing: No extra tensors, for each basic op.
+        no_kwargs: No keyword arguments, for each basic op.
+        owns: Whether the incoming gradient may be overwritten (backward only).
+    """
+
+    op: FusibleOperation
+    start: int
+    stop: int
+    simple: bool
+    prepare: bool
+    cast: Quantizer | None
+    width: int | None
+    nothing: tuple[tuple[()], ...]
+    no_kwargs: tuple[dict[str, Any], ...]
+    owns: bool
+
+
+class ContextTemplate(NamedTuple):
+    """What the fuser writes on the context of one basic op; see :class:`OperationContext`."""
+
+    requires_grad: bool
+    input_requires_grad: bool
+    param_requires_grad: tuple[bool, ...]
+    dtype: torch.dtype
+    prev_op_grad_output_quantizer: Quantizer | None
+    next_op_input_quantizer: Quantizer | None
+    quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
+
+    def context(self, owns: bool) -> OperationContext:
+        """A context that every call may share, for an op that leaves nothing on it."""
+        ctx = OperationContext()
+        vars(ctx).update(self._asdict())
+        ctx.owns_grad_output = owns
+        return ctx
+
+
+class Program:
+    """An executable plan: forward and backward steps over the same basic ops.
+
+    Attributes:
+        contexts: Per basic op its context's template, which tensors are its parameters, and a context to
+            share between calls if it leaves nothing there and has no parameters.
+        stateless: Per basic op the context its backward shares, if its forward leaves nothing.
+        keeping: The basic ops whose forward may leave something.
+        num_params_of: ``(op, number of parameters)`` where there are some.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        plan: FusionPlan,
+        env: Environment,
+        templates: Sequence[ContextTemplate],
+        forward: tuple[Step, ...],
+        backward: tuple[Step, ...],
+        boundary: int,
+    ) -> None:
+        self.routing = routing
+        self.plan = plan
+        self.device_type = env.device.type
+        self.recipe = env.recipe
+        self.requires_grad = env.requires_grad
+        self.input_requires_grad = templates[0].input_requires_grad
+        self.forward = forward
+        self.backward = backward
+        self.boundary = boundary
+        self.num_params = len(routing.param_sources)
+        self.has_extras = routing.has_extras
+        self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
+        self.double_backward = bool(env.options.get("double_backward"))
+        owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
+        contexts, stateless = [], []
+        for i, (op, (first, last)) in enumerate(zip(routing.ops, routing.param_ranges, strict=True)):
+            leaves_nothing = op.saved_names == () and not op.context_names
+            shared = templates[i].context(i in owned) if leaves_nothing else None
+            contexts.append((templates[i], first, last, shared if first == last else None))
+            stateless.append(shared)
+        self.contexts = tuple(contexts)
+        self.stateless = tuple(stateless)
+        self.keeping = tuple(i for i, ctx in enumerate(stateless) if ctx is None)
+        self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)
+
+
+def compile_program(
+    routing: Routing,
+    choice: Choice,
+    env: Environment,
+    *,
+    grads: tuple[bool, ...],
+    boundary: int,
+    kwargs: Sequence[tuple[str, ...]],
+) -> Program:
+    """Turn a choice of fusions, already built, into a program.
+
+    Args:
+        routing: The chain.
+        choice: The fusions taken; each candidate carries its fused op.
+        env: Where the program runs.
+        grads: ``requires_grad`` of the input and of each parameter.
+        boundary: The first op that takes part in the backward.
+        kwargs: Names of the keyword arguments given to each op.
+    """
+    forward = _cover(routing, [c for c in choice.taken if c.kind != "backward"])
+    backward = _cover(routing, [c for c in choice.taken if c.kind != "forward"])[::-1] if env.requires_grad else []
+    backward = [run for run in backward if run.stop > boundary]
+    quantized_backward = env.recipe is not None and env.recipe.backward_override is None
+    output_quantizers = _negotiate(forward, env.recipe is not None, "get_input_quantizer", "writes_output")
+    grad_quantizers = _negotiate(backward, quantized_backward, "get_grad_output_quantizer", "writes_grad_input")
+    templates = [
+        ContextTemplate(
+            requires_grad=env.requires_grad and i >= boundary,
+            input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
+            param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
+            dtype=env.dtype,
+            prev_op_grad_output_quantizer=grad_quantizers.get(i),
+            next_op_input_quantizer=output_quantizers.get(i),
+            quantizers=op._quantizers.of(env.recipe),
+        )
+        for i, op in enumerate(routing.ops)
+    ]
+    forward_steps = tuple(run.step(routing, kwargs, env, owns=False, forward=True) for run in forward)
+    backward_steps = []
+    owns = False
+    for run in backward:
+        backward_steps.append(run.step(routing, kwargs, env, owns=owns or run.cast is not None, forward=False))
+        owns = run.op.grad_input == "fresh" or (run.op.grad_input == "same" and backward_steps[-1].owns)
+    plan = FusionPlan(_describe(forward, routing.ops), _describe(backward, routing.ops), choice.refused)
+    return Program(routing, plan, env, templates, forward_steps, tuple(backward_steps), boundary)
+
+
+class _Run:
+    """A step while it is being put together."""
+
+    def __init__(self, op: FusibleOperation, start: int, stop: int, candidate: Candidate | None) -> None:
+        self.op = op
+        self.start = start
+        self.stop = stop
+        self.candidate = candidate
+        self.cast: Quantizer | None = None
+
+    def step(
+        self, routing: Routing, kwargs: Sequence[tuple[str, ...]], env: Environment, *, owns: bool, forward: bool
+    ) -> Step:
+        method = "fuser_forward" if forward else "fuser_backward"
+        simple = (
+            isinstance(self.op, BasicOperation)
+            and getattr(type(self.op), method) is getattr(BasicOperation, method)
+            and not (self.op.num_extra_inputs or self.op.num_extra_outputs)
+            and not kwargs[self.start]
+        )
+        width = routing.later_widths.get(self.start) if forward else None
+        prepare = env.recipe is not None or width is not None
+        width_of_run = self.stop - self.start
+        nothing, no_kwargs = ((),) * width_of_run, tuple({} for _ in range(width_of_run))
+        return Step(self.op, self.start, self.stop, simple, prepare, self.cast, width, nothing, no_kwargs, owns)
+
+
+def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:
+    by_start = {candidate.start: candidate for candidate in taken}
+    runs = []
+    position = 0
+    while position < len(routing.ops):
+        candidate = by_start.get(position)
+        if candidate is None:
+            runs.append(_Run(routing.ops[position], position, position + 1, None))
+        else:
+            assert isinstance(candidate.op, FusedOperation)
+            runs.append(_Run(candidate.op, position, candidate.stop, candidate))
+        position = runs[-1].stop
+    return runs
+
+
+def _negotiate(runs: Sequence[_Run], enabled: bool, wants: str, writes: str) -> dict[int, Quantizer]:
+    """Ask each consumer for its quantizer and each producer whether it can write it; where not, cast.
+
+    Returns:
+        For the producers that do write it: the index of the basic op at the edge -> the quantizer.
+    """
+    agreed: dict[int, Quantizer] = {}
+    if not enabled:
+        return agreed
+    for position, run in enumerate(runs):
+        quantizer: Quantizer | None = getattr(run.op, wants)()
+        if quantizer is None:
+            continue
+        producer = runs[position - 1] if position else None
+        if producer is not None and getattr(producer.op, writes)(quantizer):
+            agreed[producer.stop - 1 if writes == "writes_output" else producer.start] = quantizer
+        else:
+            run.cast = quantizer
+    return agreed
+
+
+def _describe(runs: Sequence[_Run], ops: Sequence[BasicOperation]) -> tuple[PlanStep, ...]:
+    steps = []
+    for run in runs:
+        if run.cast is not None:
+            steps.append(PlanStep(f"Cast[{type(run.cast).__name__}]", (), run.start))
+        names = tuple(type(op).__name__ for op in ops[run.start : run.stop])
+        if run.candidate is None:
+            steps.append(PlanStep(names[0], names, run.start))
+        else:
+            source = run.candidate.source
+            steps.append(
+                PlanStep(type(run.op).__name__, names, run.start, source.name, source.distribution, source.version)
+            )
+    return tuple(steps)

@@ -1,0 +1,119 @@
+"""The quantizers of one op, per recipe, and how their state enters a checkpoint as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..op import BasicOperation
+    from .quantizer import Quantizer
+    from .recipe import Recipe
+
+_KEY = "quantizers."
+_MODES = ("forward", "backward")
+
+
+class QuantizerStates:
+    """Quantizers of one basic op. Recipes may alternate: each keeps its own."""
+
+    def __init__(self) -> None:
+        self._by_recipe: dict[Recipe, tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]] = {}
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # recipe JSON -> state of a recipe not used yet
+
+    def use(self, op: BasicOperation, recipe: Recipe | None) -> None:
+        """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
+        from .recipe import QuantizerRole
+
+        if recipe is None or recipe in self._by_recipe:
+            return
+        made = []
+        for mode in _MODES:
+            count = op.num_quantizers(mode)
+            roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
+            if len(roles) != count:
+                raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers")
+            made.append(tuple(_make_quantizer(recipe, role, type(op).__name__) for role in roles))
+        self._by_recipe[recipe] = (made[0], made[1])
+        self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))
+
+    def of(self, recipe: Recipe | None) -> tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]:
+        """The forward and the backward quantizers for ``recipe``; empty without one."""
+        return ((), ()) if recipe is None else self._by_recipe.get(recipe, ((), ()))
+
+    def get(self, mode: str, index: int) -> Quantizer | None:
+        """A quantizer of the recipe in force."""
+        from ..plugins import manager
+
+        if mode not in _MODES:
+            raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
+        quantizers = self.of(manager.scope.recipe)[_MODES.index(mode)]
+        return quantizers[index] if quantizers else None
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
+        for recipe in self._by_recipe:
+            for _, quantizer, name in self._entries(recipe):
+                value = getattr(quantizer, name)
+                setattr(quantizer, name, fn(value).to(value.dtype))
+
+    def _entries(self, recipe: Recipe) -> Iterator[tuple[str, Quantizer, str]]:
+        for mode, quantizers in zip(_MODES, self._by_recipe[recipe], strict=True):
+            for index, quantizer in enumerate(quantizers):
+                for name in quantizer.state_names:
+                    yield f"{mode}.{index}.{name}", quantizer, name
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write the state of every recipe used so far (and of every one loaded but not used yet)."""
+        states = {
+            recipe.to_json(): {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+            for recipe in self._by_recipe
+        }
+        for number, (text, state) in enumerate(sorted({**self._loaded, **states}.items())):
+            if not state:
+                continue
+            destination[f"{prefix}{_KEY}{number}.recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+            for key, value in state.items():
+                destination[f"{prefix}{_KEY}{number}.{key}"] = value if keep_vars else value.detach()
+
+    def load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its recipe."""
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key in [k for k in state_dict if k.startswith(prefix + _KEY)]:
+            number, _, name = key[len(prefix + _KEY) :].partition(".")
+            groups.setdefault(number, {})[name] = state_dict.pop(key)
+        for group in groups.values():
+            text = bytes(group.pop("recipe").tolist()).decode()
+            recipe = next((recipe for recipe in self._by_recipe if recipe.to_json() == text), None)
+            if recipe is None:
+                self._loaded[text] = {name: value.clone() for name, value in group.items()}
+            else:
+                self._restore(recipe, group)
+
+    def _restore(self, recipe: Recipe, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for key, quantizer, name in self._entries(recipe):
+                if key not in state:
+                    continue
+                target = getattr(quantizer, name)
+                if target.shape != state[key].shape:
+                    raise RuntimeError(
+                        f"quantizer state {key}: expected shape {tuple(target.shape)}, "
+                        f"the checkpoint has {tuple(state[key].shape)}"
+                    )
+                target.copy_(state[key])
+
+
+def _make_quantizer(recipe: Recipe, role: Any, op_name: str) -> Quantizer:
+    from ..plugins import manager
+
+    quantizer = manager.quantizer(recipe, role)
+    if quantizer is None:
+        raise RuntimeError(
+            f"no plugin offers a quantizer of {op_name} for {recipe!r} and {role!r}: install and enable the plugin "
+            "that offers this recipe (opfuse plugins lists them)"
+        )
+    return quantizer

@@ -1,0 +1,132 @@
+"""The fixed structure of a chain: its basic ops, where extra tensors go, and which widths it takes.
+
+Computed once when a fuser captures its ops; everything that can be refused without running is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from .op import BasicOperation, FusedOperation, FusibleOperation
+
+Slot = tuple[int, int]
+
+
+def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
+    """The basic ops that ``ops`` stand for."""
+    basic: list[BasicOperation] = []
+    for op in ops:
+        if isinstance(op, FusedOperation):
+            basic.extend(op.basic_ops)  # type: ignore[arg-type]
+        elif isinstance(op, BasicOperation):
+            basic.append(op)
+        else:
+            raise TypeError(f"a fuser takes basic and fused ops, got {type(op).__name__}")
+    return tuple(basic)
+
+
+class Routing:
+    """Where the tensors of a chain come from and go to.
+
+    Attributes:
+        ops: The basic ops.
+        param_sources: ``(module, attribute)`` of every parameter, in op order.
+        param_ranges: Which of them belong to each op.
+        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order.
+        public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
+        sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
+        width: Last dimension of the chain's input, or None for any.
+        later_widths: The same for ops whose input's width only the running chain knows.
+    """
+
+    def __init__(self, ops: Sequence[BasicOperation], *, cut: str | None = None) -> None:
+        self.ops = tuple(ops)
+        self.param_sources: list[tuple[nn.Module, str]] = []
+        self.param_ranges: list[Slot] = []
+        for op in self.ops:
+            start = len(self.param_sources)
+            self.param_sources += [op.param_source(name) for name in op.param_names or ()]
+            self.param_ranges.append((start, len(self.param_sources)))
+        self._route(cut)
+        self.external_inputs = [
+            (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
+        ]
+        self.public_outputs = [
+            (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_outputs) if op._extra_output_to_caller[k]
+        ]
+        self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
+        self.later_widths: dict[int, int] = {}
+        self.width = self._infer_widths()
+        for op in self.ops:
+            op._channels_captured = True
+
+    def _route(self, cut: str | None) -> None:
+        """Bind extra inputs to the producers of their channels."""
+        hint = f" (the chain is cut {cut}, and a channel cannot cross the cut)" if cut else ""
+        producers: dict[str, Slot] = {}
+        for i, op in enumerate(self.ops):
+            for k, channel in enumerate(op._extra_output_channels):
+                if channel is None:
+                    continue
+                if channel in producers:
+                    raise ValueError(
+                        f"channel {channel!r} has two producers: {self.name(producers[channel][0])} and {self.name(i)}"
+                    )
+                producers[channel] = (i, k)
+        self.sources: dict[Slot, Slot] = {}
+        for i, op in enumerate(self.ops):
+            for k, channel in enumerate(op._extra_input_channels):
+                if channel is None:
+                    continue
+                if channel not in producers:
+                    raise ValueError(f"channel {channel!r} read by {self.name(i)} has no producer in this chain{hint}")
+                if producers[channel][0] >= i:
+                    raise ValueError(
+                        f"channel {channel!r} read by {self.name(i)} has no earlier producer, "
+                        f"it is written by {self.name(producers[channel][0])}"
+                    )
+                self.sources[i, k] = producers[channel]
+
+    def name(self, index: int) -> str:
+        """An op as error messages call it."""
+        return f"op {index} ({type(self.ops[index]).__name__})"
+
+    def needed_after(self, slot: Slot, stop: int) -> bool:
+        """Whether an extra output is used by the caller, or by an op from ``stop`` on."""
+        return slot in self.public_outputs or any(
+            source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
+        )
+
+    def _infer_widths(self) -> int | None:
+        """Follow the last dimension through the chain.
+
+        The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand then
+        fixes the width at the anchor.
+        """
+        demands: dict[int, int] = {}
+        value: int | None = None
+        anchor, ratio = 0, 1
+        for i, op in enumerate(self.ops):
+            if op.in_features is not None:
+                if value is None and anchor not in demands:
+                    demands[anchor] = op.in_features * ratio
+                elif value is not None and value != op.in_features:
+                    raise ValueError(
+                        f"{self.name(i)} takes {op.in_features} features in the last dimension, "
+                        f"but the ops before it give {value}"
+                    )
+                value = op.in_features
+            if op.out_features is not None:
+                value = op.out_features
+            elif op.feature_ratio is None:
+                value, anchor, ratio = None, i + 1, 1
+            elif value is None:
+                ratio *= op.feature_ratio
+            elif value % op.feature_ratio:
+                raise ValueError(f"{self.name(i)} splits the last dimension into {op.feature_ratio}, but gets {value} features")
+            else:
+                value //= op.feature_ratio
+        self.later_widths = {i: width for i, width in demands.items() if i}
+        return demands.get(0)

@@ -1,0 +1,65 @@
+"""What surrounds a call: the environment a fusion is asked about, and the settings of this thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from .explain import Recorder
+    from .quantization import Recipe
+
+Options = tuple[tuple[str, Any], ...]
+
+
+class Environment(NamedTuple):
+    """Where a plan is made for: metadata only, never tensor data.
+
+    Attributes:
+        device: Device of the chain's input.
+        capability: CUDA compute capability, or None on other devices.
+        dtype: The dtype the ops compute in, autocast counted.
+        recipe: The quantization recipe in force, or None.
+        training: Whether any op of the chain is in training mode.
+        requires_grad: Whether a backward pass is planned.
+        row_alignment: The largest of 16, 8, 4, 2, 1 that divides the number of rows, for a fusion that
+            declares ``needs_row_alignment``; 1 for every other, and while tracing.
+        deterministic: ``torch.are_deterministic_algorithms_enabled()``.
+        options: The options set with :func:`opfuse.options`.
+    """
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    recipe: Recipe | None = None
+    training: bool = True
+    requires_grad: bool = False
+    row_alignment: int = 1
+    deterministic: bool = False
+    options: Mapping[str, Any] = {}
+
+
+def _options_from_environ() -> Options:
+    text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
+    if not text:
+        return ()
+    if not text.isdecimal():
+        raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {text!r}")
+    return (("fusion_limit", int(text)),)
+
+
+class Scope(threading.local):
+    """The settings of one thread. Class attributes are the defaults; a context sets instance attributes.
+
+    Everything but ``recorder`` is part of a plan's key. Read in forward only: a plan carries what its
+    backward needs.
+    """
+
+    options: Options = _options_from_environ()
+    selection: str | None = os.environ.get("OPFUSE_PLUGINS")
+    recipe: Recipe | None = None
+    recorder: Recorder | None = None

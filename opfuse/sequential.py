@@ -1,0 +1,179 @@
+"""A chain of modules in which runs of fusible ops are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .fuser import OperationFuser
+from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
+
+
+class Sequential(nn.Module):
+    """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut it.
+
+    Args:
+        *args: Modules, or one dict of named modules.
+    """
+
+    def __init__(self, *args: nn.Module | Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._cache = ModuleCache()
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(args)  # type: ignore[arg-type]
+
+    @property
+    def _module_groups(self) -> list[OperationFuser | nn.Module]:
+        """The current children: one fuser for each run of fusible ops, other modules as they are."""
+        children = tuple(self._modules.values())
+        if torch.compiler.is_compiling():
+            _regroup_untraced(self, *children)
+        elif self._cache.key != children:
+            self._regroup(children)
+        value: list[OperationFuser | nn.Module] = self._cache.value
+        return value
+
+    def _regroup(self, children: tuple[nn.Module | None, ...]) -> None:
+        cache = self._cache
+        if cache.key != children:
+            groups: list[Any] = []
+            for child in children:
+                if isinstance(child, FusibleOperation):
+                    if not groups or not isinstance(groups[-1], list):
+                        groups.append([])
+                    groups[-1].append(child)
+                elif child is not None:
+                    groups.append(child)
+            cache.value = [OperationFuser(group) if isinstance(group, list) else group for group in groups]
+            cache.key = children
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the chain.
+
+        Args:
+            input: Input of the first module.
+            *extra_inputs: Extra inputs of the ops that take some, in order.
+            op_kwargs: Keyword arguments of single ops, by op or by index. A container such as ``Linear``
+                hands each to the basic op that takes it.
+
+        Returns:
+            The output, or ``(output, *extra_outputs)``.
+
+        Raises:
+            ValueError: The wrong number of extra inputs; ``op_kwargs`` for something that is not an op here.
+            TypeError: A keyword argument that an op does not take.
+        """
+        groups = self._module_groups
+        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
+            return groups[0].run(input, *extra_inputs)
+        expected = sum(group.num_extra_inputs for group in groups if isinstance(group, OperationFuser))
+        if len(extra_inputs) != expected:
+            raise ValueError(f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}")
+        kwargs = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
+        x, outputs = input, []
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            given, extra_inputs = extra_inputs[: group.num_extra_inputs], extra_inputs[group.num_extra_inputs :]
+            here = [kwargs.get(op, {}) for op in group._routing.ops] if kwargs else None
+            result = group.run(x, *given, basic_op_kwargs=here)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            outputs += more
+        return (x, *outputs) if outputs else x
+
+    def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]]) -> dict[BasicOperation, dict[str, Any]]:
+        """Hand keyword arguments of children to their basic ops."""
+        resolved: dict[BasicOperation, dict[str, Any]] = {}
+        children = list(self._modules.values())
+        for key, kwargs in op_kwargs.items():
+            target = self[key] if isinstance(key, int) else key
+            basic = list(target.basic_ops) if isinstance(target, FusedOperation) else [target]
+            known = target in children or any(
+                target in child.basic_ops for child in children if isinstance(child, FusedOperation)
+            )
+            if not known or not isinstance(target, FusibleOperation):
+                raise ValueError(f"op_kwargs: {type(target).__name__} is not an op of this Sequential")
+            for name, value in kwargs.items():
+                takers = [op for op in basic if (names := kwarg_names(op)) is None or name in names]
+                if not takers:
+                    raise TypeError(f"{type(target).__name__} does not take the keyword argument {name!r}")
+                for op in takers:
+                    resolved.setdefault(op, {})[name] = value
+        return resolved
+
+    # A list of modules
+
+    def _keys(self, index: int | slice) -> list[str]:
+        keys = list(self._modules)
+        return keys[index] if isinstance(index, slice) else [keys[index]]
+
+    def _next_key(self) -> str:
+        return str(max((int(key) + 1 for key in self._modules if key.isdecimal()), default=0))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        modules = list(self._modules.values())
+        return Sequential(*modules[index]) if isinstance(index, slice) else modules[index]  # type: ignore[arg-type]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self.add_module(self._keys(index)[0], module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        for key in self._keys(index):
+            del self._modules[key]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def append(self, module: nn.Module) -> Sequential:
+        """Add a module at the end."""
+        self.add_module(self._next_key(), module)
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Add a module before ``index``; the modules behind it take the next names."""
+        keys = [*self._keys(slice(index, None)), self._next_key()]
+        modules = [module, *(self._modules[key] for key in keys[:-1])]
+        for key, value in zip(keys, modules, strict=True):
+            self._modules[key] = value
+        return self
+
+    def pop(self, index: int | slice) -> Any:
+        """Remove a module (or several, as a Sequential) and return it."""
+        removed = self[index]
+        del self[index]
+        return removed
+
+    def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
+        return Sequential(*self, *modules)
+
+
+def _regroup_untraced(chain: Sequential, *children: nn.Module | None) -> None:
+    """Group while ``torch.compile`` traces: the call is a constant of the graph, guarded by the children."""
+    chain._regroup(children)
+
+
+_regroup_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
