@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from .plugins import manager
-from .quantization import Recipe
+from .quantization import Quantizer, Recipe
 from .scope import Options
+
+if TYPE_CHECKING:
+    from .fuser import OperationFuser
+    from .plan import FusionPlan
+    from .scope import Recorder
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 
@@ -88,36 +96,78 @@ class autocast:  # noqa: N801 (used as a function)
         manager.scope.recipe = self._before.pop()
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-class _Restored:
-    """The settings in force when it was made, whatever they are when it is entered."""
+class _Forward:
+    """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
 
     def __init__(self) -> None:
-        scope = manager.scope
-        self._inside = (scope.options, scope.selection, scope.recipe)
-        self._outside = self._inside
+        self.settings = _settings()
+        self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
+        self._outer: Recorder | None = None
+
+    def __enter__(self) -> None:
+        self._outer, manager.scope.recorder = manager.scope.recorder, self
+
+    def __exit__(self, *exc_info: object) -> None:
+        manager.scope.recorder = self._outer
+
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+        """Called by a fuser before every call."""
+        if self._outer is not None:
+            self._outer.record(fuser, plan)
+        self.states.append([(q, name, getattr(q, name).clone()) for q, name in _forward_state(fuser)])
+
+
+class _Recompute:
+    """Around the recomputation: the settings of the forward, and for each chain the state it started from."""
+
+    def __init__(self, forward: _Forward) -> None:
+        self._forward = forward
+        self._outside = _settings()
+        self._outer: Recorder | None = None
+        self._position = 0
+        self._after: dict[tuple[int, str], tuple[Quantizer, Tensor]] = {}
 
     def __enter__(self) -> None:
         scope = manager.scope
-        self._outside = (scope.options, scope.selection, scope.recipe)
-        scope.options, scope.selection, scope.recipe = self._inside
+        self._outside = _settings()
+        self._outer, scope.recorder = scope.recorder, self
+        scope.options, scope.selection, scope.recipe = self._forward.settings
+        self._position, self._after = 0, {}
 
     def __exit__(self, *exc_info: object) -> None:
         scope = manager.scope
         scope.options, scope.selection, scope.recipe = self._outside
+        scope.recorder = self._outer
+        for (_, name), (quantizer, value) in self._after.items():
+            getattr(quantizer, name).copy_(value)
+
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+        """Called by a fuser before every call."""
+        for quantizer, name, before in self._forward.states[self._position]:
+            state = getattr(quantizer, name)
+            self._after.setdefault((id(quantizer), name), (quantizer, state.clone()))
+            state.copy_(before)
+        self._position += 1
 
 
-def checkpoint_contexts() -> tuple[_Nothing, _Restored]:
+def _settings() -> tuple[Options, str | None, Recipe | None]:
+    scope = manager.scope
+    return scope.options, scope.selection, scope.recipe
+
+
+def _forward_state(fuser: OperationFuser) -> Iterator[tuple[Quantizer, str]]:
+    for op in fuser._basic_ops:
+        for quantizer in op._quantizers.of(manager.scope.recipe)[0]:
+            for name in quantizer.state_names:
+                yield quantizer, name
+
+
+def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
     """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
 
-    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU in
-    another thread). Without this it would run without the recipe, silently in high precision.
+    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU in another
+    thread). Without this it would run without the recipe, silently in high precision, and would update
+    quantizer state a second time.
     """
-    return _Nothing(), _Restored()
+    forward = _Forward()
+    return forward, _Recompute(forward)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .op import OperationContext
-from .program import ContextTemplate, Program, Step
+from .program import FilledContext, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
@@ -17,37 +18,8 @@ Kwargs = Sequence[dict[str, Any]]
 Extras = dict[Slot, Tensor | None]
 
 
-class _ForwardContext(OperationContext):
-    """A context filled in by the fuser: the values of a :class:`ContextTemplate`, and the op's parameters."""
-
-    def __init__(self, template: ContextTemplate, params: tuple[Tensor, ...]) -> None:
-        self.requires_grad = template[0]
-        self.input_requires_grad = template[1]
-        self.params = params
-        self.param_requires_grad = template[2]
-        self.dtype = template[3]
-        self.prev_op_grad_output_quantizer = template[4]
-        self.next_op_input_quantizer = template[5]
-        self.quantizers = template[6]
-        self.saved_tensors = None
-        self.to_save = None
-        self.owns_grad_output = False
-
-
-def _copy(ctx: OperationContext) -> Any:
-    new = OperationContext.__new__(OperationContext)
-    new.__dict__ = ctx.__dict__.copy()
-    return new
-
-
-def _copy_traced(ctx: OperationContext) -> Any:
-    new = OperationContext()
-    vars(new).update(vars(ctx))
-    return new
-
-
 def run_forward(
-    program: Program, kwargs: Kwargs | None, x: Any, tensors: Sequence[Tensor]
+    program: Program, kwargs: Kwargs | None, x: Any, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, list[Tensor], list[OperationContext]]:
     """Run the forward steps.
 
@@ -61,7 +33,7 @@ def run_forward(
         The output, the extra outputs for the caller, and the context of each basic op.
     """
     ctxs: list[OperationContext] = [
-        shared or _ForwardContext(template, tuple(tensors[first:last]))
+        shared or FilledContext(template, tensors[first:last], None)
         for template, first, last, shared in program.contexts
     ]
     extra_inputs: Extras = {}
@@ -142,11 +114,25 @@ def _keep_outputs(program: Program, step: Step, outputs: Sequence[Sequence[Tenso
             kept[i, k] = tensor
 
 
-def _collect_saved(program: Program, ctxs: Sequence[Any]) -> list[Tensor | None]:
-    """Take what the ops saved out of their contexts, and out of the way what belongs to the forward."""
+def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor | None], dict[int, Any]]:
+    """Take what the ops saved out of their contexts.
+
+    Returns:
+        The saved tensors, in the order of the declarations, and behind them those of the ops that declare
+        nothing; the contexts of the latter, by op.
+    """
     saved: list[Tensor | None] = []
+    for index, count in program.saving:
+        to_save = ctxs[index].to_save
+        if to_save is None:
+            saved += [None] * count
+            continue
+        if len(to_save) != count:
+            raise RuntimeError(f"{program.routing.name(index)} declares {count} saved tensors, its forward saved {len(to_save)}")
+        saved += to_save
+    left: dict[int, Any] = {}
     for index in program.keeping:
-        ctx = ctxs[index]
+        ctx = left[index] = ctxs[index]
         start = len(saved)
         ctx.saved_quantized = None
         if ctx.to_save is not None:
@@ -157,13 +143,23 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> list[Tensor | None]
             ctx.to_save = None
         ctx.params = ()
         ctx.saved_range = (start, len(saved))
-    return saved
+    return saved, left
 
 
-def _backward_context(step: Step, left: Any, saved: Sequence[Any], copy: Callable[[Any], Any]) -> Any:
-    """A new context with what the forward left on another one, which stays as it is."""
-    ctx = copy(left)
-    ctx.owns_grad_output = step.owns
+def _backward_contexts(program: Program, step: Step, left: dict[int, Any], saved: Any) -> list[OperationContext]:
+    """The contexts of a step in backward: new ones, with what the forward left."""
+    if step.states:
+        return [shared or FilledContext(template, (), saved[a:b]) for shared, template, a, b in step.states]
+    ctxs = []
+    for i in range(step.start, step.stop):
+        shared, template, a, b = program.states[i]
+        ctxs.append(shared or (FilledContext(template, (), saved[a:b]) if b > a else _kept_context(left[i], saved)))
+    return ctxs
+
+
+def _kept_context(left: Any, saved: Any) -> OperationContext:
+    ctx = OperationContext()
+    vars(ctx).update(vars(left))
     start, stop = left.saved_range
     if left.saved_quantized is None:
         ctx.saved_tensors = saved[start:stop]
@@ -192,13 +188,13 @@ def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[
 
 
 def run_backward(
-    program: Program, left: Sequence[OperationContext], saved: Sequence[Any], dy: Any, grad_public: Sequence[Tensor]
+    program: Program, left: dict[int, Any], saved: Sequence[Any], dy: Any, grad_public: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run the backward steps.
 
     Args:
         program: What to run.
-        left: The contexts the forward left.
+        left: The contexts that the forward left, by op, where its declarations do not suffice.
         saved: What it saved.
         dy: Gradient of the chain's output.
         grad_public: Gradients of the extra outputs that the caller got.
@@ -206,8 +202,7 @@ def run_backward(
     Returns:
         The gradients of the input, of the parameters, and of the extra inputs that the caller gave.
     """
-    routing, stateless = program.routing, program.stateless
-    copy = _copy_traced if torch.compiler.is_compiling() else _copy
+    routing = program.routing
     grad_params: list[Any] = [None] * len(routing.ops)
     grad_inputs: Extras = {}
     grad_outputs: Extras = {}
@@ -217,11 +212,10 @@ def run_backward(
         op, start, stop, simple, prepare, *_ = step
         if prepare:
             dy = _prepare(step, dy, op.get_grad_output_quantizer)
+        ctxs = _backward_contexts(program, step, left, saved)
         if simple:
-            ctx = stateless[start] or _backward_context(step, left[start], saved, copy)
-            dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
+            dy, grad_params[start] = op.op_backward(ctxs[0], dy)  # type: ignore[operator]
             continue
-        ctxs = [stateless[i] or _backward_context(step, left[i], saved, copy) for i in range(start, stop)]
         given: Any = step.nothing
         if program.has_extras:
             given = [[grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)]
@@ -234,17 +228,19 @@ def run_backward(
         dy = dy.dequantize()
     flat: list[Tensor | None] = [dy if program.input_requires_grad else None]
     for i, count in program.num_params_of:
-        grads_of_op = grad_params[i]
-        if grads_of_op is None:
-            flat += [None] * count
-            continue
-        before = len(flat)
-        flat += grads_of_op
-        if len(flat) != before + count:
-            raise RuntimeError(f"{routing.name(i)} must give {count} parameter gradients, gave {len(flat) - before}")
+        flat += grad_params[i] if grad_params[i] is not None else [None] * count
+    if len(flat) != 1 + program.num_params:
+        _refuse_param_grads(program, grad_params)
     if program.has_extras:
         flat += [grad_inputs.get(slot) for slot in routing.external_inputs]
     return flat
+
+
+def _refuse_param_grads(program: Program, grad_params: Sequence[Any]) -> NoReturn:
+    for i, count in program.num_params_of:
+        if grad_params[i] is not None and len(grad_params[i]) != count:
+            raise RuntimeError(f"{program.routing.name(i)} must give {count} parameter gradients, gave {len(grad_params[i])}")
+    raise AssertionError("parameter gradients do not add up")
 
 
 def _keep_grads(
@@ -278,9 +274,9 @@ class Pipeline(torch.autograd.Function):
     ) -> Any:
         """Run the forward steps and keep what the backward steps need."""
         y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
-        func_ctx.save_for_backward(*_collect_saved(program, ctxs))
+        saved, func_ctx.left = _collect_saved(program, ctxs)
+        func_ctx.save_for_backward(*saved)
         func_ctx.program = program
-        func_ctx.ctxs = ctxs
         if not extra_outputs:
             return y
         if program.has_silent_outputs:
@@ -292,7 +288,7 @@ class Pipeline(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
         """Run the backward steps on new contexts."""
         program: Program = func_ctx.program
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True). "
@@ -302,10 +298,10 @@ class Pipeline(torch.autograd.Function):
                 with torch.autocast(program.device_type, enabled=False):
                     return Pipeline.backward(func_ctx, grad_output, *grad_extra_outputs)
         saved = func_ctx.saved_tensors
-        return None, None, *run_backward(program, func_ctx.ctxs, saved, grad_output, grad_extra_outputs)
+        return None, None, *run_backward(program, func_ctx.left, saved, grad_output, grad_extra_outputs)
 
 
-def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
     """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
     for index, op in enumerate(program.routing.ops):
         if not op.differentiable:

@@ -2,26 +2,319 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from .plan import FusionPlan
+import torch
+from torch import nn
+
+from . import scope
+from .fuser import OperationFuser, _functorch_active, _hook_kind
+from .op import FusibleOperation, op_class
+from .plan import FusionPlan, PlanStep, Refusal
+from .plugins import Selection, manager
+from .sequential import Sequential
+
+_WIDTH = 100
+_MATCHES_NOTHING = "no plugin offers a fusion for these ops"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of one fuser.
+
+    Attributes:
+        path: Dotted name of the Sequential, or of the op called alone; ``""`` for the model itself and for
+            what is not one of its submodules.
+        owner: Its class; ``""`` for what is not a submodule of the model.
+        ops: Classes of the ops as the user wrote them.
+        plan: What ran.
+        grad_enabled: Whether grad mode was on.
+        unfused: Why nothing at all could be fused in this call, or ``""``.
+        cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
+    """
+
+    path: str
+    owner: str
+    ops: tuple[str, ...]
+    plan: FusionPlan
+    grad_enabled: bool
+    unfused: str = ""
+    cut: str = ""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """Every call of a fuser in one forward pass, in call order. Comparable; ``str()`` is the report."""
+
+    calls: tuple[Call, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(_describe_calls(self.calls))
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, list[dict[str, Any]]]:
+        """The same as JSON-able data.
+
+        Returns:
+            ``forward`` and ``backward``: the steps, calls in call order and the steps of a call in the order
+            they run, each with path, call, op, basic_ops, fusion, distribution, version (the last three are
+            None for a step that is not fused). ``refused``: the candidates not taken, each with path,
+            fusion, pass, basic_ops, reason, distribution; once for all calls alike.
+        """
+        refused = dict.fromkeys(
+            (call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused
+        )
+        return {
+            "forward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.forward],
+            "backward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.backward],
+            "refused": [
+                {
+                    "path": path,
+                    "fusion": refusal.fusion,
+                    "pass": refusal.kind,
+                    "basic_ops": list(refusal.basic_ops),
+                    "reason": refusal.reason,
+                    "distribution": refusal.distribution,
+                }
+                for path, _, refusal in refused
+            ],
+        }
+
+
+def _step_row(call: Call, number: int, step: PlanStep) -> dict[str, Any]:
+    return {
+        "path": call.path,
+        "call": number,
+        "op": step.op,
+        "basic_ops": list(step.basic_ops),
+        "fusion": step.fusion,
+        "distribution": step.distribution,
+        "version": step.version,
+    }
+
+
+# Recording
+
+
+class _Record(NamedTuple):
+    fuser: OperationFuser
+    plan: FusionPlan
+    grad_enabled: bool
+    unfused: str
 
 
 class Recorder:
     """Collects the plans of the calls made while it is in the thread's scope."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, FusionPlan]] = []
+    def __init__(self, outer: scope.Recorder | None = None) -> None:
+        self.calls: list[_Record] = []
+        self._outer = outer
 
-    def record(self, fuser: Any, plan: FusionPlan) -> None:
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Called by a fuser for every call."""
-        self.calls.append((fuser, plan))
+        self.calls.append(_Record(fuser, plan, torch.is_grad_enabled(), _why_unfused()))
+        if self._outer is not None:
+            self._outer.record(fuser, plan)
+
+
+def _why_unfused() -> str:
+    """Why nothing can be fused in this thread now, whatever the ops; ``""`` if there are fusions on offer."""
+    if _functorch_active():
+        return "functorch transforms run the ops one by one"
+    if dict(manager.scope.options).get("double_backward"):
+        return "the option double_backward runs the ops one by one"
+    if manager.sources():
+        return ""
+    selection = manager.scope.selection
+    if not manager.records:
+        return "no plugin is installed and no fusion is registered"
+    selected = [record for record in manager.records if Selection.parse(selection).position(record) is not None]
+    if not selected:
+        return f"every plugin is blocked by the selection {selection!r}"
+    if not any(record.state == "loaded" for record in selected):
+        return "no plugin could be loaded, see `opfuse plugins`"
+    return "the plugins in use offer no fusion"
+
+
+class _Place(NamedTuple):
+    path: str
+    owner: str
+    cut: str
+
+
+def _locate(model: Any) -> dict[OperationFuser, _Place]:
+    """Where in ``model`` each fuser that has run belongs."""
+    places: dict[OperationFuser, _Place] = {}
+    alone: dict[FusibleOperation, str] = {}
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if not isinstance(module, (Sequential, FusibleOperation)):
+            continue
+        value = module._cache.value
+        groups = value if isinstance(value, list) else [value]
+        for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
+            cut = alone.get(module, "") if isinstance(module, FusibleOperation) else ""
+            places[fuser] = _Place(path, op_class(module).__name__, cut)
+            for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
+                hooked = [segment for segment in segments if not isinstance(segment, OperationFuser)]
+                kinds = {op: _hook_kind(op) or "removed" for op in hooked}
+                alone |= {op: f"on its own, for it has {kind} hooks" for op, kind in kinds.items()}
+                names = dict.fromkeys(f"{op_class(op).__name__}, which has {kind} hooks" for op, kind in kinds.items())
+                for segment in segments:
+                    if isinstance(segment, OperationFuser):
+                        places[segment] = _Place(path, op_class(module).__name__, "cut at " + " and ".join(names))
+    return places
+
+
+def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
+    """Run the forward pass once and tell what was fused, by which plugin, and what was not, and why.
+
+    The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in force
+    here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are as before.
+    Whatever else a forward pass changes it changes here too: buffers (running statistics), the state of
+    quantizers, Python's and NumPy's random numbers. Calls made in other threads are not seen.
+
+    Args:
+        model: A module, or any callable that calls some.
+        *inputs: Its inputs.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The report: ``str()`` for people, ``to_dict()`` for programs.
+
+    Raises:
+        RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("opfuse.explain cannot be traced by torch.compile or torch.export: call it outside")
+    before = manager.scope.recorder
+    recorder = Recorder(before)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        manager.scope.recorder = recorder
+        try:
+            model(*inputs, **kwargs)
+        finally:
+            manager.scope.recorder = before
+    places = _locate(model)
+    calls = []
+    for fuser, plan, grad_enabled, unfused in recorder.calls:
+        path, owner, cut = places.get(fuser, _Place("", "", ""))
+        ops = tuple(op_class(op).__name__ for op in fuser.ops)
+        calls.append(Call(path, owner, ops, plan, grad_enabled, unfused, cut))
+    return Explanation(tuple(calls))
+
+
+# Text
 
 
 def describe_plan(plan: FusionPlan) -> str:
     """A plan as text."""
-    return repr(plan)
+    return "\n".join(_describe_passes(plan, "no gradient is needed", _MATCHES_NOTHING, ""))
 
 
-def explain(model: Any, *inputs: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError
+def _describe_calls(calls: Sequence[Call]) -> list[str]:
+    if not calls:
+        return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
+    fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
+    fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
+    lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
+    unfused = {call.unfused for call in calls}
+    everywhere = unfused.pop() if len(unfused) == 1 else ""
+    if everywhere:
+        lines += _wrap(f"Nothing is fused: {everywhere}.", "")
+    alike: dict[Call, list[int]] = {}
+    for number, call in enumerate(calls):
+        alike.setdefault(dataclasses.replace(call, path=""), []).append(number)
+    for call, numbers in alike.items():
+        lines += ["", *_describe_header(call, list(dict.fromkeys(calls[n].path for n in numbers)), numbers)]
+        no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
+        lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+    return lines
+
+
+def _describe_header(call: Call, paths: list[str], numbers: list[int]) -> list[str]:
+    if call.owner:
+        names = [path or "the model" for path in paths]
+        if len(names) > 8:
+            names = [*names[:3], f"... {len(names) - 4} more like these ...", names[-1]]
+        where = ", ".join(names) + ": "
+    else:
+        where = ""
+    what = call.owner or "chain"
+    if call.ops != (call.owner,):
+        what += f" [{', '.join(call.ops)}]"
+    several = f"{len(numbers)} calls" if len(numbers) > 8 else "calls " + ", ".join(map(str, numbers))
+    lines = _wrap(f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})", "", "  ")
+    return lines + (_wrap(call.cut, "  ") if call.cut else [])
+
+
+def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) -> list[str]:
+    lines = []
+    if not any(step.fusion for step in (*plan.forward, *plan.backward)):
+        reason = "every candidate was refused" if plan.refused else unfused
+        lines += _wrap(f"nothing is fused: {reason}", indent) if reason else []
+    lines += _describe_steps("forward", plan.forward, indent)
+    if plan.backward:
+        lines += _describe_steps("backward", plan.backward, indent)
+    else:
+        lines.append(f"{indent}backward: none, {no_grad}")
+    if plan.refused:
+        lines.append(f"{indent}refused")
+        for refusal, times in _counted(plan.refused):
+            lines += _describe_refusal(refusal, times, indent + "  ")
+    return lines
+
+
+def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str) -> list[str]:
+    if all(step.fusion is None and step.basic_ops for step in steps):
+        return _wrap(f"{title}, not fused: {', '.join(step.op for step in steps)}", indent, indent + "  ")
+    rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step)) for step in steps]
+    width = min(44, max(len(ops) for ops, _ in rows))
+    lines = [f"{indent}{title}"]
+    for ops, by in rows:
+        if len(ops) <= width:
+            lines += _wrap(f"{ops:{width}}  {by}", indent + "  ", indent + " " * (width + 4))
+        else:
+            lines += [*_wrap(ops, indent + "  "), *_wrap(by, indent + " " * (width + 4))]
+    return lines
+
+
+def _describe_step(step: PlanStep) -> str:
+    if step.fusion is None:
+        return "not fused" if step.basic_ops else "added: the op before cannot write what the next one reads"
+    op = "" if step.op == step.fusion else f" as {step.op}"
+    return f"fused by {step.fusion}{op}, {_owner(step.distribution, step.version)}"
+
+
+def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
+    title = f"{refusal.kind} {refusal.fusion}, {_owner(refusal.distribution)}, on {' + '.join(refusal.basic_ops)}"
+    title += f" ({times} times)" if times > 1 else ""
+    return [*_wrap(title, indent, indent + "    "), *_wrap(refusal.reason, indent + "  ")]
+
+
+def _counted(refused: Iterable[Refusal]) -> list[tuple[Refusal, int]]:
+    """Refusals that differ only in where they are, counted."""
+    counts: dict[Refusal, int] = {}
+    for refusal in refused:
+        anywhere = dataclasses.replace(refusal, start=0)
+        counts[anywhere] = counts.get(anywhere, 0) + 1
+    return list(counts.items())
+
+
+def _owner(distribution: str | None, version: str | None = None) -> str:
+    return " ".join(filter(None, (distribution, version))) or "registered in code"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
+    rest = indent if rest is None else rest
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    ) or [indent]

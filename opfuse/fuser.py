@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .execute import Pipeline, run_differentiable, run_forward
 from .fusion import Fusion, FusionLike
-from .op import BasicOperation, FusibleOperation, kwarg_names
+from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
 from .plan import check_expansion, choose, warn_about
 from .plugins import Registration, manager
 from .program import Program, compile_program
@@ -54,7 +55,6 @@ class OperationFuser:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._latest: Program | None = None
         self._lock = threading.RLock()
-        self._cuts: dict[tuple[bool, ...], list[Any]] = {}
         self._prepares = [
             (i, op)
             for i, op in enumerate(self._routing.ops)
@@ -97,7 +97,7 @@ class OperationFuser:
             TypeError: The wrong type, dtype or device; an unknown keyword argument.
         """
         routing = self._routing
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(self._describe_extras(len(extra_inputs)))
         if not isinstance(input, Tensor):
@@ -125,7 +125,7 @@ class OperationFuser:
             autocast,
             tuple([op.training for op in self.ops]),
             scope.recipe,
-            scope.options,
+            (*scope.options, ("double_backward", True)) if _functorch_active() else scope.options,
             scope.selection,
             manager.generation,
             torch.are_deterministic_algorithms_enabled(),
@@ -137,8 +137,8 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=program.contexts[index][0].requires_grad)
         if scope.recorder is not None:
             scope.recorder.record(self, program.plan)
-        if _functorch_active() or program.double_backward:
-            return run_differentiable(program, basic_op_kwargs, input, tensors)
+        if program.double_backward:
+            return run_differentiable(program, basic_op_kwargs, input, tuple(tensors))
         if compiling:
             return _execute(program, basic_op_kwargs, input, tensors, autocast)
         try:
@@ -285,19 +285,17 @@ class OperationFuser:
 
     def _name(self) -> str:
         """The chain as error messages call it."""
-        return "chain [" + ", ".join(type(op).__name__ for op in self.ops) + "]"
+        return "chain [" + ", ".join(op_class(op).__name__ for op in self.ops) + "]"
 
     # Ops with hooks
 
     def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: BasicOpKwargs | None) -> Any:
         """Run ops that carry module hooks through their own ``__call__``, and the runs between them fused."""
-        hooked = tuple(_hooks_of(self._hookable))
-        if hooked not in self._cuts:
-            self._cuts[hooked] = self._cut({op for op, has in zip(self._hookable, hooked, strict=True) if has})
+        segments = getattr(self, _cut_untraced(self, *_hooks_of(self._hookable)))
         extras, outputs = list(extra_inputs), []
         kwargs = list(basic_op_kwargs or [])
         x = input
-        for segment in self._cuts[hooked]:
+        for segment in segments:
             fuser = segment if isinstance(segment, OperationFuser) else segment._own_fuser()
             count, width = fuser.num_extra_inputs, len(fuser._routing.ops)
             given, extras = extras[:count], extras[count:]
@@ -323,7 +321,7 @@ class OperationFuser:
                 else:
                     run.append(part)
         segments += [run] if run else []
-        names = sorted({f"at {type(op).__name__}, which has {_hook_kind(op)} hooks" for op in hooked})
+        names = sorted({f"at {op_class(op).__name__}, which has {_hook_kind(op)} hooks" for op in hooked})
         cut = " and ".join(names)
         for part in [segment for segment in segments if not isinstance(segment, list)]:
             flat = flatten([part])
@@ -349,6 +347,14 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     Returns:
         The fuser's attribute that holds the program, where traced code can read it by a name it can guard.
     """
+    for module, name in fuser._routing.param_sources:
+        if nn.utils.parametrize.is_parametrized(module, name):
+            kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index,union-attr]
+            if "_SpectralNorm" in kinds:
+                raise RuntimeError(
+                    f"{fuser._name()}: spectral_norm on {name} updates its state whenever the parameter is read, "
+                    "which torch.compile does not see; run this chain in eager mode"
+                )
     program = fuser._program(key, None)
     names = [name for name, value in vars(fuser).items() if value is program and name.startswith("_traced")]
     if names:
@@ -361,6 +367,17 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
 _plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
+def _cut_untraced(fuser: OperationFuser, *hooked: bool) -> str:
+    """Cut a chain at the ops that carry hooks, once for each set of them; see :func:`_plan_untraced`."""
+    name = "_cut_" + "".join("01"[has] for has in hooked)
+    if not hasattr(fuser, name):
+        setattr(fuser, name, fuser._cut({op for op, has in zip(fuser._hookable, hooked, strict=True) if has}))
+    return name
+
+
+_cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
 def _execute(
     program: Program, kwargs: BasicOpKwargs | None, x: Tensor, tensors: Sequence[Tensor], autocast: torch.dtype | None
 ) -> Any:
@@ -369,7 +386,7 @@ def _execute(
             return _execute(program, kwargs, x, tensors, None)
     if program.requires_grad:
         return Pipeline.apply(program, kwargs, x, *tensors)
-    y, extra_outputs, _ = run_forward(program, kwargs, x, tensors)
+    y, extra_outputs, _ = run_forward(program, kwargs, x, tuple(tensors))
     return (y, *extra_outputs) if extra_outputs else y
 
 

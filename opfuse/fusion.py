@@ -97,6 +97,10 @@ class Fusion:
             raise ValueError(f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing")
         if self.when is not None and not callable(self.when):
             raise TypeError(f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}")
+        if self.benefit is not None and not isinstance(self.benefit, (int, float)) and not callable(self.benefit):
+            raise TypeError(
+                f"fusion {self.name}: benefit is a number or a function of (ops, env), got {self.benefit!r}"
+            )
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
 
@@ -130,13 +134,17 @@ def _check_element(element: Any, name: str) -> None:
         if not element.elements:
             raise ValueError(f"fusion {name}: OneOf() is empty")
         for inner in element.elements:
+            if isinstance(inner, (Maybe, Some)):
+                raise TypeError(f"fusion {name}: OneOf takes classes, Subclasses and OneOf, got {inner!r}")
             _check_element(inner, name)
     elif isinstance(element, (Maybe, Some)):
         if isinstance(element.element, (Maybe, Some)):
             raise TypeError(f"fusion {name}: Maybe and Some take a class, Subclasses or OneOf, got {element.element!r}")
         _check_element(element.element, name)
     else:
-        raise TypeError(f"fusion {name}: {element!r} is not a pattern element (a class, Subclasses, OneOf, Maybe, Some)")
+        raise TypeError(
+            f"fusion {name}: {element!r} is not a pattern element (a class, Subclasses, OneOf, Maybe, Some)"
+        )
 
 
 def _matches(element: Any, op: BasicOperation) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .quantization.state import QuantizerStates
 
@@ -193,12 +194,20 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _own_fuser(self) -> OperationFuser:
         """The fuser behind ``op(x)``, kept as long as the op."""
-        from .fuser import OperationFuser
-
-        if self._cache.value is None:
-            self._cache.value = OperationFuser([self], owner=self)
+        if is_compiling() or self._cache.value is None:
+            _make_own_fuser(self)
         fuser: OperationFuser = self._cache.value
         return fuser
+
+
+def _make_own_fuser(op: FusibleOperation) -> None:
+    from .fuser import OperationFuser
+
+    if op._cache.value is None:
+        op._cache.value = OperationFuser([op], owner=op)
+
+
+_make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
 class BasicOperation(FusibleOperation):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -18,7 +19,7 @@ from typing import Any
 
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion
-from .op import BasicOperation, FusedOperation, kwarg_names
+from .op import BasicOperation, FusedOperation, kwarg_names, op_class
 from .plugins import FusionSource
 from .scope import Environment
 
@@ -139,7 +140,10 @@ def choose(
             finder.refuse(loser.source, loser.start, loser.stop, _conflict(loser, [*taken, *beyond]))
     for refusal in finder.refused:
         logger.debug("refused %s: %s", refusal.fusion, refusal.reason)
-    order = sorted(finder.refused, key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops))
+    order = sorted(
+        finder.refused,
+        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason),
+    )
     return Choice(tuple(taken), tuple(order), finder.needs_row_alignment)
 
 
@@ -163,7 +167,7 @@ class _Finder:
         self.needs_row_alignment = False
 
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
-        names = tuple(type(op).__name__ for op in self.ops[start:stop])
+        names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
 
     def candidates(self, source: FusionSource) -> list[Candidate]:
@@ -179,6 +183,10 @@ class _Finder:
                 self.refuse(source, start, stop, reason)
                 continue
             benefit = self._benefit(source, start, stop)
+            if isinstance(benefit, str):
+                warn_about(source, benefit)
+                self.refuse(source, start, stop, benefit)
+                continue
             if benefit < 0:
                 self.refuse(source, start, stop, f"it declares a benefit of {benefit:g}")
                 continue
@@ -221,18 +229,23 @@ class _Finder:
         warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
         return f"its condition returned {answer!r} instead of True or a sentence"
 
-    def _benefit(self, source: FusionSource, start: int, stop: int) -> float:
-        if isinstance(source.fusion, Fusion):
-            return source.fusion.benefit_of(self.ops[start:stop], self.env)
-        return 2 * (stop - start - 1)
+    def _benefit(self, source: FusionSource, start: int, stop: int) -> float | str:
+        """The benefit, or a sentence that says what is wrong with it."""
+        if not isinstance(source.fusion, Fusion):
+            return 2 * (stop - start - 1)
+        try:
+            benefit = source.fusion.benefit_of(self.ops[start:stop], self.env)
+        except Exception as error:
+            return f"its benefit raised {type(error).__name__}: {error}"
+        if isinstance(benefit, (int, float)) and math.isfinite(benefit):
+            return benefit
+        return f"its benefit is {benefit!r} instead of a finite number"
 
 
 def warn_about(source: FusionSource, what: str) -> None:
     """Warn that a fusion misbehaved while planning; the chain runs without it."""
     owner = f"{source.distribution} {source.version}" if source.distribution else "registered in code"
-    warnings.warn(
-        PluginWarning(f"fusion {source.name} ({owner}) is not used: {what}"), stacklevel=2
-    )
+    warnings.warn(PluginWarning(f"fusion {source.name} ({owner}) is not used: {what}"), stacklevel=2)
 
 
 def _run_fusion_function(
@@ -314,7 +327,7 @@ def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:
     winners = [winner for winner in taken if winner.overlaps(loser)]
     if not winners:
         return "another set of fusions has the larger total benefit"
-    first = min(winners, key=lambda winner: winner.start)
+    first = min(winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.kind), winner.start))
     who = f"overlaps {first.source.name}" + (f" of {first.source.distribution}" if first.source.distribution else "")
     if first.source.rank != loser.source.rank:
         return f"{who}, which has precedence"
@@ -323,4 +336,6 @@ def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
-    return f"{who}, which saves as much and is longer or comes first by name"
+    if sum(winner.stop - winner.start for winner in winners) > loser.stop - loser.start:
+        return f"{who}, which saves as much and covers more ops"
+    return f"{who}, which saves as much and comes first by name"

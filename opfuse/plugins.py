@@ -33,6 +33,11 @@ else:
 _FUSION_HOOKS = {kind: f"opfuse_{kind}_fusions" for kind in PASSES}
 
 
+def is_strict() -> bool:
+    """Whether a failing plugin raises instead of warning (``OPFUSE_STRICT``)."""
+    return os.environ.get("OPFUSE_STRICT", "") not in ("", "0")
+
+
 def normalize(name: str) -> str:
     """A distribution name as packaging tools compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -51,6 +56,7 @@ class PluginRecord:
     version: str
     group: str = hookspecs.GROUP
     load: Callable[[], Any] | None = None
+    broken: Exception | None = None
     state: str = "found"
     error: str | None = None
     plugin: Any = None
@@ -111,7 +117,7 @@ class Selection(NamedTuple):
         """Every name given."""
         return self.blocked if self.only is None else self.only
 
-    def index(self, record: PluginRecord) -> int | None:
+    def position(self, record: PluginRecord) -> int | None:
         """The position of a selected plugin in the user's list (0 where there is no list); None: blocked."""
         if self.only is None:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
@@ -150,19 +156,17 @@ class PluginManager:
         """Read the entry points of groups ``opfuse.v*``; imports nothing."""
         seen: set[str] = set()
         for dist in metadata.distributions():
-            name = version = "unknown"
+            name, version = str(getattr(dist, "_path", "unknown")).rpartition(os.sep)[2], "unknown"
             try:
                 if "opfuse." not in (dist.read_text("entry_points.txt") or ""):
                     continue
-                name, version = dist.metadata["Name"], dist.version
+                name, version = dist.metadata["Name"] or name, dist.version or version
                 if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
                     continue
                 seen.add(normalize(name))
                 found = [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]
-            except Exception as error:
-                record = PluginRecord(str(name), str(name), str(version))
-                self.records.append(record)
-                self._fail(record, "metadata", error)
+            except Exception as error:  # told when plugins are needed, unless this one is blocked
+                self.records.append(PluginRecord(name, name, version, broken=error))
                 continue
             for ep in found:
                 record = PluginRecord(ep.name, name, version, ep.group, ep.load)
@@ -188,6 +192,7 @@ class PluginManager:
             self.records = [other for other in self.records if other is not record]
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
+                record.plugin = None
             self._changed()
 
     def _changed(self) -> None:
@@ -206,7 +211,7 @@ class PluginManager:
                     warnings.warn(
                         PluginWarning(f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"), stacklevel=2
                     )
-            chosen = [(selection.index(record), record) for record in self.records]
+            chosen = [(selection.position(record), record) for record in self.records]
             picked = [(index, record) for index, record in chosen if index is not None]
             picked.sort(key=lambda pair: pair[0])  # stable: sorted order inside one position
             for _, record in picked:
@@ -216,8 +221,10 @@ class PluginManager:
 
     def _load(self, record: PluginRecord) -> None:
         record.state = "loading"  # a plugin that plans while it is imported does not load itself again
-        stage = "import"
+        stage = "import" if record.broken is None else "metadata"
         try:
+            if record.broken is not None:
+                raise record.broken
             assert record.load is not None
             plugin = record.load()
             stage = "registration"
@@ -259,7 +266,7 @@ class PluginManager:
     def _fail(self, record: PluginRecord, stage: str, error: Exception) -> None:
         record.state = "failed"
         record.error = f"{stage}: {type(error).__name__}: {error}"
-        if os.environ.get("OPFUSE_STRICT", "") not in ("", "0"):
+        if is_strict():
             raise error
         warnings.warn(
             PluginWarning(
@@ -278,10 +285,12 @@ class PluginManager:
         found = self._sources.get(text)
         if found is None:
             with self._lock:
-                listed = Selection.parse(text).only is not None
+                selection = Selection.parse(text)
+                listed = selection.only is not None
                 plugins = [
                     FusionSource(kind, fusion, record.distribution, record.version, _rank(listed, index, fusion))
-                    for index, record in enumerate(self.active(text))
+                    for record in self.active(text)
+                    for index in [selection.position(record) or 0]
                     for kind, fusion in record.fusions
                 ]
                 found = (*plugins, *(registration.source for registration in self._registered))
@@ -333,7 +342,7 @@ class PluginManager:
         selection = Selection.parse(self.scope.selection)
         rows = []
         for record in self.records:
-            blocked = selection.index(record) is None and record.state in ("found", "loaded")
+            blocked = selection.position(record) is None and record.state in ("found", "loaded")
             rows.append(
                 {
                     "name": record.name,
@@ -367,7 +376,7 @@ def _rank(listed: bool, index: int, fusion: FusionLike) -> tuple[int, int, int]:
     return (0, index, -priority) if listed else (2, 0, -priority)
 
 
-class using:  # noqa: N801 (used as a function)
+class using:
     """Select plugins for a ``with`` block, in this thread.
 
     Args:

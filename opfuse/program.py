@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, op_class
 from .plan import Candidate, Choice, FusionPlan, PlanStep
 from .quantization import Quantizer
 from .routing import Routing
@@ -27,6 +27,7 @@ class Step(NamedTuple):
         nothing: No extra tensors, for each basic op.
         no_kwargs: No keyword arguments, for each basic op.
         owns: Whether the incoming gradient may be overwritten (backward only).
+        states: What each basic op's forward left; empty if some of it is only known by what ran (backward only).
     """
 
     op: FusibleOperation
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     nothing: tuple[tuple[()], ...]
     no_kwargs: tuple[dict[str, Any], ...]
     owns: bool
+    states: tuple[tuple[Any, Any, int, int], ...] = ()
 
 
 class ContextTemplate(NamedTuple):
@@ -51,23 +53,39 @@ class ContextTemplate(NamedTuple):
     prev_op_grad_output_quantizer: Quantizer | None
     next_op_input_quantizer: Quantizer | None
     quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
+    owns_grad_output: bool
 
-    def context(self, owns: bool) -> OperationContext:
-        """A context that every call may share, for an op that leaves nothing on it."""
-        ctx = OperationContext()
-        vars(ctx).update(self._asdict())
-        ctx.owns_grad_output = owns
-        return ctx
+
+class FilledContext(OperationContext):
+    """A context filled in by the fuser."""
+
+    def __init__(self, template: ContextTemplate, params: tuple[Any, ...], saved: tuple[Any, ...] | None) -> None:
+        (
+            self.requires_grad,
+            self.input_requires_grad,
+            self.param_requires_grad,
+            self.dtype,
+            self.prev_op_grad_output_quantizer,
+            self.next_op_input_quantizer,
+            self.quantizers,
+            self.owns_grad_output,
+        ) = template
+        self.params = params
+        self.saved_tensors = saved
+        self.to_save = None
 
 
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
-        contexts: Per basic op its context's template, which tensors are its parameters, and a context to
-            share between calls if it leaves nothing there and has no parameters.
-        stateless: Per basic op the context its backward shares, if its forward leaves nothing.
-        keeping: The basic ops whose forward may leave something.
+        contexts: Per basic op: its context's template, which tensors are its parameters, and a context for
+            every call where it leaves nothing and has no parameters.
+        states: Per basic op: a context for every call where its declarations say that it leaves nothing, its
+            context's template, and which saved tensors are its (an empty range ending before it starts: its
+            declarations do not say, and its forward context is kept).
+        saving: ``(op, number of saved tensors)`` where the declarations say how many.
+        keeping: The ops whose forward contexts are kept.
         num_params_of: ``(op, number of parameters)`` where there are some.
     """
 
@@ -77,9 +95,10 @@ class Program:
         plan: FusionPlan,
         env: Environment,
         templates: Sequence[ContextTemplate],
-        forward: tuple[Step, ...],
-        backward: tuple[Step, ...],
+        steps: tuple[Sequence[Step], Sequence[Step]],
+        *,
         boundary: int,
+        free: set[int],
     ) -> None:
         self.routing = routing
         self.plan = plan
@@ -87,24 +106,29 @@ class Program:
         self.recipe = env.recipe
         self.requires_grad = env.requires_grad
         self.input_requires_grad = templates[0].input_requires_grad
-        self.forward = forward
-        self.backward = backward
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
         self.has_extras = routing.has_extras
         self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
         self.double_backward = bool(env.options.get("double_backward"))
-        owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
-        contexts, stateless = [], []
-        for i, (op, (first, last)) in enumerate(zip(routing.ops, routing.param_ranges, strict=True)):
-            leaves_nothing = op.saved_names == () and not op.context_names
-            shared = templates[i].context(i in owned) if leaves_nothing else None
-            contexts.append((templates[i], first, last, shared if first == last else None))
-            stateless.append(shared)
-        self.contexts = tuple(contexts)
-        self.stateless = tuple(stateless)
-        self.keeping = tuple(i for i, ctx in enumerate(stateless) if ctx is None)
         self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)
+        contexts, states, position = [], [], 0
+        for i, (op, template, (first, last)) in enumerate(zip(routing.ops, templates, routing.param_ranges, strict=True)):
+            declared = op.saved_names is not None and not op.context_names and i not in free
+            count = len(op.saved_names or ()) if declared else -1
+            shared = FilledContext(template, (), ()) if count == 0 else None
+            contexts.append((template, first, last, shared if first == last else None))
+            states.append((shared, template, position, position + count))
+            position += max(count, 0)
+        self.contexts = tuple(contexts)
+        self.saving = tuple((i, b - a) for i, (_, _, a, b) in enumerate(states) if b > a)
+        self.keeping = tuple(i for i, (_, _, a, b) in enumerate(states) if b < a)
+        self.forward, backward = tuple(steps[0]), []
+        for step in steps[1]:
+            here = tuple(states[step.start : step.stop])
+            backward.append(step._replace(states=here if all(b >= a for _, _, a, b in here) else ()))
+        self.backward = tuple(backward)
+        self.states = tuple(states)
 
 
 def compile_program(
@@ -132,6 +156,12 @@ def compile_program(
     quantized_backward = env.recipe is not None and env.recipe.backward_override is None
     output_quantizers = _negotiate(forward, env.recipe is not None, "get_input_quantizer", "writes_output")
     grad_quantizers = _negotiate(backward, quantized_backward, "get_grad_output_quantizer", "writes_grad_input")
+    forward_steps = [run.step(routing, kwargs, env, owns=False, forward=True) for run in forward]
+    backward_steps: list[Step] = []
+    for run in backward:
+        owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
+        backward_steps.append(run.step(routing, kwargs, env, owns=owns, forward=False))
+    owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
     templates = [
         ContextTemplate(
             requires_grad=env.requires_grad and i >= boundary,
@@ -141,17 +171,20 @@ def compile_program(
             prev_op_grad_output_quantizer=grad_quantizers.get(i),
             next_op_input_quantizer=output_quantizers.get(i),
             quantizers=op._quantizers.of(env.recipe),
+            owns_grad_output=i in owned,
         )
         for i, op in enumerate(routing.ops)
     ]
-    forward_steps = tuple(run.step(routing, kwargs, env, owns=False, forward=True) for run in forward)
-    backward_steps = []
-    owns = False
-    for run in backward:
-        backward_steps.append(run.step(routing, kwargs, env, owns=owns or run.cast is not None, forward=False))
-        owns = run.op.grad_input == "fresh" or (run.op.grad_input == "same" and backward_steps[-1].owns)
+    # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
+    free = {i for c in choice.taken if c.kind == "joint" for i in range(c.start, c.stop)}
+    free |= set(range(len(routing.ops))) if env.recipe is not None else set()
     plan = FusionPlan(_describe(forward, routing.ops), _describe(backward, routing.ops), choice.refused)
-    return Program(routing, plan, env, templates, forward_steps, tuple(backward_steps), boundary)
+    return Program(routing, plan, env, templates, (forward_steps, backward_steps), boundary=boundary, free=free)
+
+
+def _leaves_owned(step: Step) -> bool:
+    """Whether the gradient that a backward step returns belongs to the chain."""
+    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.owns)
 
 
 class _Run:
@@ -222,7 +255,7 @@ def _describe(runs: Sequence[_Run], ops: Sequence[BasicOperation]) -> tuple[Plan
     for run in runs:
         if run.cast is not None:
             steps.append(PlanStep(f"Cast[{type(run.cast).__name__}]", (), run.start))
-        names = tuple(type(op).__name__ for op in ops[run.start : run.stop])
+        names = tuple(op_class(op).__name__ for op in ops[run.start : run.stop])
         if run.candidate is None:
             steps.append(PlanStep(names[0], names, run.start))
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, FusedOperation, FusibleOperation, op_class
 
 Slot = tuple[int, int]
 
@@ -91,7 +91,7 @@ class Routing:
 
     def name(self, index: int) -> str:
         """An op as error messages call it."""
-        return f"op {index} ({type(self.ops[index]).__name__})"
+        return f"op {index} ({op_class(self.ops[index]).__name__})"
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Whether an extra output is used by the caller, or by an op from ``stop`` on."""

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from .explain import Recorder
+    from .fuser import OperationFuser
+    from .plan import FusionPlan
     from .quantization import Recipe
 
 Options = tuple[tuple[str, Any], ...]
+
+
+class Recorder(Protocol):
+    """What a thread's scope tells about every call of a fuser."""
+
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+        """Called before the chain runs."""
 
 
 class Environment(NamedTuple):

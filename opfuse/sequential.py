@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .fuser import OperationFuser
 from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
@@ -32,7 +32,7 @@ class Sequential(nn.Module):
     def _module_groups(self) -> list[OperationFuser | nn.Module]:
         """The current children: one fuser for each run of fusible ops, other modules as they are."""
         children = tuple(self._modules.values())
-        if torch.compiler.is_compiling():
+        if is_compiling():
             _regroup_untraced(self, *children)
         elif self._cache.key != children:
             self._regroup(children)

@@ -1,1 +1,52 @@
-from .linear import *
+"""The basic ops, and ``Linear``, which stands for two of them."""
+
+from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
+from .basic_linear import BasicLinear
+from .distributed import AllGather, AllReduce, ReduceScatter
+from .dropout import Dropout
+from .extra import AddExtraInput, MakeExtraOutput
+from .gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedActivation, ReGLU, SiTUGLU, SReGLU, SwiGLU
+from .linear import Bias, Linear
+from .norm import L2Normalization, LayerNorm, RMSNorm
+from .pointwise import ConstantScale, Identity, Reshape
+from .quantize import Quantize
+from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "Activation",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "GatedActivation",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "Linear",
+    "MakeExtraOutput",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledActivation",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+]

@@ -1,93 +1,180 @@
-"""Linear layers: ``BasicLinear``, ``Bias``, and ``Linear`` that puts them behind one name."""
+"""Linear layers: ``Bias``, and ``Linear``, which puts ``BasicLinear`` and ``Bias`` behind one name."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..op import BasicOperation, FusedOperation, OperationContext
-from ..quantization import Quantizer, QuantizerRole, dequantize
+from ..quantization import Quantizer
+from ._common import check_size, refuse
+from .basic_linear import BasicLinear
 
-class BasicLinear(BasicOperation):
-    saved_names = ("input", "weight")
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-
-    def __init__(self, in_features, out_features, *, device=None, dtype=None):
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
-        (weight,) = ctx.params
-        dtype = ctx.dtype
-        x = input_ if input_.dtype is dtype else input_.to(dtype)
-        w = weight if weight.dtype is dtype else weight.to(dtype)
-        if ctx.requires_grad:
-            ctx.save_for_backward(x if ctx.param_requires_grad[0] else None, w if ctx.input_requires_grad else None)
-            ctx.weight_dtype = weight.dtype
-        return F.linear(x, w)
-
-    def op_backward(self, ctx, grad_output):
-        x, w = ctx.saved_tensors
-        dx = (grad_output.mm(w) if grad_output.ndim==2 else grad_output@w) if w is not None else None
-        dw = None
-        if x is not None:
-            if x.ndim != 2:
-                x=x.reshape(-1, x.shape[-1]); grad_output=grad_output.reshape(-1, grad_output.shape[-1])
-            dw = grad_output.t().mm(x)
-        return dx, (dw,)
+if TYPE_CHECKING:
+    from ..op import Grads
 
 
 class Bias(BasicOperation):
+    """``y = x + bias`` over the last dimension, in the dtype of the input.
+
+    Takes and gives ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
+
+    Args:
+        size: Size of the last dimension.
+        device: Device of the bias; default: torch's.
+        dtype: Dtype of the bias; default: torch's.
+        tensor_parallel: False; True comes with a later release.
+        tensor_parallel_group: Not used without ``tensor_parallel``.
+
+    Raises:
+        TypeError: ``size`` is not a whole number.
+        ValueError: ``size`` is negative.
+        NotImplementedError: ``tensor_parallel=True``.
+    """
+
+    saved_names = ()
     grad_input = "same"
     differentiable = True
-    saved_names = ()
-    def __init__(self, size, *, device=None, dtype=None):
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
         super().__init__()
-        self.in_features = self.out_features = size
+        if tensor_parallel:
+            refuse(self, "tensor_parallel=True", "tensor parallelism")
+        self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
-        return input_ + ctx.params[0]
+    def reset_parameters(self) -> None:
+        """Set the bias to zero."""
+        nn.init.zeros_(self.bias)
 
-    def op_backward(self, ctx, grad_output):
-        return grad_output, (grad_output.sum(0) if grad_output.ndim==2 else grad_output.sum(tuple(range(grad_output.ndim-1))) if ctx.param_requires_grad[0] else None,)
+    def extra_repr(self) -> str:
+        """The size."""
+        return f"size={self.in_features}"
 
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The sum; saves nothing."""
+        y = input_ + ctx.params[0]
+        return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
-class GELU(BasicOperation):
-    feature_ratio=1
-    saved_names=("input",)
-    differentiable=True
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
-        if ctx.requires_grad: ctx.save_for_backward(input_)
-        return F.gelu(input_, approximate="tanh")
-    def op_backward(self, ctx, dy):
-        return torch.ops.aten.gelu_backward.default(dy, ctx.saved_tensors[0], approximate="tanh"), ()
-
-
-class Identity(BasicOperation):
-    saved_names=()
-    grad_input = "same"
-    differentiable = True
-    feature_ratio=1
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
-        return input_
-    def op_backward(self, ctx, dy):
-        return dy, ()
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
+        if not ctx.param_requires_grad[0]:
+            return grad_output, (None,)
+        ndim = grad_output.ndim
+        if ndim == 2:
+            return grad_output, (grad_output.sum(0),)
+        # a sum over no dimension would be a sum over all
+        db = grad_output.sum(tuple(range(ndim - 1))) if ndim > 1 else grad_output.clone()
+        return grad_output, (db,)
 
 
 class Linear(FusedOperation):
-    def __init__(self, in_features, out_features, *, bias=True, device=None, dtype=None):
-        linear = BasicLinear(in_features, out_features, device=device, dtype=dtype)
-        ops = [linear]
-        if bias: ops.append(Bias(out_features, device=device, dtype=dtype))
+    """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops, ``BasicLinear`` and ``Bias``.
+
+    Takes ``(..., in_features)`` and gives ``(..., out_features)``. Parameters, their names, initial values and
+    state dict are those of ``torch.nn.Linear``; they live here, and the basic ops read them at every call.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        bias: Whether there is a bias; if not, ``self.bias`` is None and there is no ``Bias`` op.
+        device: Device of the parameters; default: torch's.
+        dtype: Dtype of the parameters; default: torch's.
+        tensor_parallel_mode: As for :class:`BasicLinear`.
+        tensor_parallel_group: As for :class:`BasicLinear`.
+        sequence_parallel: As for :class:`BasicLinear`.
+        rng_state_tracker_function: As for :class:`BasicLinear`.
+        accumulate_into_main_grad: As for :class:`BasicLinear`.
+
+    Raises:
+        TypeError: A size is not a whole number.
+        ValueError: A size is negative.
+        NotImplementedError: An argument that comes with a later release.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            tensor_parallel_mode=tensor_parallel_mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        ops: list[BasicOperation] = [linear]
+        if bias:
+            ops.append(Bias(out_features, device=device, dtype=dtype))
         super().__init__(ops)
-        for op in ops: op.lend_parameters(self)
+        for op in ops:
+            op.lend_parameters(self)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._reset_bias()
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of the input."""
+        size = self._basic(0).in_features
+        assert size is not None
+        return size
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of the output."""
+        size = self._basic(0).out_features
+        assert size is not None
+        return size
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is drawn."""
+        linear = self._basic(0)
+        assert isinstance(linear, BasicLinear)
+        linear.reset_parameters()
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        """The sizes, and whether there is a bias."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,165 @@
+"""What is checked and built. ``python -m nox`` runs the default sessions; ``python -m nox -l`` lists them all.
+
+torch is large, so it is installed once, with pip, into ``.nox/base-*``. Every session has a small virtual environment
+of its own beside it, which sees the packages of the base through a ``.pth`` file and holds the wheels under test:
+what is installed in one session is not there in another. Nothing is imported from this checkout; the wheels are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests", "plugin", "together", "lint", "types", "docs", "build"]
+nox.options.default_venv_backend = "virtualenv"
+
+ROOT = pathlib.Path(__file__).parent.resolve()
+CONSTRAINTS = ROOT / "constraints.txt"
+BIN = "Scripts" if os.name == "nt" else "bin"
+ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
+OPTIONS = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT")
+
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PLUGINS = {
+    nox.project.load_toml(path)["project"]["name"].removeprefix("opfuse-plugin-"): path.parent
+    for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))
+    if not path.parent.name.startswith("_")
+}
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """Requirements of dependency groups."""
+    return nox.project.dependency_groups(PROJECT, *names)
+
+
+def base(session: nox.Session) -> str:
+    """The Python of the environment that holds torch, the test tools and the build backend; made when needed."""
+    requirements = sorted({*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")})
+    version = ".".join(map(str, sys.version_info[:2]))
+    home = ROOT / ".nox" / f"base-{version}"
+    python = home / BIN / "python"
+    stamp = home / "installed"
+    wanted = hashlib.sha256(json.dumps([sys.version, requirements, CONSTRAINTS.read_text()]).encode()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home), external=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
+        session.run(*pip, *requirements, external=True)
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = None) -> str:
+    """Install into the session's environment, beside the base, and work outside the checkout; returns its Python.
+
+    ``session.install`` would need a pip, and a torch, in every environment.
+    """
+    pip = base(session)
+    python = into or str(pathlib.Path(session.bin) / "python")
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own, shared = (
+        session.run(which, "-c", show, silent=True, external=True, log=False).strip() for which in (python, pip)
+    )
+    pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
+    command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
+    session.run(*command, "-c", str(CONSTRAINTS), *map(str, what), external=True)
+    session.env.update(dict.fromkeys(OPTIONS))
+    session.chdir(ROOT)  # create_tmp starts from here
+    session.chdir(session.create_tmp())
+    return python
+
+
+def pytest(session: nox.Session, folder: pathlib.Path) -> None:
+    """Run the tests in ``folder`` against what is installed, which must not be the checkout."""
+    check = "import opfuse, pathlib, sys; sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
+    session.run("python", "-c", check, str(ROOT / "opfuse"))
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    session.run("python", "-m", "pytest", *config, str(folder), *session.posargs)
+
+
+def show_plugins(session: nox.Session, python: str = "python") -> None:
+    """List the installed plugins; fail unless exactly those of this repository are loaded."""
+    text = session.run(python, "-m", "opfuse", "plugins", "--json", silent=True, stderr=None, external=True)
+    rows = json.loads(text)
+    session.log("plugins: " + ", ".join(f"{row['distribution']} {row['version']} {row['state']}" for row in rows))
+    loaded = {row["distribution"].removeprefix("opfuse-plugin-") for row in rows if row["state"] == "loaded"}
+    if loaded != set(PLUGINS):
+        session.error(f"expected {sorted(PLUGINS)} to be loaded, got:\n{text}")
+
+
+@nox.session(venv_params=ALONE)
+def tests(session: nox.Session) -> None:
+    """The core's tests, with no plugin installed."""
+    install(session, ROOT)
+    pytest(session, ROOT / "tests")
+
+
+@nox.session(venv_params=ALONE)
+@nox.parametrize("name", [nox.param(name, id=name) for name in PLUGINS])
+def plugin(session: nox.Session, name: str) -> None:
+    """One plugin's tests, with the core and no other plugin installed."""
+    folder = PLUGINS[name]
+    install(session, ROOT, folder)
+    pytest(session, folder / "tests")
+
+
+@nox.session(venv_params=ALONE)
+def together(session: nox.Session) -> None:
+    """The core's tests again, with every plugin installed: fusing never changes the answer."""
+    install(session, ROOT, *PLUGINS.values())
+    show_plugins(session)
+    pytest(session, ROOT / "tests")
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Ruff. Needs no torch, so it has a plain environment."""
+    session.install("--quiet", "-c", str(CONSTRAINTS), *group("lint"))
+    session.run("ruff", "check", *session.posargs)
+
+
+@nox.session(venv_params=ALONE, reuse_venv=True)
+def types(session: nox.Session) -> None:
+    """Mypy, strict on the core."""
+    install(session, *group("types"))
+    session.chdir(ROOT)
+    session.run("python", "-m", "mypy", *session.posargs)
+
+
+@nox.session(venv_params=ALONE, reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """The documentation, into docs/_build; a warning is an error."""
+    install(session, ROOT, *group("docs"))
+    out = ROOT / "docs" / "_build"
+    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html", str(ROOT / "docs"), str(out))
+    session.log(f"open {out / 'index.html'}")
+
+
+@nox.session(venv_params=ALONE)
+def build(session: nox.Session) -> None:
+    """Source distributions and wheels of the core and of every plugin, into dist/, and a try of the wheels."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    install(session, "build")
+    for folder in (ROOT, *PLUGINS.values()):
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder), silent=True)
+    wheels = sorted(dist.glob("*.whl"))
+    session.log("built " + ", ".join(path.name for path in sorted(dist.iterdir())))
+    fresh = pathlib.Path(session.bin).parent / "fresh"
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--no-seed", str(fresh), external=True)
+    python = install(session, *wheels, into=str(fresh / BIN / "python"))
+    show_plugins(session, python)
+
+
+@nox.session(venv_params=ALONE)
+def demo(session: nox.Session) -> None:
+    """The main job: train a small language model with every plugin installed."""
+    install(session, f"{ROOT}[examples]", *PLUGINS.values())
+    session.chdir(ROOT)
+    session.run("python", str(ROOT / "examples" / "train_lm.py"), *session.posargs)

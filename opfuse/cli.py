@@ -1,0 +1,183 @@
+"""The command line: which plugins there are, and what they do to a model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import click
+from torch import nn
+
+from . import __version__
+from .errors import PluginWarning
+from .explain import explain
+from .plugins import Selection, is_strict, manager
+
+
+class _UserError(click.ClickException):
+    """A mistake in what was asked for: one line on stderr."""
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Keep stdout for the answer: foreign code prints to stderr, plugin warnings take one line there."""
+    show = warnings.showwarning
+
+    def one_line(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, PluginWarning):
+            click.echo("Warning: " + " ".join(str(message).split()), err=True)
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("always", PluginWarning)
+        warnings.showwarning = one_line
+        yield
+
+
+def _check_selection() -> None:
+    try:
+        Selection.parse(manager.scope.selection)
+    except ValueError as error:
+        raise _UserError(str(error)) from None
+
+
+@click.group(invoke_without_command=True)
+@click.version_option(__version__, prog_name="opfuse", message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Show which fusions the installed plugins offer, and what they do to a model."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+# Plugins
+
+
+@main.command(short_help="List every installed plugin.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout, nothing else.")
+def plugins(as_json: bool) -> None:
+    """List every installed plugin.
+
+    The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in this
+    precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status 1.
+    """
+    _check_selection()
+    with _quiet_stdout():
+        rows = _listing()
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        click.echo("\n".join(_table(rows)))
+    if is_strict() and any(row["state"] == "failed" for row in rows):
+        sys.exit(1)
+
+
+def _listing() -> list[dict[str, Any]]:
+    """Every plugin, in strict mode too: there each failure is raised, and the next call goes on behind it."""
+    for _ in range(len(manager.records)):
+        try:
+            return manager.listing()
+        except Exception as error:
+            click.echo(f"Error: {type(error).__name__}: {' '.join(str(error).split())}", err=True)
+    return manager.listing()
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return [
+            "No plugins are installed: every op runs unfused.",
+            "A plugin is a package with an entry point in group opfuse.v1; pip install one.",
+        ]
+    cells = [("PLUGIN", "DISTRIBUTION", "STATE")]
+    cells += [(row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    starts = ["".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = [starts[0] + "FUSIONS"]
+    for start, row in zip(starts[1:], rows, strict=True):
+        lines += _wrap(", ".join(row["fusions"]) or "-", start, " " * len(start))
+        if row["error"]:
+            lines += _wrap(" ".join(row["error"].split()), "    ", "    ")
+    return lines
+
+
+def _wrap(text: str, first: str, rest: str) -> list[str]:
+    width = max(100, len(first) + 40)
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+# Explain
+
+
+@main.command(name="explain", short_help="Run a model once and tell what is fused, and why.")
+@click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def explain_command(target: str, as_json: bool) -> None:
+    """Run a model once and tell what is fused, by whom, and why the rest is not.
+
+    MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
+    (model, input, ...), or a function without arguments that returns one.
+    """
+    _check_selection()
+    with _quiet_stdout():
+        model, *inputs = _load(target)
+        explanation = explain(model, *inputs)
+    click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else str(explanation))
+
+
+def _load(target: str) -> tuple[Any, ...]:
+    """The model and its inputs that ``MODULE:OBJECT`` means."""
+    name, colon, path = target.partition(":")
+    if not (name and colon and path):
+        raise _UserError(f"expected MODULE:OBJECT, got {target!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        value: Any = importlib.import_module(name)
+    except Exception as error:
+        raise _UserError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None
+    for attribute in path.split("."):
+        if not hasattr(value, attribute):
+            raise _UserError(f"{name!r} has no attribute {path!r}")
+        value = getattr(value, attribute)
+    if callable(value) and not isinstance(value, nn.Module):
+        _check_arguments(value, (), f"{target} takes arguments, expected a function without")
+        value = value()
+    parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not parts or not callable(parts[0]) or isinstance(parts[0], type):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise _UserError(f"{target} must give (model, input, ...), got ({got})")
+    model = parts[0].forward if isinstance(parts[0], nn.Module) else parts[0]
+    what = f"{len(parts) - 1} inputs" if len(parts) != 2 else "1 input"
+    _check_arguments(model, parts[1:], f"{target} gives {type(parts[0]).__name__} and {what}")
+    return parts
+
+
+def _check_arguments(function: Any, arguments: tuple[Any, ...], otherwise: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: nothing is known
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise _UserError(f"{otherwise}: {error}") from None

@@ -1,0 +1,89 @@
+"""What several ops share: precision, argument checks, and the base of ops with extra tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+from ..quantization import Quantizer
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+Shape = tuple[int, ...]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to do pointwise math in: fp32 for half precision, else ``dtype`` itself."""
+    return torch.float32 if dtype is torch.float16 or dtype is torch.bfloat16 else dtype
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """``tensor`` in the dtype that :func:`wide` gives."""
+    return tensor.to(wide(tensor.dtype))
+
+
+def check_size(op: object, name: str, value: Any) -> int:
+    """A tensor dimension, as an int.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(op).__name__} expected a whole number as {name}, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{type(op).__name__} expected a {name} of at least 0, got {value}")
+    return value
+
+
+def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
+    """The shape that an int or an iterable of ints stands for.
+
+    Raises:
+        TypeError: An item is not a whole number.
+        ValueError: It is empty, or an item is negative.
+    """
+    shape = (value,) if isinstance(value, int) else tuple(value)
+    if not shape:
+        raise ValueError(f"{type(op).__name__} expected at least one dimension as {name}, got none")
+    return tuple(check_size(op, name, size) for size in shape)
+
+
+def refuse(op: object, argument: str, feature: str) -> NoReturn:
+    """Refuse an argument of a feature that does not exist yet."""
+    raise NotImplementedError(f"{type(op).__name__}: {argument} is not supported, {feature} comes with a later release")
+
+
+class ExtraTensorOperation(BasicOperation):
+    """An op with extra inputs or outputs: it is run by ``fuser_forward`` and ``fuser_backward`` only."""
+
+    kwarg_names: ClassVar[tuple[str, ...] | None] = ()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Refused.
+
+        Raises:
+            RuntimeError: Always: extra tensors pass through ``fuser_forward``.
+        """
+        raise RuntimeError(f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward")
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """Refused.
+
+        Raises:
+            RuntimeError: Always: gradients of extra tensors pass through ``fuser_backward``.
+        """
+        raise RuntimeError(f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward")

@@ -1,0 +1,198 @@
+"""``BasicLinear``: the matrix product of a linear layer, plain or quantized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..op import BasicOperation, OperationContext
+from ..plugins import manager
+from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
+from ._common import check_size, refuse
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+
+class BasicLinear(BasicOperation):
+    """``y = x @ weight.T``: a linear layer without bias.
+
+    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight`` has shape
+    ``(out_features, in_features)`` and starts as ``torch.nn.Linear``'s does: uniform within
+    ``1 / sqrt(in_features)`` of zero (Kaiming, He et al. 2015, with slope ``sqrt(5)``).
+
+    Under a quantization recipe, input and weight are quantized and the product is that of the dequantized
+    values; the gradients are products of dequantized values too, as the recipe's ``backward_override`` says.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        device: Device of the weight; default: torch's.
+        dtype: Dtype of the weight; default: torch's.
+        tensor_parallel_mode: None; "column" and "row" come with a later release.
+        tensor_parallel_group: Not used without ``tensor_parallel_mode``.
+        sequence_parallel: False; True comes with a later release.
+        rng_state_tracker_function: None; others come with a later release.
+        accumulate_into_main_grad: False; True comes with a later release.
+        userbuffers_options: None; others come with a later release.
+
+    Raises:
+        TypeError: A size is not a whole number.
+        ValueError: A size is negative.
+        NotImplementedError: An argument that comes with a later release.
+    """
+
+    saved_names = ("input", "weight")
+    grad_input = "fresh"
+    differentiable = True
+    params_in_compute_dtype = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if tensor_parallel_mode is not None:
+            refuse(self, f"tensor_parallel_mode={tensor_parallel_mode!r}", "tensor parallelism")
+        if sequence_parallel:
+            refuse(self, "sequence_parallel=True", "sequence parallelism")
+        if rng_state_tracker_function is not None:
+            refuse(self, "rng_state_tracker_function", "tensor parallelism")
+        if accumulate_into_main_grad:
+            refuse(self, "accumulate_into_main_grad=True", "gradient accumulation into main_grad")
+        if userbuffers_options is not None:
+            refuse(self, "userbuffers_options", "overlapped communication")
+        self.in_features = check_size(self, "in_features", in_features)
+        self.out_features = check_size(self, "out_features", out_features)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew; on the meta device nothing is drawn."""
+        if self.weight.numel():
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """Two in forward (input, weight), one in backward (gradient of the output)."""
+        return 2 if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """Input and weight of a linear layer, or the gradient of its output."""
+        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [QuantizerRole("linear", tensor) for tensor in tensors]
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The input's; None where the backward needs the input as it came, so the op quantizes it itself."""
+        return None if _backward_override() == "high_precision" else super().get_input_quantizer()
+
+    # The operation itself
+
+    @staticmethod
+    def operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
+        """Input and weight of the product in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs.
+
+        For the op itself, and for fusions of the forward that multiply in another way.
+        """
+        (weight,) = ctx.params
+        dtype = ctx.dtype or input_.dtype
+        if ctx.quantizers[0]:
+            return _quantized_operands(ctx, input_, weight, dtype)
+        assert isinstance(input_, Tensor)
+        x = input_ if input_.dtype is dtype else input_.to(dtype)
+        w = weight if weight.dtype is dtype else weight.to(dtype)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if ctx.param_requires_grad[0] else None, w if ctx.input_requires_grad else None)
+        return x, w
+
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: OperationContext,
+        input_: Tensor | QuantizedTensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
+        x, w = self.operands(ctx, input_)
+        return F.linear(x, w)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> tuple[Tensor | None, Grads]:
+        """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype, which autograd casts at the end."""
+        assert ctx.saved_tensors is not None
+        x, w = ctx.saved_tensors
+        if ctx.quantizers[0]:
+            return _quantized_backward(grad_output, x, w)
+        assert isinstance(grad_output, Tensor)
+        return _grad_input(grad_output, w), (_grad_weight(grad_output, x),)
+
+
+def _grad_input(grad_output: Tensor, w: Tensor | None) -> Tensor | None:
+    if w is None:
+        return None
+    return grad_output.mm(w) if grad_output.ndim == 2 else grad_output @ w
+
+
+def _grad_weight(grad_output: Tensor, x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    if x.ndim != 2:
+        x, grad_output = _rows(x), _rows(grad_output)
+    return grad_output.t().mm(x)
+
+
+def _quantized_operands(
+    ctx: OperationContext, input_: Tensor | QuantizedTensor, weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The operands as they come out of quantization; saves them quantized, or as they were."""
+    quantize_input, quantize_weight = ctx.quantizers[0]
+    x, w = quantize_input(input_), quantize_weight(weight)
+    if ctx.requires_grad:
+        as_they_were = _backward_override() == "high_precision"
+        saved_x = dequantize(input_).to(dtype) if as_they_were else x
+        saved_w = weight.to(dtype) if as_they_were else w
+        ctx.save_for_backward(
+            saved_x if ctx.param_requires_grad[0] else None, saved_w if ctx.input_requires_grad else None
+        )
+    return x.dequantize().to(dtype), w.dequantize().to(dtype)
+
+
+def _quantized_backward(grad_output: Tensor | QuantizedTensor, x: Any, w: Any) -> tuple[Tensor | None, Grads]:
+    """The gradients from quantized operands: a quantized gradient meets the copies made for the backward."""
+    dtype, columnwise = grad_output.dtype, isinstance(grad_output, QuantizedTensor)
+    dx = dw = None
+    if w is not None:
+        dx = _grad_input(dequantize(grad_output), dequantize(w, columnwise=columnwise).to(dtype))
+    if x is not None:
+        x = dequantize(x, columnwise=columnwise).to(dtype)
+        dw = _grad_weight(dequantize(grad_output, columnwise=columnwise), x)
+    return dx, (dw,)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
+
+
+def _backward_override() -> str | None:
+    recipe = manager.scope.recipe
+    return None if recipe is None else recipe.backward_override

@@ -1,0 +1,70 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+from ..quantization import Quantizer
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+
+class Dropout(BasicOperation):
+    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)`` (Srivastava et al. 2014).
+
+    Takes and gives any shape, in the dtype of the input. Draws from torch's generator of the device. In
+    evaluation mode, and for ``p=0``, it is the identity.
+
+    Args:
+        p: Probability of a zero.
+
+    Raises:
+        ValueError: ``p`` is not between 0 and 1.
+    """
+
+    saved_names = ("mask",)
+    feature_ratio = 1
+    grad_input = "same"
+    differentiable = True
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
+        self.p = float(p)
+
+    def extra_repr(self) -> str:
+        """The probability."""
+        return f"p={self.p}"
+
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The output; saves ``(mask,)``: True where an element stays, or None where all do."""
+        if not self.training or not self.p:
+            if ctx.requires_grad:
+                ctx.save_for_backward(None)
+            return input_
+        y, mask = torch.native_dropout(input_, self.p, True)
+        if ctx.requires_grad:
+            ctx.save_for_backward(mask if ctx.input_requires_grad else None)
+        return y
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = dy * mask / (1 - p)``."""
+        assert ctx.saved_tensors is not None
+        (mask,) = ctx.saved_tensors
+        if mask is None:
+            return grad_output, ()
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward.default(grad_output, mask, scale), ()

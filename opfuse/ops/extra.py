@@ -1,0 +1,149 @@
+"""Ops that join and fork: AddExtraInput, MakeExtraOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..op import OperationContext
+from ..quantization import Quantizer
+from ._common import ExtraTensorOperation
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+
+class AddExtraInput(ExtraTensorOperation):
+    """``y = x + extra``: adds an extra input of the same shape, such as a residual branch.
+
+    Args:
+        in_place: Add into the memory of the extra input and return that; the caller must not use its tensor
+            afterwards. An extra input out of a channel belongs to the chain and is left alone, and so is every
+            one while ``torch.compile`` traces.
+
+    Raises:
+        ValueError: In a call, shapes that differ.
+        RuntimeError: In a call with ``in_place`` and gradients, an extra input that is a leaf requiring grad,
+            a view of one, or of a dtype that cannot hold the sum.
+    """
+
+    num_extra_inputs = 1
+    saved_names = ()
+    feature_ratio = 1
+    grad_input = "shared"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.differentiable = not in_place
+
+    def extra_repr(self) -> str:
+        """Whether it works in place."""
+        return f"in_place={self.in_place}"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """The sum; saves nothing."""
+        ((extra,),) = basic_op_extra_inputs
+        assert extra is not None
+        if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
+            return extra.detach().add_(input_), [()]
+        return input_ + extra, [()]
+
+    def check_extra(self, ctx: OperationContext, extra: Tensor, shape: Sequence[int]) -> bool:
+        """Refuse an extra input that is not of ``shape``, the input's; for fusions too.
+
+        Returns:
+            Whether the sum goes into the memory of ``extra``.
+        """
+        if extra.shape != shape:
+            raise ValueError(
+                f"{type(self).__name__} expected an extra input of shape {tuple(shape)}, "
+                f"the input's, got {tuple(extra.shape)}"
+            )
+        if not self.in_place or self._extra_input_channels[0] is not None or torch.compiler.is_compiling():
+            return False
+        if ctx.requires_grad:
+            self._check_writable(extra)
+        return True
+
+    def _check_writable(self, extra: Tensor) -> None:
+        for tensor in (extra, extra._base if extra._is_view() else None):
+            if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{type(self).__name__}(in_place=True) got {'a view of ' if tensor is not extra else ''}a leaf "
+                    "that requires grad as extra input, and must not write into it: pass in_place=False, or a copy"
+                )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        """Both gradients are ``grad_output`` itself."""
+        return grad_output, [()], [(grad_output,)]
+
+
+class MakeExtraOutput(ExtraTensorOperation):
+    """``y = x``, and ``x`` once more as an extra output, such as the start of a residual branch.
+
+    Both outputs share the memory of the input.
+
+    Args:
+        in_place: Let the backward add into an incoming gradient that nobody else holds, instead of allocating.
+    """
+
+    num_extra_outputs = 1
+    saved_names = ()
+    feature_ratio = 1
+    grad_input = "same"
+    differentiable = True
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def extra_repr(self) -> str:
+        """Whether it works in place."""
+        return f"in_place={self.in_place}"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """The input twice, as two tensor objects: an autograd function must not return one object twice."""
+        return input_, [(input_.view_as(input_),)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        """The sum of both gradients; None for the extra output's means zero."""
+        ((grad_extra,),) = basic_op_grad_extra_outputs
+        if grad_extra is None:
+            return grad_output, [()], [()]
+        if self.in_place and basic_op_ctxs[0].owns_grad_output:
+            return grad_output.add_(grad_extra), [()], [()]
+        return grad_output + grad_extra, [()], [()]

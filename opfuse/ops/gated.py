@@ -1,0 +1,282 @@
+"""Gated linear units: the base class, and GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ._common import check_size, wide
+from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
+
+
+class GatedActivation(Activation):
+    """``value(a) * linear_value(b)`` over the two halves ``a, b`` of the features (Shazeer 2020).
+
+    Takes ``(..., 2 n)`` and gives ``(..., n)``. The **first** half is the gate, which is activated; in
+    ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features alternate instead:
+    ``k`` of the gate, ``k`` of the linear half, and so on.
+
+    A subclass gives :meth:`value` and :meth:`derivative` of the gate, and may give :meth:`linear_value` and
+    :meth:`linear_derivative` of the other half.
+
+    Args:
+        cache_quantized_input: False; True comes with a later release.
+        glu_interleave_size: How many features of each half alternate; None: the halves are contiguous.
+
+    Raises:
+        ValueError: ``glu_interleave_size`` is less than 1; in a call, features that do not split evenly.
+        NotImplementedError: ``cache_quantized_input=True``.
+    """
+
+    gated: ClassVar[bool] = True
+    feature_ratio = 2
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        if glu_interleave_size is not None and check_size(self, "glu_interleave_size", glu_interleave_size) < 1:
+            raise ValueError(f"{type(self).__name__} expected a glu_interleave_size of at least 1, got 0")
+        self.glu_interleave_size = glu_interleave_size
+
+    def linear_value(self, b: Tensor) -> Tensor:
+        """What the gate multiplies; ``b`` is fp32 or fp64."""
+        return b
+
+    def linear_derivative(self, b: Tensor) -> Tensor | None:
+        """Derivative of :meth:`linear_value`; None means 1."""
+        return None
+
+    def extra_repr(self) -> str:
+        """The interleaving, if there is any."""
+        return "" if self.glu_interleave_size is None else f"glu_interleave_size={self.glu_interleave_size}"
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gate and the linear half of ``(..., 2 n)``, each ``(..., n)``.
+
+        Raises:
+            ValueError: The last dimension does not split evenly.
+        """
+        size = self.glu_interleave_size
+        width = x.shape[-1] if x.ndim else 1
+        if width % (2 * (size or 1)):
+            raise ValueError(
+                f"{type(self).__name__} expected a multiple of {2 * (size or 1)} features in the last dimension, "
+                f"got shape {tuple(x.shape)}"
+            )
+        if size is None:
+            a, b = x.chunk(2, -1)
+            return a, b
+        a, b = x.reshape(*x.shape[:-1], width // (2 * size), 2, size).unbind(-2)
+        return a.flatten(-2), b.flatten(-2)
+
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inverse of :meth:`split`, as a new tensor."""
+        size = self.glu_interleave_size
+        if size is None:
+            return torch.cat((a, b), -1)
+        blocks = (*a.shape[:-1], a.shape[-1] // size, size)
+        return torch.stack((a.reshape(blocks), b.reshape(blocks)), -2).flatten(-3)
+
+    def forward_value(self, x: Tensor) -> Tensor:
+        """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""
+        a, b = self.split(x)
+        dtype = wide(x.dtype)
+        y = self.value(a.to(dtype)) * self.linear_value(b.to(dtype))
+        return y.to(x.dtype)
+
+    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
+        dtype = wide(x.dtype)
+        a, b = self.split(x)
+        a, b, dy = a.to(dtype), b.to(dtype), grad_output.to(dtype)
+        da = self.gate_gradient(dy * self.linear_value(b), a)
+        db = self.value(a) * dy
+        slope = self.linear_derivative(b)
+        if slope is not None:
+            db = db * slope
+        dx = self.join(da.to(x.dtype), db.to(x.dtype))
+        return dx if out is None else out.copy_(dx)
+
+    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
+        """``grad * derivative(a)``; for a kernel that does both at once."""
+        return grad * self.derivative(a)
+
+
+class GLU(GatedActivation):
+    """``sigmoid(a) b`` (Dauphin et al. 2016)."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def value(self, x: Tensor) -> Tensor:
+        """``sigmoid(x)``."""
+        return torch.sigmoid(x)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """``s (1 - s)`` with ``s = sigmoid(x)``."""
+        s = torch.sigmoid(x)
+        return s * (1 - s)
+
+
+class GEGLU(GatedActivation):
+    """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    value = GELU.value
+    derivative = GELU.derivative
+
+    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
+        """See :meth:`GatedActivation.gate_gradient`."""
+        return torch.ops.aten.gelu_backward.default(grad, a, approximate="tanh")  # type: ignore[no-any-return]
+
+
+class QGEGLU(GatedActivation):
+    """``a sigmoid(1.702 a) b``."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    value = QGELU.value
+    derivative = QGELU.derivative
+
+
+class ReGLU(GatedActivation):
+    """``max(a, 0) b`` (Shazeer 2020)."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    value = ReLU.value
+    derivative = ReLU.derivative
+
+
+class SReGLU(GatedActivation):
+    """``max(a, 0)^2 b``."""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    value = SReLU.value
+    derivative = SReLU.derivative
+
+
+class SwiGLU(GatedActivation):
+    """``silu(a) b`` (Shazeer 2020)."""
+
+    value = SiLU.value
+    derivative = SiLU.derivative
+
+    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
+        """See :meth:`GatedActivation.gate_gradient`."""
+        return torch.ops.aten.silu_backward.default(grad, a)  # type: ignore[no-any-return]
+
+
+class SiTUGLU(GatedActivation):
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``: SwiGLU with both factors bounded smoothly.
+
+    Args:
+        beta1: Bound of the gate.
+        beta2: Bound of the linear half.
+        cache_quantized_input: As for :class:`GatedActivation`.
+        glu_interleave_size: As for :class:`GatedActivation`.
+
+    Raises:
+        ValueError: A bound is not finite, or not greater than 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not (math.isfinite(beta) and beta > 0):
+                raise ValueError(f"{type(self).__name__} expected a finite {name} greater than 0, got {beta!r}")
+        self.beta1 = float(beta1)
+        self.beta2 = float(beta2)
+
+    def value(self, x: Tensor) -> Tensor:
+        """``beta1 tanh(x / beta1) sigmoid(x)``."""
+        return self.beta1 * torch.tanh(x / self.beta1) * torch.sigmoid(x)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """``(1 - t^2) s + beta1 t s (1 - s)`` with ``t = tanh(x / beta1)``, ``s = sigmoid(x)``."""
+        t, s = torch.tanh(x / self.beta1), torch.sigmoid(x)
+        return (1 - t * t) * s + self.beta1 * t * s * (1 - s)
+
+    def linear_value(self, b: Tensor) -> Tensor:
+        """``beta2 tanh(b / beta2)``."""
+        return self.beta2 * torch.tanh(b / self.beta2)
+
+    def linear_derivative(self, b: Tensor) -> Tensor:
+        """``1 - tanh(b / beta2)^2``."""
+        t = torch.tanh(b / self.beta2)
+        return 1 - t * t
+
+    def extra_repr(self) -> str:
+        """The bounds, and the interleaving if there is any."""
+        return ", ".join(filter(None, (f"beta1={self.beta1}, beta2={self.beta2}", super().extra_repr())))
+
+
+class ClampedSwiGLU(GatedActivation):
+    """``a' sigmoid(alpha a') (b' + offset)``, ``a' = min(a, limit)``, ``b' = clamp(b, -limit, limit)``.
+
+    The activation of gpt-oss (OpenAI 2025). A value equal to a limit passes its gradient; one beyond it does not.
+
+    Args:
+        limit: Largest gate, and largest magnitude of the linear half.
+        alpha: Slope of the sigmoid.
+        glu_linear_offset: Added to the linear half after clamping.
+        cache_quantized_input: As for :class:`GatedActivation`.
+        glu_interleave_size: As for :class:`GatedActivation`.
+
+    Raises:
+        ValueError: ``limit`` is negative or not a number.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        if not limit >= 0:
+            raise ValueError(f"{type(self).__name__} expected a limit of at least 0, got {limit!r}")
+        self.limit = float(limit)
+        self.alpha = float(alpha)
+        self.glu_linear_offset = float(glu_linear_offset)
+
+    def value(self, x: Tensor) -> Tensor:
+        """``a sigmoid(alpha a)`` with ``a = min(x, limit)``."""
+        a = x.clamp(max=self.limit)
+        return a * torch.sigmoid(self.alpha * a)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """``s + alpha a s (1 - s)`` with ``s = sigmoid(alpha a)``; 0 where ``x > limit``."""
+        s = torch.sigmoid(self.alpha * x)
+        return torch.where(x > self.limit, 0.0, s + self.alpha * x * s * (1 - s))
+
+    def linear_value(self, b: Tensor) -> Tensor:
+        """``clamp(b, -limit, limit) + offset``."""
+        return b.clamp(-self.limit, self.limit) + self.glu_linear_offset
+
+    def linear_derivative(self, b: Tensor) -> Tensor:
+        """1 within the limits, ends included, else 0."""
+        return (b.abs() <= self.limit).to(b.dtype)
+
+    def extra_repr(self) -> str:
+        """The constants, and the interleaving if there is any."""
+        text = f"limit={self.limit}, alpha={self.alpha}, glu_linear_offset={self.glu_linear_offset}"
+        return ", ".join(filter(None, (text, super().extra_repr())))

@@ -1,0 +1,128 @@
+"""Ops with nothing to compute or little: ConstantScale, Identity, Reshape."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+from ..quantization import Quantizer
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+
+class ConstantScale(BasicOperation):
+    """``y = scale * x``, for any shape, in the dtype of the input.
+
+    Args:
+        scale: The constant.
+
+    Raises:
+        TypeError: ``scale`` is not a real number.
+    """
+
+    saved_names = ()
+    feature_ratio = 1
+    grad_input = "fresh"
+    differentiable = True
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"{type(self).__name__} expected a real number as scale, got {scale!r}")
+        self.scale: float = float(scale)
+
+    def extra_repr(self) -> str:
+        """The constant."""
+        return f"scale={self.scale}"
+
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The product; saves nothing."""
+        return input_ * self.scale
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = scale * dy``."""
+        return grad_output * self.scale, ()
+
+
+class Identity(BasicOperation):
+    """``y = x``, for any shape."""
+
+    saved_names = ()
+    feature_ratio = 1
+    grad_input = "same"
+    differentiable = True
+
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The input itself; saves nothing."""
+        return input_
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = dy``."""
+        return grad_output, ()
+
+
+class Reshape(BasicOperation):
+    """``y = x.reshape(shape)``.
+
+    Args:
+        shape: The new shape; one size may be -1, which is then inferred.
+
+    Raises:
+        TypeError: A size is not a whole number.
+        ValueError: A size is less than -1, or several are -1.
+    """
+
+    saved_names = ()
+    context_names = ("input_shape",)
+    grad_input = "same"
+    differentiable = True
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        if not all(isinstance(size, int) for size in self.shape):
+            raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {self.shape}")
+        if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
+            raise ValueError(f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, got {self.shape}")
+        if self.shape and self.shape[-1] >= 0:
+            self.out_features = self.shape[-1]
+
+    def extra_repr(self) -> str:
+        """The shape."""
+        return f"shape={self.shape}"
+
+    def op_forward(  # type: ignore[override]
+        self,
+        ctx: Any,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+    ) -> Tensor:
+        """The reshaped input; saves no tensor."""
+        if ctx.requires_grad:
+            ctx.input_shape = input_.shape
+        return input_.reshape(self.shape)
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """The gradient in the input's shape."""
+        return grad_output.reshape(ctx.input_shape), ()

@@ -1,0 +1,190 @@
+"""Activations times a scale per row: ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..quantization import Quantizer
+from ._common import ExtraTensorOperation, refuse, widen
+from .activation import Activation, SReLU
+from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
+
+if TYPE_CHECKING:
+    from ..op import Grads
+
+
+class ScaledActivation(ExtraTensorOperation):
+    """``y = activation(x) * scales[..., None]``, as a mixture of experts weights its tokens.
+
+    Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation gives, in the
+    compute dtype.
+
+    Args:
+        activation: The activation; it holds the constants.
+
+    Raises:
+        TypeError: ``activation`` is not an activation.
+        ValueError: In a call, ``scales`` of another shape.
+    """
+
+    num_extra_inputs = 1
+    saved_names = ("input", "scales")
+    context_names = ("scales_requires_grad",)
+    grad_input = "fresh"
+    differentiable = True
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        if not isinstance(activation, Activation):
+            raise TypeError(f"{type(self).__name__} expected an Activation, got {type(activation).__name__}")
+        self.activation = activation
+        self.feature_ratio = activation.feature_ratio
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
+        (ctx,) = basic_op_ctxs
+        ((scales,),) = basic_op_extra_inputs
+        assert scales is not None
+        if scales.shape != input_.shape[:-1]:
+            raise ValueError(
+                f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])} "
+                f"for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
+            )
+        x = input_.to(ctx.dtype or input_.dtype)
+        if ctx.requires_grad:
+            # scales out of a channel, or traced ones, do not tell
+            needed = scales.requires_grad or self._extra_input_channels[0] is not None
+            ctx.scales_requires_grad = needed or torch.compiler.is_compiling()
+            ctx.save_for_backward(
+                x if ctx.input_requires_grad or ctx.scales_requires_grad else None,
+                scales if ctx.input_requires_grad else None,
+            )
+        y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
+        return y.to(x.dtype), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
+        (ctx,) = basic_op_ctxs
+        x, scales = ctx.saved_tensors
+        dx = dscales = None
+        dy = widen(grad_output)
+        if x is not None:
+            x = widen(x)
+        if scales is not None:
+            dx = self.activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(grad_output.dtype)
+        if ctx.scales_requires_grad:
+            dscales = (self.activation.forward_value(x) * dy).sum(-1)
+            dscales = dscales if scales is None else dscales.to(scales.dtype)
+        return dx, [()], [(dscales,)]
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """:class:`SwiGLU` times a scale per row.
+
+    Args:
+        glu_interleave_size: As for :class:`SwiGLU`.
+        activation_recompute_in_mlp: False; True comes with a later release.
+
+    Raises:
+        NotImplementedError: ``activation_recompute_in_mlp=True``.
+    """
+
+    def __init__(self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(SwiGLU(glu_interleave_size=glu_interleave_size))
+        _check_recompute(self, activation_recompute_in_mlp)
+
+
+class ScaledSiTUGLU(ScaledActivation):
+    """:class:`SiTUGLU` times a scale per row.
+
+    Args:
+        beta1: As for :class:`SiTUGLU`.
+        beta2: As for :class:`SiTUGLU`.
+        glu_interleave_size: As for :class:`SiTUGLU`.
+        activation_recompute_in_mlp: False; True comes with a later release.
+
+    Raises:
+        ValueError: As for :class:`SiTUGLU`.
+        NotImplementedError: ``activation_recompute_in_mlp=True``.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(SiTUGLU(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size))
+        _check_recompute(self, activation_recompute_in_mlp)
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """:class:`ClampedSwiGLU` times a scale per row.
+
+    Args:
+        limit: As for :class:`ClampedSwiGLU`.
+        alpha: As for :class:`ClampedSwiGLU`.
+        glu_linear_offset: As for :class:`ClampedSwiGLU`.
+        glu_interleave_size: As for :class:`ClampedSwiGLU`.
+        activation_recompute_in_mlp: False; True comes with a later release.
+
+    Raises:
+        ValueError: As for :class:`ClampedSwiGLU`.
+        NotImplementedError: ``activation_recompute_in_mlp=True``.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        activation = ClampedSwiGLU(
+            limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, glu_interleave_size=glu_interleave_size
+        )
+        super().__init__(activation)
+        _check_recompute(self, activation_recompute_in_mlp)
+
+
+class ScaledSReLU(ScaledActivation):
+    """:class:`SReLU` times a scale per row.
+
+    Args:
+        activation_recompute_in_mlp: False; True comes with a later release.
+
+    Raises:
+        NotImplementedError: ``activation_recompute_in_mlp=True``.
+    """
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(SReLU())
+        _check_recompute(self, activation_recompute_in_mlp)
+
+
+def _check_recompute(op: ScaledActivation, recompute: bool) -> None:
+    if recompute:
+        refuse(op, "activation_recompute_in_mlp=True", "the fused grouped MLP")

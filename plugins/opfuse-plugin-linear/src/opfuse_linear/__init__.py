@@ -1,0 +1,21 @@
+"""Fusions of linear layers with bias, activation, scale and residual add."""
+
+from __future__ import annotations
+
+from opfuse import Fusion, hookimpl
+
+
+@hookimpl
+def opfuse_forward_fusions() -> list[Fusion]:
+    """Linear + bias [+ activation], linear [+ bias] + add, linear + scale + add."""
+    from . import fused
+
+    return fused.FORWARD
+
+
+@hookimpl
+def opfuse_backward_fusions() -> list[Fusion]:
+    """The backward of linear [+ bias] [+ activation], bias + activation, linear + scale, extra output + linear."""
+    from . import fused
+
+    return fused.BACKWARD

@@ -1,0 +1,174 @@
+"""The fused ops, and where they may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
+from opfuse.ops import Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
+
+from . import kernels
+
+Ctxs = list[OperationContext]
+Extras = Sequence[Sequence[Tensor | None]]
+
+
+class _ForwardLinear(FusedOperation):
+    """The forward of a linear, with what follows it."""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._has_bias = len(basic_ops) > 1 and isinstance(basic_ops[1], Bias)
+        self._parts = tuple(basic_ops)  # a tuple, since looking up a submodule costs a microsecond
+        self._no_extras = ((),) * len(basic_ops)
+
+    def _bias(self, ctxs: Ctxs, dtype: torch.dtype) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        (bias,) = ctxs[1].params
+        return bias if bias.dtype is dtype else bias.to(dtype)
+
+
+class ForwardLinearBias(_ForwardLinear):
+    """Linear + bias: the bias goes into the matrix product."""
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return kernels.linear(x, weight, self._bias(basic_op_ctxs, x.dtype)), self._no_extras
+
+
+class ForwardLinearBiasActivation(_ForwardLinear):
+    """Linear [+ bias] + activation. The activation's input is kept if its backward needs it."""
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        act = self._parts[-1]
+        hidden = kernels.linear(x, weight, self._bias(basic_op_ctxs, x.dtype))
+        return act.forward_value(act.operand(basic_op_ctxs[-1], hidden)), self._no_extras
+
+
+class ForwardLinearAdd(_ForwardLinear):
+    """Linear [+ bias] or linear + scale, and the extra input added."""
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        bias = self._bias(basic_op_ctxs, x.dtype)
+        (extra,) = basic_op_extra_inputs[-1]
+        assert extra is not None
+        middle, add = self._parts[1], self._parts[-1]
+        scale = middle.scale if isinstance(middle, ConstantScale) else 1.0
+        if add.check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
+            return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), self._no_extras
+        if extra.dtype is not x.dtype:
+            return torch.add(extra, kernels.linear(x, weight, bias), alpha=scale), self._no_extras
+        return kernels.linear_add(x, weight, bias, extra, scale), self._no_extras
+
+
+class BackwardLinear(FusedOperation):
+    """The backward of a linear, with what stands around it.
+
+    In backward order: the activation (its gradient overwrites a gradient that the chain owns), the bias, the
+    matrix products with a scale, and the extra gradient added.
+    """
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        kinds = (MakeExtraOutput, BasicLinear, Bias, ConstantScale, Activation)
+        where = [next((i for i, op in enumerate(basic_ops) if isinstance(op, kind)), None) for kind in kinds]
+        self._extra, linear, self._bias, scale, act = where
+        assert linear is not None
+        self._linear = linear
+        self._scale = 1.0 if scale is None else basic_ops[scale].scale
+        self._plain = self._extra is None and scale is None
+        self._act = () if act is None else (basic_ops[act],)  # a tuple, since looking up a submodule is slow
+        self._no_extras = ((),) * len(basic_ops)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Sequence[Any], Any]:
+        grads: list[Any] = [()] * len(basic_op_ctxs)
+        dy = grad_output
+        if self._act:
+            dy = backward_activation(self._act[0], basic_op_ctxs[-1], dy)
+        if self._bias is not None:
+            grads[self._bias] = (backward_bias(basic_op_ctxs[self._bias], dy),)
+        x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
+        grad_input = grad_weight = None
+        if weight is not None:
+            if self._plain:
+                grad_input = kernels.linear_dgrad(dy, weight)
+            else:
+                grad_input = self._dgrad(dy, weight, basic_op_grad_extra_outputs)
+        if x is not None:
+            grad_weight = kernels.linear_wgrad(dy, x)
+            if self._scale != 1.0:
+                grad_weight *= self._scale
+        grads[self._linear] = (grad_weight,)
+        return grad_input, grads, self._no_extras
+
+    def _dgrad(self, dy: Tensor, weight: Tensor, grad_extras: Extras) -> Tensor:
+        addend = None if self._extra is None else grad_extras[self._extra][0]
+        if addend is not None and addend.dtype is dy.dtype:
+            return kernels.linear_dgrad_add(dy, weight, addend)
+        grad_input = kernels.linear_dgrad(dy, weight)
+        if self._scale != 1.0:
+            grad_input *= self._scale
+        return grad_input if addend is None else grad_input + addend
+
+
+class BackwardActivationBias(FusedOperation):
+    """The backward of bias + activation: one gradient, in place if the chain owns it, and its column sum."""
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._act = (basic_ops[1],)  # a tuple, since looking up a submodule is slow
+
+    def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
+        dy = backward_activation(self._act[0], basic_op_ctxs[1], grad_output)
+        return dy, ((backward_bias(basic_op_ctxs[0], dy),), ()), ((), ())
+
+
+def backward_activation(act: Any, ctx: OperationContext, grad_output: Tensor) -> Tensor:
+    """The gradient of an activation's input, written over ``grad_output`` where that is allowed."""
+    (x,) = ctx.saved_tensors or ()
+    if grad_output.dtype is not x.dtype:
+        grad_output = grad_output.to(x.dtype)
+    return act.backward_value(grad_output, x, out=grad_output if ctx.owns_grad_output and not act.gated else None)
+
+
+def backward_bias(ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
+    """The gradient of a bias, if it is wanted."""
+    return kernels.bias_grad(grad_output) if ctx.param_requires_grad[0] else None
+
+
+def _plain_linear(ops: Any, env: Environment) -> bool | str:
+    if env.recipe is None:
+        return True
+    return f"{type(env.recipe).__name__} quantizes the linear, and this fusion multiplies plain tensors"
+
+
+_ACT = Subclasses(Activation)
+
+FORWARD = [
+    Fusion((BasicLinear, Bias), ForwardLinearBias, name="linear+bias"),
+    Fusion((BasicLinear, Maybe(Bias), _ACT), ForwardLinearBiasActivation, name="linear+bias+activation"),
+    Fusion((BasicLinear, Maybe(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
+    Fusion((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearAdd, name="linear+scale+add"),
+]
+
+BACKWARD = [
+    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_linear, name="linear+bias+activation"),
+    Fusion((Bias, _ACT), BackwardActivationBias, name="activation+bias"),
+    Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_linear, name="linear+scale"),
+    Fusion((MakeExtraOutput, BasicLinear), BackwardLinear, _plain_linear, name="linear+add"),
+]

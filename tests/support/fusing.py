@@ -1,0 +1,74 @@
+"""Small fusions for the core's own tests, so that they need no plugin: forward, backward and joint."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.ops import GELU, Activation, BasicLinear, Bias
+
+
+class LinearBias(opfuse.FusedOperation):
+    """Forward of linear + bias; leaves what BasicLinear leaves."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
+
+
+class ActivationBias(opfuse.FusedOperation):
+    """Backward of bias + activation, in place where the chain owns the gradient."""
+
+    grad_input = "fresh"
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        bias, act = basic_op_ctxs
+        (x,) = act.saved_tensors
+        dx = self.basic_ops[1].backward_value(grad_output, x, out=grad_output if act.owns_grad_output else None)
+        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+
+
+class JointLinearGelu(opfuse.FusedOperation):
+    """Both passes of linear + bias + GELU; keeps everything on its first context, in an order of its own."""
+
+    grad_input = "fresh"
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        ctx = basic_op_ctxs[0]
+        dtype = ctx.dtype
+        x, weight, bias = (t.to(dtype) for t in (input_, *ctx.params, *basic_op_ctxs[1].params))
+        hidden = F.linear(x, weight, bias)
+        basic_op_ctxs[2].save_for_backward(weight, hidden, x)
+        return F.gelu(hidden, approximate="tanh"), [(), (), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        weight, hidden, x = basic_op_ctxs[2].saved_tensors
+        dh = self.basic_ops[2].backward_value(grad_output, hidden)
+        rows = dh.reshape(-1, dh.shape[-1])
+        grads = [(rows.t().mm(x.reshape(-1, x.shape[-1])),), (rows.sum(0),), ()]
+        return dh @ weight, grads, [(), (), ()]
+
+
+FORWARD = opfuse.Fusion((BasicLinear, Bias), LinearBias)
+BACKWARD = opfuse.Fusion((Bias, opfuse.Subclasses(Activation)), ActivationBias)
+JOINT = opfuse.Fusion((BasicLinear, Bias, GELU), JointLinearGelu, priority=1)
+VARIANTS = {"unfused": (), "fused": (("forward", FORWARD), ("backward", BACKWARD)), "joint": (("joint", JOINT),)}
+_REGISTER = {
+    "forward": opfuse.register_forward_fusion,
+    "backward": opfuse.register_backward_fusion,
+    "joint": opfuse.register_forward_backward_fusion,
+}
+
+
+@contextlib.contextmanager
+def fusions(variant):
+    """Exactly the fusions of a variant: no plugin, and these registered in code."""
+    handles = [_REGISTER[kind](fusion) for kind, fusion in VARIANTS[variant]]
+    try:
+        with opfuse.plugins.using(""):
+            yield
+    finally:
+        for handle in handles:
+            handle.unregister()

@@ -1,0 +1,264 @@
+"""The command line, as a user's shell runs it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from typing import ClassVar
+
+import pytest
+import torch
+from click.testing import CliRunner
+from fakes import OneByOne
+
+import opfuse
+from opfuse import Fusion, cli, plugins
+from opfuse.ops import GELU
+
+
+class Pair(OneByOne):
+    calls: ClassVar = []
+
+
+def pair(name="pair"):
+    return Fusion([GELU, GELU], Pair, name=name)
+
+
+MODELS = """
+    import sys
+    import torch
+    import opfuse
+    from opfuse.ops import GELU
+
+    print("noise on stdout")
+    chain = opfuse.Sequential(GELU(), GELU())
+    ready = chain, torch.ones(2, 3)
+    number = 3
+    nothing = ()
+
+    class Inner:
+        ready = ready
+
+    class NeedsInput(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    needs_input = NeedsInput()
+
+    def build():
+        print("more noise")
+        return [chain, torch.ones(2, 3, requires_grad=True)]
+
+    def build_of(width):
+        return chain, torch.ones(width)
+
+    def function():
+        return lambda x: chain(x), torch.ones(2)
+
+    def broken():
+        raise KeyError("mine")
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A folder to run in, with a module of models of a name of its own."""
+    name = f"models_{abs(hash(str(tmp_path)))}"
+    tmp_path.joinpath(f"{name}.py").write_text(textwrap.dedent(MODELS))
+    tmp_path.joinpath(f"{name}_broken.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def call(*arguments):
+    result = CliRunner().invoke(cli.main, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+# plugins
+
+
+def test_plugins_as_json(register):
+    register(name="b", distribution="dist-b", version="2", forward_fusions=[pair("f"), pair("g")])
+    register(name="a", distribution="dist-a", recipes={})
+    result = call("plugins", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    keys = ["name", "distribution", "version", "state", "hooks", "fusions", "error"]
+    rows = json.loads(result.stdout)
+    assert rows == plugins.listing()
+    assert [list(row) for row in rows] == [keys, keys]
+    assert rows[1]["fusions"] == ["f", "g"]
+
+
+def test_plugins_as_a_table(register):
+    register(name="linear", distribution="opfuse-plugin-linear", version="0.1.0", forward_fusions=[pair()] * 9)
+    register(name="norm", distribution="opfuse-plugin-norm", version="1.0")
+    record = register(name="broken", distribution="opfuse-plugin-broken", version="0.0.1")
+    record.load = lambda: 1 / 0
+    record = register(name="next", distribution="opfuse-plugin-next", version="2.0")
+    record.state, record.error = "incompatible", "written for opfuse.v2, this opfuse speaks opfuse.v1"
+    with plugins.using("-norm"):
+        result = call("plugins")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "PLUGIN  DISTRIBUTION                STATE         FUSIONS",
+        "broken  opfuse-plugin-broken 0.0.1  failed        -",
+        "    import: ZeroDivisionError: division by zero",
+        "linear  opfuse-plugin-linear 0.1.0  loaded        pair, pair, pair, pair, pair, pair, pair, pair,",
+        "                                                  pair",
+        "next    opfuse-plugin-next 2.0      incompatible  -",
+        "    written for opfuse.v2, this opfuse speaks opfuse.v1",
+        "norm    opfuse-plugin-norm 1.0      blocked       -",
+    ]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Warning: opfuse plugin 'broken' (opfuse-plugin-broken 0.0.1) failed at import: ")
+
+
+@pytest.mark.usefixtures("register")
+def test_no_plugins():
+    assert call("plugins").stdout.splitlines()[0] == "No plugins are installed: every op runs unfused."
+    assert call("plugins", "--json").stdout == "[]\n"
+
+
+def test_what_a_plugin_prints_is_not_on_stdout(register):
+    def forward_fusions():
+        print("hello from a plugin")
+        return []
+
+    register(forward_fusions=forward_fusions)
+    result = call("plugins", "--json")
+    assert len(json.loads(result.stdout)) == 1
+    assert "hello from a plugin" in result.stderr
+
+
+def test_strict(register, monkeypatch):
+    for name in "ab":
+        record = register(name=name)
+        record.load = lambda name=name: {}[name]
+    register(name="c")
+    monkeypatch.setenv("OPFUSE_STRICT", "1")
+    result = call("plugins", "--json")
+    assert result.exit_code == 1
+    assert [row["state"] for row in json.loads(result.stdout)] == ["failed", "failed", "loaded"]
+    assert result.stderr.splitlines() == ["Error: KeyError: 'a'", "Error: KeyError: 'b'"]
+    with plugins.using("c"):
+        assert call("plugins").exit_code == 1  # listed as failed from before
+    for record in plugins.manager.records:
+        record.state, record.error = "loaded", None
+    assert call("plugins").exit_code == 0
+
+
+@pytest.mark.parametrize("command", [("plugins", "--json"), ("plugins",), ("explain", "x:y")])
+def test_a_malformed_selection(command, monkeypatch):
+    monkeypatch.setattr(plugins.manager.scope, "selection", "a,-b")
+    result = call(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        "Error: OPFUSE_PLUGINS='a,-b' mixes names to use and names to block: give either 'a,b' or '-a,-b'"
+    ]
+
+
+# explain
+
+
+@pytest.mark.parametrize("target", ["ready", "build", "Inner.ready", "function"])
+def test_explain(register, models, target):
+    register(forward_fusions=[pair()])
+    result = call("explain", f"{models}:{target}")
+    assert result.exit_code == 0
+    assert "noise on stdout" in result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "1 call of fusible ops, fused steps: 1 forward, 0 backward."
+    assert "    GELU + GELU  fused by pair as Pair, opfuse-plugin-test 1.0" in lines
+
+
+def test_explain_as_json(register, models):
+    register(forward_fusions=[pair()])
+    result = call("explain", f"{models}:build", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    chain = opfuse.Sequential(GELU(), GELU())
+    assert data == opfuse.explain(chain, torch.ones(2, 3, requires_grad=True)).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nowhere_at_all:x", "cannot import 'nowhere_at_all': ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("{}_broken:x", "cannot import '{}_broken': ZeroDivisionError: division by zero"),
+        ("{}", "expected MODULE:OBJECT, got '{}'"),
+        ("{}:", "expected MODULE:OBJECT, got '{}:'"),
+        (":x", "expected MODULE:OBJECT, got ':x'"),
+        ("{}:missing", "'{}' has no attribute 'missing'"),
+        ("{}:Inner.missing", "'{}' has no attribute 'Inner.missing'"),
+        ("{}:number", "{}:number must give (model, input, ...), got (int)"),
+        ("{}:nothing", "{}:nothing must give (model, input, ...), got ()"),
+        ("{}:sys", "{}:sys must give (model, input, ...), got (module)"),
+        (
+            "{}:build_of",
+            "{}:build_of takes arguments, expected a function without: missing a required argument: 'width'",
+        ),
+        ("{}:needs_input", "{}:needs_input gives NeedsInput and 0 inputs: missing a required argument: 'x'"),
+        ("{}:chain", "{}:chain gives Sequential and 0 inputs: missing a required argument: 'input'"),
+    ],
+)
+def test_what_explain_cannot_find(no_plugins, models, target, text):
+    result = call("explain", target.format(models))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert [line for line in result.stderr.splitlines() if "noise" not in line] == ["Error: " + text.format(models)]
+
+
+def test_an_error_of_the_model_is_the_users_to_see(no_plugins, models):
+    with pytest.raises(KeyError):
+        call("explain", f"{models}:broken")
+
+
+# The command itself
+
+
+def test_help_and_version():
+    for arguments in ((), ("--help",)):
+        result = call(*arguments)
+        assert result.exit_code == 0
+        assert {"plugins", "explain"} <= set(result.stdout.split())
+    assert call("--version").stdout == f"opfuse {opfuse.__version__}\n"
+    for command in ("plugins", "explain"):
+        assert call(command, "--help").exit_code == 0
+    assert call("unknown").exit_code == 2
+
+
+def test_as_processes(tmp_path):
+    tmp_path.joinpath("here.py").write_text(textwrap.dedent(MODELS))
+    info = tmp_path / "opfuse_plugin_bad-0.1.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: opfuse-plugin-bad\nVersion: 0.1\n")
+    info.joinpath("entry_points.txt").write_text("[opfuse.v1]\nbad-for-test = bad_for_test\n")
+    script = "import sys; sys.argv[0] = 'opfuse'; from opfuse.cli import main; main()"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
+    env["PYTHONPATH"] = str(tmp_path)
+
+    def run(*command, **environ):
+        folder, path = tmp_path, [sys.executable, *command]
+        return subprocess.run(path, env=env | environ, cwd=folder, capture_output=True, text=True, timeout=60)
+
+    alone = {"OPFUSE_PLUGINS": "bad-for-test"}
+    listed = run("-m", "opfuse", "plugins", "--json", **alone)
+    (row,) = [row for row in json.loads(listed.stdout) if row["name"] == "bad-for-test"]
+    assert (listed.returncode, row["state"]) == (0, "failed")
+    (line,) = listed.stderr.splitlines()
+    assert line.startswith("Warning: opfuse plugin 'bad-for-test' (opfuse-plugin-bad 0.1) failed at import: ModuleNotF")
+    strict = run("-c", script, "plugins", "--json", OPFUSE_STRICT="1", **alone)
+    assert strict.returncode == 1
+    assert json.loads(strict.stdout) == json.loads(listed.stdout)
+    env["PYTHONSAFEPATH"] = "1"  # a console script does not have the current directory on its path
+    del env["PYTHONPATH"]
+    explained = run("-c", script, "explain", "here:ready", OPFUSE_PLUGINS="")
+    assert explained.returncode == 0, explained.stderr
+    assert explained.stdout.startswith("1 call of fusible ops")
+    malformed = run("-m", "opfuse", "plugins", OPFUSE_PLUGINS="a,-b")
+    assert (malformed.returncode, len(malformed.stderr.splitlines()), malformed.stdout) == (2, 1, "")

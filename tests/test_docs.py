@@ -1,0 +1,142 @@
+"""Every Python block of the README and the documentation runs, and the tables name what exists.
+
+The blocks of one file run in order in one namespace. A block that begins with a file name (``# name.py``) is also a
+module that later blocks may import, and a ``text`` block right behind a block is what it prints.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import hookspecs
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+VARIABLE = re.compile(r"\bOPFUSE_[A-Z_]*[A-Z]")
+
+
+def files(page):
+    """The blocks of a page that are files, by name."""
+    found = {}
+    for _, code, _ in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if name := re.match(r"# (\w+\.\w+)\n", code):
+            found[name[1]] = code
+    return found
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    manager = opfuse.plugins.manager
+    monkeypatch.setattr(manager, "records", [])
+    monkeypatch.setattr(manager, "_registered", [])
+    manager._changed()
+    with opfuse.plugins.using(None):
+        yield
+    for record in list(manager.records):  # what a page registered and left
+        opfuse.plugins.remove(record)
+    monkeypatch.undo()
+    manager._changed()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in files(page).items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    namespace = {"__name__": "__main__"}
+    try:
+        text = page.read_text(encoding="utf-8")
+        for match in BLOCK.finditer(text):
+            language, code, output = match.groups()
+            if language != "python":
+                continue
+            torch.manual_seed(0)
+            line = text.count("\n", 0, match.start()) + 1
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            if output is not None:
+                assert printed.getvalue().rstrip() == output.rstrip(), f"{page.name}:{line}"
+    finally:
+        for name in files(page):
+            sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "tutorial.md"], ids=lambda page: page.name)
+def test_the_plugin_loads_and_changes_no_answer(page, nothing_installed, tmp_path, monkeypatch):
+    written = files(page)
+    project = tomllib.loads(written.pop("pyproject.toml"))
+    ((name, code),) = written.items()
+    (tmp_path / name).write_text(code, encoding="utf-8")
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"] == [name]
+    ((entry_point, module),) = project["project"]["entry-points"][hookspecs.GROUP].items()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+
+    monkeypatch.syspath_prepend(tmp_path)
+    record = opfuse.plugins.register(importlib.import_module(module), name=entry_point)
+    chain = opfuse.Sequential(opfuse.ops.Linear(8, 16), opfuse.ops.GELU(), opfuse.ops.Linear(16, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    results = []
+    for selection in ("", entry_point):
+        with opfuse.plugins.using(selection):
+            y = chain(x)
+            plan = str(opfuse.explain(chain, x))
+            results.append((y, *torch.autograd.grad(y.square().sum(), [x, *chain.parameters()])))
+        assert ("LinearBias" in plan) == bool(selection)
+    opfuse.plugins.remove(record)
+    sys.modules.pop(module)
+    torch.testing.assert_close(*results)
+
+
+def test_the_plugin_is_found_by_its_entry_point(tmp_path):
+    written = files(ROOT / "README.md")
+    project = tomllib.loads(written.pop("pyproject.toml"))["project"]
+    for name, code in written.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    info.joinpath("entry_points.txt").write_text("\n".join(lines) + "\n")
+    path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
+    environment = {**os.environ, "PYTHONPATH": path, "OPFUSE_PLUGINS": "addmm"}
+    command = [sys.executable, "-m", "opfuse", "plugins", "--json"]
+    listed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    states = {row["distribution"]: row["state"] for row in json.loads(listed.stdout)}
+    assert states[project["name"]] == "loaded"
+
+
+def test_every_hook_has_its_row():
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(opfuse_\w+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+
+
+def test_every_environment_variable_has_its_row():
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(OPFUSE_\w+)` \|", text, re.MULTILINE))
+    package = pathlib.Path(opfuse.__file__).parent
+    read = {name for file in package.rglob("*.py") for name in VARIABLE.findall(file.read_text(encoding="utf-8"))}
+    assert rows == read

@@ -1,0 +1,440 @@
+"""The fuser: plans once per key, keeps its contracts with ops, and never changes the answer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import fusing
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops
+from opfuse.op import op_class
+from opfuse.plugins import manager
+
+
+@pytest.fixture(autouse=True)
+def no_plugins():
+    with opfuse.plugins.using(""):
+        yield
+
+
+def chain_and_input():
+    torch.manual_seed(0)
+    return opfuse.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8)), torch.randn(4, 8)
+
+
+def fuser_of(chain):
+    return chain._module_groups[0]
+
+
+class Counter:
+    """A plugin that counts the calls of its hooks, and of everything its fusions do."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def _count(self, *args):
+        self.calls += 1
+        return True
+
+    @opfuse.hookimpl
+    def opfuse_forward_fusions(self):
+        self._count()
+        return [opfuse.Fusion((ops.BasicLinear, ops.Bias), self._build, lambda ops, env: self._count())]
+
+    def _build(self, ops):
+        self._count()
+        return fusing.LinearBias(ops)
+
+
+def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
+    chain, x = chain_and_input()
+    plugin = Counter()
+    record = opfuse.plugins.register(plugin, name="counter")
+
+    def one_of_each():
+        for grad, training, limit in itertools.product((True, False), (True, False), (None, 0, 1)):
+            chain.train(training)
+            options = {} if limit is None else {"fusion_limit": limit}
+            with torch.set_grad_enabled(grad), opfuse.options(**options), opfuse.plugins.using("counter"):
+                chain(x)
+
+    try:
+        one_of_each()
+        planned, built = plugin.calls, []
+        monkeypatch.setattr(nn.Module, "__init__", lambda self: built.append(self))
+        monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+        one_of_each()
+        one_of_each()
+        assert plugin.calls == planned and not built
+    finally:
+        opfuse.plugins.remove(record)
+
+
+def test_an_op_called_alone_keeps_its_plan(monkeypatch):
+    linear = ops.Linear(4, 4)
+    linear(torch.ones(2, 4))
+    monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    linear(torch.ones(3, 4))
+
+
+def test_plans_are_bounded_least_recently_used_first():
+    chain, x = chain_and_input()
+    chain(x)
+    fuser = fuser_of(chain)
+    first = next(iter(fuser._programs))
+    for i in range(100):
+        with opfuse.options(**{"test.i": i}):
+            chain(x)
+        chain(x)
+    assert len(fuser._programs) == 64 and first in fuser._programs
+
+
+def test_what_replans():
+    chain, x = chain_and_input()
+    plans = set()
+
+    def plan():
+        chain(x)
+        plans.add(id(fuser_of(chain)._latest))
+        return len(plans)
+
+    assert plan() == 1 and plan() == 1
+    chain[0].weight.requires_grad_(False)
+    assert plan() == 2
+    chain.eval()
+    assert plan() == 3
+    x = x.requires_grad_()
+    assert plan() == 4
+    handle = opfuse.register_forward_fusion(fusing.FORWARD)
+    assert plan() == 5
+    assert [type(op).__name__ for op, _ in fuser_of(chain)._forward_ops] == ["LinearBias", "GELU", "LinearBias"]
+    assert [indices for _, indices in fuser_of(chain)._forward_ops] == [[0, 1], [2], [3, 4]]
+    assert [indices for _, indices in fuser_of(chain)._backward_ops] == [[0], [1], [2], [3], [4]]
+    handle.unregister()
+    handle.unregister()
+    assert plan() == 6
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert plan() == 7
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_fuser_lives_while_its_ops_are_the_same():
+    chain, x = chain_and_input()
+    chain(x)
+    fuser = fuser_of(chain)
+    chain[0].weight = nn.Parameter(torch.zeros(8, 8))
+    chain(x)
+    assert fuser_of(chain) is fuser
+    chain[1] = ops.SiLU()
+    assert fuser_of(chain) is not fuser
+
+
+def test_every_set_of_fusions_gives_the_same_answer():
+    results = []
+    for variant in fusing.VARIANTS:
+        chain, x = chain_and_input()
+        x.requires_grad_()
+        with fusing.fusions(variant):
+            y = chain(x)
+            y.square().sum().backward()
+        results.append([y.detach(), x.grad, *[p.grad for p in chain.parameters()]])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_threads_share_a_model():
+    chain, x = chain_and_input()
+    expected = chain(x)
+    failures = []
+
+    def work(i):
+        try:
+            with torch.set_grad_enabled(i % 2 == 0), opfuse.options(**{"test.thread": i}):
+                for _ in range(20):
+                    torch.testing.assert_close(chain(x), expected)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# Contexts
+
+
+class Spy(opfuse.BasicOperation):
+    """Records its contexts."""
+
+    grad_input = "same"
+    feature_ratio = 1
+
+    def __init__(self, allocates="same"):
+        super().__init__()
+        self.forward_ctxs, self.backward_ctxs = [], []
+        self.grad_input = allocates
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        ctx.note = "left in forward"
+        ctx.save_for_backward(input_, None)
+        self.forward_ctxs.append((ctx, dict(vars(ctx))))
+        return input_ * 1
+
+    def op_backward(self, ctx, grad_output):
+        self.backward_ctxs.append(ctx)
+        assert ctx.note == "left in forward" and ctx.saved_tensors[1] is None
+        return grad_output * 1 if self.grad_input == "fresh" else grad_output, ()
+
+
+def test_a_context_is_an_open_bag_and_backward_gets_a_new_one():
+    assert {"requires_grad", "saved_tensors", "param_requires_grad"} <= set(vars(opfuse.OperationContext()))
+    spy = Spy()
+    x = torch.ones(2, 2, requires_grad=True)
+    y = opfuse.Sequential(spy)(x)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    forward, first, second = spy.forward_ctxs[0][0], *spy.backward_ctxs
+    assert len({id(forward), id(first), id(second)}) == 3
+    assert forward.saved_tensors is None and first.saved_tensors[0] is not None
+
+
+def test_requires_grad_flags_and_the_boundary():
+    a, b, c = Spy(), Spy(), Spy()
+    linear = ops.BasicLinear(2, 2)
+    chain = opfuse.Sequential(a, linear, b, c)
+    chain(torch.ones(1, 2)).sum().backward()
+    assert [spy.forward_ctxs[0][1]["requires_grad"] for spy in (a, b, c)] == [False, True, True]
+    assert [spy.forward_ctxs[0][1]["input_requires_grad"] for spy in (a, b, c)] == [False, True, True]
+    assert [len(spy.backward_ctxs) for spy in (a, b, c)] == [0, 1, 1]
+    assert linear.weight.grad is not None
+    with torch.no_grad():
+        chain(torch.ones(1, 2))
+    assert not any(spy.forward_ctxs[1][1]["requires_grad"] for spy in (a, b, c))
+
+
+def test_who_owns_the_incoming_gradient():
+    last, fresh, middle, shared, first = Spy(), Spy("fresh"), Spy("same"), Spy("shared"), Spy()
+    x = torch.ones(1, 1, requires_grad=True)
+    opfuse.Sequential(first, shared, middle, fresh, last)(x).sum().backward()
+    owns = [spy.backward_ctxs[0].owns_grad_output for spy in (last, fresh, middle, shared, first)]
+    assert owns == [False, False, True, True, False]
+
+
+class Foreign(opfuse.BasicOperation):
+    """Written for te.ops: positional quantizers, reads self.weight, declares nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_)
+        return input_ * self.weight
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * self.weight, [(grad_output * x).sum(0)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_op_written_for_te_runs_unchanged(compiled):
+    op = Foreign()
+    assert op.param_names == ("weight",)
+    chain = opfuse.Sequential(op, ops.GELU())
+    x = torch.randn(4, 3, requires_grad=True)
+    fn = torch.compile(chain, fullgraph=True, backend="aot_eager") if compiled else chain
+    fn(x).sum().backward()
+    reference, weight = x.detach().clone().requires_grad_(), op.weight.detach().clone().requires_grad_()
+    nn.functional.gelu(reference * weight, approximate="tanh").sum().backward()
+    torch.testing.assert_close(x.grad, reference.grad)
+    torch.testing.assert_close(op.weight.grad, weight.grad)
+
+
+def test_pre_forward_callbacks():
+    class Prepared(ops.Identity):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def pre_first_fuser_forward(self):
+            self.seen.append("first")
+
+        def pre_fuser_forward(self, *, requires_grad):
+            self.seen.append(requires_grad)
+
+    op = Prepared()
+    chain = opfuse.Sequential(op)
+    chain(torch.ones(1, 1, requires_grad=True))
+    chain(torch.ones(1, 1))
+    assert op.seen == ["first", True, False]
+
+
+# Contracts that a fused op can break
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda x: (x, [()]), "must give extra outputs for 2 basic ops, gave 1"),
+        (lambda x: (x, [(), ()]), r"must give 1 extra outputs for op 0 \(MakeExtraOutput\), gave 0"),
+        (lambda x: (x, [(None,), ()]), r"gave None for extra output 0 of op 0 \(MakeExtraOutput\), which is used outside of it"),
+    ],
+)  # fmt: skip
+def test_wrong_extra_outputs(result, text):
+    class Wrong(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return result(input_)
+
+    handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.MakeExtraOutput, ops.GELU), Wrong))
+    try:
+        with pytest.raises(RuntimeError, match=text):
+            opfuse.Sequential(ops.MakeExtraOutput(), ops.GELU())(torch.ones(1, 1))
+    finally:
+        handle.unregister()
+
+
+@pytest.mark.parametrize(
+    ("grads", "text"),
+    [
+        (lambda dy: (dy, [(), ()], [(), ()]), r"op 0 \(Bias\) must give 1 parameter gradients, gave 0"),
+        (lambda dy: (dy, [(None,)], [(), ()]), "must give parameter gradients for 2 basic ops"),
+        (lambda dy: (dy, [(None,), ()], [()]), "must give extra-input gradients for 2 basic ops"),
+        (lambda dy: (dy, [(None,), ()], [(), ()]), r"must give 1 extra-input gradients for op 1 \(AddExtraInput\), gave 0"),
+    ],
+)  # fmt: skip
+def test_wrong_gradients(grads, text):
+    class Wrong(opfuse.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+            return grads(grad_output)
+
+    handle = opfuse.register_backward_fusion(opfuse.Fusion((ops.Bias, ops.AddExtraInput), Wrong))
+    try:
+        x = torch.ones(1, 2, requires_grad=True)
+        y = opfuse.Sequential(ops.Bias(2), ops.AddExtraInput())(x, torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match=text):
+            y.sum().backward()
+    finally:
+        handle.unregister()
+
+
+def test_a_failing_kernel_is_the_users_to_see():
+    class Broken(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            raise ZeroDivisionError("in the kernel")
+
+    handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.Identity, ops.GELU), Broken))
+    try:
+        with pytest.raises(ZeroDivisionError, match="in the kernel"):
+            opfuse.Sequential(ops.Identity(), ops.GELU())(torch.ones(1, 1))
+    finally:
+        handle.unregister()
+
+
+def test_a_fusion_that_expands_to_other_ops_names_its_plugin():
+    class Plugin:
+        @opfuse.hookimpl
+        def opfuse_forward_fusions(self):
+            return [opfuse.Fusion((ops.Identity, ops.GELU), lambda matched: fusing.LinearBias(matched[:1]), name="short")]
+
+    record = opfuse.plugins.register(Plugin(), name="bad", distribution="opfuse-plugin-bad", version="1.2")
+    try:
+        text = r"fusion short \(plugin opfuse-plugin-bad 1.2\) does not expand .* expected \[Identity, GELU\], got \[Identity\]"
+        with opfuse.plugins.using("bad"), pytest.raises(RuntimeError, match=text):
+            opfuse.Sequential(ops.Identity(), ops.GELU())(torch.ones(1, 1))
+    finally:
+        opfuse.plugins.remove(record)
+
+
+def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
+    class Keyword(ops.Identity):
+        def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, add=0.0):
+            return input_ + add
+
+    class Fused(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return input_ * 100, [(), ()]
+
+    handle = opfuse.register_forward_fusion(opfuse.Fusion((Keyword, ops.Identity), Fused))
+    try:
+        chain = opfuse.Sequential(Keyword(), ops.Identity())
+        x = torch.ones(1, 1)
+        assert chain(x).item() == 100
+        assert chain(x, op_kwargs={0: {"add": 1.0}}).item() == 2
+        assert "does not take the keyword argument 'add' given to Keyword" in str(fuser_of(chain)._latest.plan.refused)
+    finally:
+        handle.unregister()
+
+
+def test_an_op_of_another_class_is_not_matched_and_torch_derived_classes_are():
+    class MyGELU(ops.GELU):
+        pass
+
+    linear = ops.Linear(4, 4)
+    nn.utils.parametrizations.weight_norm(linear)
+    assert op_class(linear) is ops.Linear and type(linear) is not ops.Linear
+    with fusing.fusions("joint"):
+        chain = opfuse.Sequential(ops.Linear(4, 4), MyGELU())
+        chain(torch.ones(1, 4))
+        assert len(fuser_of(chain)._forward_ops) == 3
+
+
+def test_lent_parameters_live_on_their_owner():
+    linear = ops.Linear(4, 4)
+    basic = linear.basic_ops[0]
+    assert basic.weight is linear.weight and not list(basic.parameters())
+    with pytest.raises(RuntimeError, match="BasicLinear.weight is the parameter of its Linear: set it there"):
+        basic.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
+    seen = []
+
+    def when(matched, env):
+        seen.append(env.row_alignment)
+        return env.row_alignment >= 8 or f"rows are a multiple of {env.row_alignment} only"
+
+    fusion = opfuse.Fusion((ops.Identity, ops.GELU), fusing.LinearBias, when, needs_row_alignment=True)
+    chain = opfuse.Sequential(ops.Identity(), ops.GELU())
+    handle = opfuse.register_backward_fusion(fusion)
+    try:
+        for rows in (3, 5, 6, 8, 16, 7):
+            chain(torch.ones(rows, 2, requires_grad=True))
+        assert seen == [1, 2, 8, 16]
+    finally:
+        handle.unregister()
+    assert manager.generation
+
+
+def test_fused_operations_need_basic_ops():
+    with pytest.raises(ValueError, match="FusedOperation needs at least one basic op"):
+        opfuse.FusedOperation([])
+    with pytest.raises(TypeError, match="stands for basic ops, got Tanh"):
+        opfuse.FusedOperation([nn.Tanh()])
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="unknown option 'fusion_limt'"):
+        opfuse.options(fusion_limt=1)
+    with pytest.raises(TypeError, match="option fusion_limit must be of type int, got '1'"):
+        opfuse.options(fusion_limit="1")
+    with pytest.raises(ValueError, match="must not be negative"):
+        opfuse.options(fusion_limit=-1)
+    with pytest.raises(TypeError, match="unhashable"):
+        opfuse.options(**{"x.y": []})
+    with opfuse.options(fusion_limit=1):
+        with opfuse.options(double_backward=True):
+            assert dict(manager.scope.options) == {"fusion_limit": 1, "double_backward": True}
+        assert dict(manager.scope.options) == {"fusion_limit": 1}
+    assert manager.scope.options == ()

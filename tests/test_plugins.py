@@ -1,0 +1,526 @@
+"""Plugins: found, selected, loaded, isolated from each other, and listed."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from fakes import OneByOne
+
+import opfuse
+from opfuse import Fusion, PluginWarning, plugins
+from opfuse.plugins import PluginManager, Selection, metadata
+
+
+class A(opfuse.BasicOperation):
+    saved_names = ()
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return input_ * 2
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+class Quarter(opfuse.Recipe):
+    pass
+
+
+class Half(opfuse.Recipe):
+    pass
+
+
+class OneByOneTwice(OneByOne):
+    calls: ClassVar = []
+
+
+def fusion(name):
+    return Fusion([A, A], OneByOneTwice, name=name)
+
+
+def states():
+    return {row["name"]: row["state"] for row in plugins.listing()}
+
+
+# Selection
+
+
+@pytest.mark.parametrize(
+    ("text", "selection"),
+    [
+        (None, Selection(None)),
+        ("", Selection(())),
+        ("  ", Selection(())),
+        ("a,b", Selection(("a", "b"))),
+        (" a , b ,", Selection(("a", "b"))),
+        ("-a", Selection(None, ("a",))),
+        ("-a, -b", Selection(None, ("a", "b"))),
+    ],
+)
+def test_selection_grammar(text, selection):
+    assert Selection.parse(text) == selection
+
+
+@pytest.mark.parametrize("text", ["a,-b", "-a,b", "-a,-b,c"])
+def test_the_two_forms_do_not_mix(text):
+    with pytest.raises(ValueError, match="mixes names to use and names to block: give either 'a,b' or '-a,-b'"):
+        Selection.parse(text)
+    with pytest.raises(ValueError, match="mixes names"):
+        plugins.using(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "active"),
+    [
+        (None, ["a", "b", "c"]),
+        ("", []),
+        ("c,a", ["c", "a"]),
+        ("-b", ["a", "c"]),
+        ("Opfuse_Plugin.B", ["b"]),
+        ("-opfuse-plugin-b,-c", ["a"]),
+        ("c,opfuse-plugin-a", ["c", "a"]),
+    ],
+)
+def test_which_plugins_are_active(register, text, active):
+    for name in "bca":
+        register(name=name, distribution=f"opfuse-plugin-{name.upper()}")
+    assert [record.name for record in plugins.manager.active(text)] == active
+    with plugins.using(text):
+        assert {name for name, state in states().items() if state == "loaded"} == set(active)
+        assert {name for name, state in states().items() if state == "blocked"} == {*"abc"} - set(active)
+
+
+@pytest.mark.parametrize("text", ["a,missing", "-missing"])
+def test_names_that_are_absent_warn_once(register, text):
+    register(name="a")
+    plugins.manager._warned.discard("missing")
+    with pytest.warns(PluginWarning, match="OPFUSE_PLUGINS names 'missing', but no such plugin is installed"):
+        assert [record.name for record in plugins.manager.active(text)] == ["a"]
+    assert [record.name for record in plugins.manager.active(text)] == ["a"]
+    plugins.manager._warned.discard("missing")
+
+
+def test_using_nests_and_is_of_one_thread(register):
+    scope = plugins.manager.scope
+    with plugins.using("a"):
+        with plugins.using(""):
+            assert scope.selection == ""
+        assert scope.selection == "a"
+        again = plugins.using("-a")
+        with contextlib.suppress(ZeroDivisionError), again, again:
+            raise ZeroDivisionError
+        assert scope.selection == "a"
+    assert scope.selection is None
+
+
+def test_a_blocked_plugin_is_not_loaded(register):
+    record = register(name="a")
+    record.load = lambda: pytest.fail("loaded though blocked")
+    with plugins.using("-a"):
+        assert states() == {"a": "blocked"}
+        assert plugins.manager.sources() == ()
+
+
+# Plugins that fail
+
+
+def failing(stage, record, plugin):
+    """Make the plugin of ``record`` fail at a stage."""
+
+    def load():
+        raise ImportError("no module named nowhere")
+
+    if stage == "metadata":
+        record.broken = ValueError("unreadable entry points")
+    elif stage == "import":
+        record.load = load
+    elif stage == "registration":
+        plugin.opfuse_imaginary_fusions = opfuse.hookimpl(lambda: [])
+    elif stage == "arguments":
+        plugin.opfuse_forward_fusions = opfuse.hookimpl(lambda surplus: [])
+    elif stage == "hook call":
+        plugin.opfuse_forward_fusions = opfuse.hookimpl(lambda: 1 / 0)
+    elif stage == "not a list":
+        plugin.opfuse_forward_fusions = opfuse.hookimpl(lambda: fusion("alone"))
+    elif stage == "wrong item":
+        plugin.opfuse_forward_fusions = opfuse.hookimpl(lambda: [fusion("good"), 3])
+    elif stage == "recipes":
+        plugin.opfuse_recipes = opfuse.hookimpl(lambda: {"quarter": Quarter()})
+    elif stage == "no dict":
+        plugin.opfuse_recipes = opfuse.hookimpl(lambda: [Quarter])
+
+
+FAILURES = {
+    "metadata": "metadata: ValueError: unreadable entry points",
+    "import": "import: ImportError: no module named nowhere",
+    "registration": "registration: TypeError: unknown hook opfuse_imaginary_fusions; opfuse.v1 has opfuse_backward_fus",
+    "arguments": "registration: PluginValidationError: Plugin 'opfuse-plugin-bad:bad'",
+    "hook call": "hook call: ZeroDivisionError: division by zero",
+    "not a list": "hook call: TypeError: opfuse_forward_fusions must return a list of Fusion, got Fusion",
+    "wrong item": "hook call: TypeError: opfuse_forward_fusions must return a list of Fusion, one item is int",
+    "recipes": "hook call: TypeError: opfuse_recipes: 'quarter' must be a Recipe subclass, got ",
+    "no dict": "hook call: TypeError: opfuse_recipes must return a dict of Recipe subclasses, got list",
+}
+
+
+@pytest.fixture
+def broken(register, request):
+    """One plugin that works and one that fails at the stage given."""
+    register(name="good", forward_fusions=[fusion("good")])
+    plugin = type("Plugin", (), {})()
+    failing(request.param, register(plugin, name="bad", distribution="opfuse-plugin-bad", version="3.1"), plugin)
+    return FAILURES[request.param]
+
+
+@pytest.mark.parametrize("broken", FAILURES, indirect=True)
+def test_a_plugin_that_fails_is_told_and_the_rest_works(broken):
+    with pytest.warns(PluginWarning) as caught:
+        assert [source.name for source in plugins.manager.sources()] == ["good"]
+    (text,) = [str(warning.message) for warning in caught]
+    assert text.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 3.1) failed at " + broken)
+    assert text.endswith("OPFUSE_PLUGINS=-bad silences this, OPFUSE_STRICT=1 raises it.")
+    bad, good = plugins.listing()  # not told again
+    assert (bad["name"], bad["state"], bad["fusions"], bad["hooks"]) == ("bad", "failed", [], [])
+    assert bad["error"].startswith(broken)
+    assert (good["state"], good["error"]) == ("loaded", None)
+    (call,) = opfuse.explain(opfuse.Sequential(A(), A()), torch.ones(2)).calls
+    assert call.plan.forward[0].fusion == "good"
+
+
+@pytest.mark.parametrize("broken", FAILURES, indirect=True)
+def test_blocking_a_plugin_that_fails_silences_it(broken):
+    with plugins.using("-bad"):
+        assert states() == {"bad": "blocked", "good": "loaded"}
+
+
+@pytest.mark.parametrize("broken", FAILURES, indirect=True)
+def test_strict_raises(broken, monkeypatch):
+    monkeypatch.setenv("OPFUSE_STRICT", "1")
+    with pytest.raises(Exception) as caught:
+        plugins.listing()
+    assert type(caught.value).__name__ in broken
+    assert not isinstance(caught.value, PluginWarning)
+    assert states() == {"bad": "failed", "good": "loaded"}
+
+
+def test_a_quantizer_hook_that_fails_is_told(register):
+    def quantizer(recipe, role):
+        return 3
+
+    register(name="bad", quantizer=quantizer, forward_fusions=[fusion("f")])
+    plugins.listing()
+    with pytest.warns(PluginWarning, match="opfuse_quantizer must return a Quantizer, got int"):
+        assert plugins.manager.quantizer(Quarter(), opfuse.QuantizerRole("input")) is None
+    assert states() == {"bad": "failed"}
+    assert plugins.manager.sources() == ()
+
+
+def test_a_plugin_may_use_ops_while_it_is_imported(register):
+    record = register(name="a", forward_fusions=[fusion("f")])
+    load = record.load
+
+    def importing():
+        opfuse.Sequential(A(), A())(torch.ones(2))
+        return load()
+
+    record.load = importing
+    assert opfuse.Sequential(A(), A())(torch.ones(2)).tolist() == [4, 4]
+    assert states() == {"a": "loaded"}
+    assert [source.name for source in plugins.manager.sources()] == ["f"]
+
+
+# What plugins give
+
+
+def test_provenance(register):
+    register(name="b", distribution="dist-b", version="2", joint_fusions=[fusion("j")], forward_fusions=[fusion("f")])
+    register(name="a", distribution="dist-a", version="1", backward_fusions=[fusion("g")])
+    found = [(s.kind, s.name, s.distribution, s.version) for s in plugins.manager.sources()]
+    assert found == [("backward", "g", "dist-a", "1"), ("joint", "j", "dist-b", "2"), ("forward", "f", "dist-b", "2")]
+    assert plugins.listing()[1] == {
+        "name": "b",
+        "distribution": "dist-b",
+        "version": "2",
+        "state": "loaded",
+        "hooks": ["opfuse_forward_fusions", "opfuse_joint_fusions"],
+        "fusions": ["j", "f"],
+        "error": None,
+    }
+    assert json.loads(json.dumps(plugins.listing())) == plugins.listing()
+
+
+def test_recipes(register):
+    register(name="b", recipes={"quarter": Half, "half": Half})
+    register(name="a", recipes={"quarter": Quarter})
+    assert plugins.recipes() == {"quarter": Quarter, "half": Half}  # of two with one name the first plugin's
+    with plugins.using("b,a"):
+        assert plugins.recipes()["quarter"] is Half
+    with plugins.using("-b"):
+        assert plugins.recipes() == {"quarter": Quarter}
+
+
+def test_hooks_are_called_once(register):
+    calls = []
+
+    def forward_fusions():
+        calls.append(1)
+        return [fusion("f")]
+
+    register(forward_fusions=forward_fusions)
+    chain = opfuse.Sequential(A(), A())
+    for selection in (None, "test", "-x", "", None):
+        plugins.manager._warned.add("x")
+        with plugins.using(selection):
+            chain(torch.ones(2))
+    assert calls == [1]
+
+
+def test_a_plugin_may_be_a_namespace_of_static_methods(register):
+    class Plugin:
+        @staticmethod
+        @opfuse.hookimpl
+        def opfuse_forward_fusions():
+            return (fusion("f"),)
+
+        helper = 3
+
+    register(Plugin)
+    assert plugins.listing()[0]["fusions"] == ["f"]
+
+
+def test_an_unknown_optional_hook_is_ignored(register):
+    class Plugin:
+        @opfuse.hookimpl(optionalhook=True)
+        def opfuse_of_the_future(self):
+            return []
+
+    register(Plugin())
+    assert (plugins.listing()[0]["state"], plugins.listing()[0]["hooks"]) == ("loaded", [])
+
+
+def test_two_distributions_with_one_entry_point_name(register):
+    register(name="same", distribution="one", forward_fusions=[fusion("f1")])
+    register(name="same", distribution="two", forward_fusions=[fusion("f2")])
+    assert [(r["distribution"], r["fusions"]) for r in plugins.listing()] == [("one", ["f1"]), ("two", ["f2"])]
+    with plugins.using("two"):
+        assert [source.name for source in plugins.manager.sources()] == ["f2"]
+
+
+def test_register_and_remove(register):
+    manager = plugins.manager
+    generation = manager.generation
+    record = register(name="a", forward_fusions=[fusion("f")])
+    assert manager.generation > generation
+    assert [source.name for source in manager.sources()] == ["f"]
+    generation = manager.generation
+    plugins.remove(record)
+    assert manager.generation > generation
+    assert manager.sources() == ()
+    plugins.remove(record)
+
+
+@pytest.mark.parametrize("selection", [None, ""])
+def test_a_fusion_registered_in_code(register, selection):
+    manager = plugins.manager
+    chain = opfuse.Sequential(A(), A())
+    kinds = {
+        "forward": opfuse.register_forward_fusion,
+        "backward": opfuse.register_backward_fusion,
+        "joint": opfuse.register_forward_backward_fusion,
+    }
+    with plugins.using(selection):  # they are not plugins and stay on
+        for kind, function in kinds.items():
+            generation = manager.generation
+            handle = function(fusion("code"))
+            assert manager.generation > generation
+            assert [(s.kind, s.name, s.distribution) for s in manager.sources()] == [(kind, "code", None)]
+            (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
+            assert [step.fusion for step in call.plan.forward] == ([None] * 2 if kind == "backward" else ["code"])
+            assert [step.fusion for step in call.plan.backward] == ([None] * 2 if kind == "forward" else ["code"])
+            handle.unregister()
+            handle.unregister()
+            assert manager.sources() == ()
+            assert chain(torch.ones(2)).tolist() == [4, 4]
+    assert plugins.listing() == []
+
+
+def test_only_fusions_and_functions_are_registered():
+    with pytest.raises(TypeError, match=r"expected a Fusion or a function \(ops, \*, recipe\) -> ops, got 3"):
+        opfuse.register_forward_fusion(3)
+
+
+# Installed plugins
+
+
+def install(folder, distribution, entry_points, version="1.0", **modules):
+    """A distribution as pip leaves it: metadata, and the modules it names."""
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    info.joinpath("entry_points.txt").write_text(textwrap.dedent(entry_points))
+    for name, code in modules.items():
+        folder.joinpath(f"{name}.py").write_text(textwrap.dedent(code))
+
+
+PLUGIN = """
+    from opfuse import Fusion, hookimpl
+    from opfuse.ops import Identity
+
+    @hookimpl
+    def opfuse_forward_fusions():
+        return [Fusion([Identity, Identity], lambda ops: None, name="pair")]
+"""
+
+
+def entry_point(name, module, group="opfuse.v1"):
+    return f"""
+        [console_scripts]
+        other = other:main
+
+        [{group}]
+        {name} = {module}
+    """
+
+
+def run(code, *paths, **environ):
+    """Run code in a new process where only ``paths`` hold plugins."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), **environ}
+    blocks = "import sys\n" + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", blocks], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+REPORT = """
+import json, warnings
+with warnings.catch_warnings(record=True) as at_import:
+    warnings.simplefilter("always")
+    import opfuse
+    early = [m for m in ("good", "bad", "future", "editable", "triton") if m in sys.modules]
+assert not at_import, [str(w.message) for w in at_import]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    rows = opfuse.plugins.listing()
+texts = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
+mine = {row["distribution"]: row for row in rows}
+late = [m for m in ("good", "bad", "future", "editable", "triton") if m in sys.modules]
+print(json.dumps({"rows": mine, "early": early, "late": late, "warnings": texts}))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Folders with installed plugins of every kind, as two entries of sys.path."""
+    site, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
+    install(site, "Opfuse_Plugin.Good", entry_point("good", "good"), "1.2", good=PLUGIN)
+    install(site, "opfuse-plugin-bad", entry_point("bad", "bad"), "0.3", bad="import nowhere_to_be_found")
+    install(site, "opfuse-plugin-future", entry_point("future", "future", "opfuse.v2"), future="raise SystemExit(9)")
+    install(site, "opfuse-plugin-twin", entry_point("good", "twin"), twin=PLUGIN)
+    install(site, "unrelated", "\n[console_scripts]\nx = nowhere:x\n")
+    install(source, "opfuse-plugin-editable", entry_point("editable", "editable"), editable=PLUGIN)
+    install(source, "opfuse-plugin-good", entry_point("old", "old"), "0.1")  # shadowed by the other folder
+    return site, source
+
+
+def test_discovery_of_installed_plugins(site):
+    report = json.loads(run(REPORT, *site).stdout)
+    assert report["early"] == []
+    assert report["late"] == ["good", "editable"]
+    rows = report["rows"]
+    states = {name: row["state"] for name, row in rows.items() if "good" in name.lower() or "plugin" in name}
+    for name, state in {
+        "Opfuse_Plugin.Good": "loaded",
+        "opfuse-plugin-bad": "failed",
+        "opfuse-plugin-future": "incompatible",
+        "opfuse-plugin-twin": "loaded",
+        "opfuse-plugin-editable": "loaded",
+    }.items():
+        assert states[name] == state, rows[name]
+    assert "unrelated" not in rows
+    assert "opfuse-plugin-good" not in rows
+    assert rows["Opfuse_Plugin.Good"]["version"] == "1.2"
+    assert rows["Opfuse_Plugin.Good"]["fusions"] == ["pair"]
+    assert rows["opfuse-plugin-twin"]["name"] == "good"
+    assert rows["opfuse-plugin-future"]["error"] == "written for opfuse.v2, this opfuse speaks opfuse.v1"
+    assert rows["opfuse-plugin-bad"]["error"] == ("import: ModuleNotFoundError: No module named 'nowhere_to_be_found'")
+    (told,) = [text for text in report["warnings"] if "nowhere_to_be_found" in text]
+    assert told.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 0.3) failed at import: ")
+
+
+def test_nothing_is_imported_when_everything_is_blocked(site):
+    report = json.loads(run(REPORT, *site, OPFUSE_PLUGINS="").stdout)
+    assert report["late"] == []
+    assert report["warnings"] == []
+    assert report["rows"]["opfuse-plugin-bad"]["state"] == "blocked"
+    assert report["rows"]["opfuse-plugin-future"]["state"] == "incompatible"
+
+
+def test_a_selection_by_environment(site):
+    report = json.loads(run(REPORT, *site, OPFUSE_PLUGINS="opfuse.plugin.good").stdout)
+    assert report["late"] == ["good"]
+    assert {name for name, row in report["rows"].items() if row["state"] == "loaded"} == {"Opfuse_Plugin.Good"}
+
+
+def test_importing_opfuse_imports_no_plugin_and_no_triton(site):
+    code = """
+        import torch
+        before = set(sys.modules)
+        import opfuse
+        new = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert not new & {"good", "bad", "twin", "editable", "triton", "click"}, new
+        assert not any(name.startswith("opfuse_") for name in new), new
+        assert "triton" not in sys.modules
+    """
+    run(code, *site)
+
+
+def test_a_manager_of_its_own(tmp_path, monkeypatch):
+    install(tmp_path, "opfuse-plugin-mine", entry_point("mine", "mine"), mine="raise AssertionError")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    manager = PluginManager()
+    manager.discover()
+    (record,) = manager.records
+    assert (record.name, record.distribution, record.version, record.state) == (
+        "mine",
+        "opfuse-plugin-mine",
+        "1.0",
+        "found",
+    )
+    assert "mine" not in sys.modules
+
+
+def test_a_distribution_without_a_name(tmp_path, monkeypatch):
+    info = tmp_path / "opfuse_plugin_lost-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\n")
+    info.joinpath("entry_points.txt").write_text("[opfuse.v1]\nlost = lost")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    manager = PluginManager()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of importlib.metadata
+        manager.discover()
+    (record,) = manager.records
+    assert record.distribution == "opfuse_plugin_lost-1.0.dist-info"
+
+
+def test_a_distribution_with_broken_metadata(tmp_path, monkeypatch):
+    install(tmp_path, "opfuse-plugin-garbled", "\n[opfuse.v1]\nthis is no entry point\n", "0.2")
+    install(tmp_path, "opfuse-plugin-mine", entry_point("mine", "mine"), mine=PLUGIN)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    found = list(metadata.distributions(path=[str(tmp_path)]))
+    monkeypatch.setattr(metadata, "distributions", lambda: found)
+    manager = PluginManager()
+    manager.discover()  # tells nothing yet
+    assert manager.generation == 0
+    with pytest.warns(
+        PluginWarning, match=r"'opfuse-plugin-garbled' \(opfuse-plugin-garbled 0.2\) failed at metadata: "
+    ):
+        assert [record.name for record in manager.active(None)] == ["mine"]
+    assert [record.state for record in manager.records] == ["loaded", "failed"]

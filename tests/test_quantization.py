@@ -1,0 +1,363 @@
+"""The quantizer side of the contract, with a small rounding recipe: negotiation, both passes, state."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rounding import Rounding, RoundingPlugin, RoundingQuantizer, round_to
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+from opfuse.plugins import manager
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding-plugin", version="1")
+    with opfuse.plugins.using("rounding"):
+        yield
+    opfuse.plugins.remove(record)
+
+
+def two_linears():
+    torch.manual_seed(0)
+    return opfuse.Sequential(ops.Linear(8, 8, bias=False), ops.Linear(8, 8)), torch.randn(4, 8)
+
+
+def steps(chain, which="forward"):
+    return [step.op for step in getattr(chain._module_groups[0]._latest.plan, which)]
+
+
+class RoundBoth(torch.autograd.Function):
+    """Rounds a tensor on the way there, its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_ = backward
+        return round_to(x) if forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return round_to(grad) if ctx.backward_ else grad, None, None
+
+
+def test_linear_to_linear_in_both_passes():
+    chain, x = two_linears()
+    x.requires_grad_()
+    with opfuse.autocast(recipe=Rounding()):
+        y = chain(x)
+    y.square().sum().backward()
+
+    reference = x.detach().clone().requires_grad_()
+    weights = [chain[i].weight.detach().clone().requires_grad_() for i in range(2)]
+    bias = chain[1].bias.detach().clone().requires_grad_()
+    hidden = RoundBoth.apply(reference, True, False)
+    for weight in weights:
+        hidden = F.linear(RoundBoth.apply(hidden, True, False), RoundBoth.apply(weight, True, False))
+        hidden = RoundBoth.apply(hidden, False, True)
+    expected = hidden + bias
+    expected.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    for got, want in ((x, reference), (chain[0].weight, weights[0]), (chain[1].weight, weights[1]), (chain[1].bias, bias)):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_casts_are_steps_of_the_plan():
+    chain, x = two_linears()
+    with opfuse.autocast(recipe=Rounding()):
+        chain(x)
+    cast = "Cast[RoundingQuantizer]"
+    assert steps(chain) == [cast, "BasicLinear", cast, "BasicLinear", "Bias"]
+    assert steps(chain, "backward") == ["Bias", cast, "BasicLinear", cast, "BasicLinear"]
+
+
+def test_a_producer_that_can_write_the_quantizer_gets_it():
+    class Writes(ops.Identity):
+        saved_names = None
+
+        def writes_output(self, quantizer):
+            return isinstance(quantizer, RoundingQuantizer)
+
+        writes_grad_input = writes_output
+
+        def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+            assert ctx.next_op_input_quantizer is next_op_input_quantizer is not None
+            return next_op_input_quantizer(input_)
+
+        def op_backward(self, ctx, grad_output):
+            assert ctx.prev_op_grad_output_quantizer is not None
+            return ctx.prev_op_grad_output_quantizer(grad_output), ()
+
+    torch.manual_seed(0)
+    first, second = ops.Linear(4, 4, bias=False), ops.Linear(4, 4, bias=False)
+    x = torch.randn(2, 4, requires_grad=True)
+    results = []
+    for middle in (ops.Identity(), Writes()):
+        chain = opfuse.Sequential(first, middle, second)
+        with opfuse.autocast(recipe=Rounding()):
+            y = chain(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        results.append((y, grad))
+    torch.testing.assert_close(results[0], results[1])
+    assert steps(chain) == ["Cast[RoundingQuantizer]", "BasicLinear", "Writes", "BasicLinear"]
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override(override):
+    chain, x = two_linears()
+    with opfuse.autocast(recipe=Rounding(backward_override=override)):
+        y = chain(x)
+    y.sum().backward()
+    operand = x if override == "high_precision" else round_to(x)
+    weight = chain[1].weight.detach()
+    weight = weight if override == "high_precision" else round_to(weight)
+    expected = (torch.ones(4, 8) @ weight).t() @ operand
+    torch.testing.assert_close(chain[0].weight.grad, expected)
+    assert steps(chain, "backward") == ["Bias", "BasicLinear", "BasicLinear"]
+
+
+def test_quantize_op():
+    x = torch.randn(3, 4, requires_grad=True)
+    chain = opfuse.Sequential(ops.Quantize(forward=True, backward=True))
+    assert torch.equal(chain(x), x)
+    with opfuse.autocast(recipe=Rounding()):
+        y = chain(x)
+    grad = torch.randn(3, 4)
+    y.backward(grad)
+    torch.testing.assert_close(y, round_to(x))
+    torch.testing.assert_close(x.grad, round_to(grad))
+
+
+# The recipe is a value
+
+
+def test_equal_recipes_share_plans_and_quantizers():
+    chain, x = two_linears()
+    with opfuse.autocast(recipe=Rounding()):
+        chain(x)
+    program = chain._module_groups[0]._latest
+    with opfuse.autocast(recipe=Rounding(step=0.25)):
+        chain(x)
+    assert chain._module_groups[0]._latest is program
+
+
+def test_two_recipes_alternate_without_planning(monkeypatch):
+    chain, x = two_linears()
+
+    def alternate():
+        results = []
+        for recipe in (Rounding(step=0.5), Rounding(step=0.125), Rounding(levels=8)):
+            with opfuse.autocast(recipe=recipe):
+                results.append(chain(x).detach())
+        return results
+
+    first = alternate()
+    monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    second = alternate()
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_recipes_are_strict_frozen_values():
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Rounding(stp=1)
+    with pytest.raises(ValueError, match="backward_override must be one of"):
+        Rounding(backward_override="none")
+    with pytest.raises(AttributeError):
+        Rounding().step = 1
+    assert Rounding() == Rounding() and hash(Rounding()) == hash(Rounding())
+
+
+def test_autocast_arguments_and_nesting():
+    chain, x = two_linears()
+    plain = chain(x)
+    with opfuse.autocast(recipe=Rounding()):
+        quantized = chain(x)
+        with opfuse.autocast(enabled=False):
+            assert torch.equal(chain(x), plain)
+        assert torch.equal(chain(x), quantized)
+    assert torch.equal(chain(x), plain) and not torch.equal(quantized, plain)
+    with pytest.raises(ValueError, match="the core has no default recipe"):
+        opfuse.autocast()
+    with pytest.raises(TypeError, match="must be an opfuse.Recipe, got str"):
+        opfuse.autocast(recipe="rounding")
+    with pytest.raises(NotImplementedError, match="calibrating"):
+        opfuse.autocast(calibrating=True, recipe=Rounding())
+    assert opfuse.plugins.recipes()["rounding"] is Rounding
+
+
+def test_a_recipe_that_no_plugin_serves():
+    chain, x = two_linears()
+    text = "no plugin offers a quantizer of BasicLinear for Rounding"
+    with opfuse.plugins.using(""), opfuse.autocast(recipe=Rounding()), pytest.raises(RuntimeError, match=text):
+        chain(x)
+
+
+def test_a_failing_quantizer_hook_is_a_warning():
+    class Broken:
+        @opfuse.hookimpl
+        def opfuse_quantizer(self, recipe, role):
+            return 3
+
+    chain, x = two_linears()
+    record = opfuse.plugins.register(Broken(), name="a-broken", distribution="broken", version="2")
+    try:
+        with opfuse.plugins.using("a-broken,rounding"), opfuse.autocast(recipe=Rounding()):
+            with pytest.warns(opfuse.PluginWarning, match=r"broken 2.*opfuse_quantizer must return a Quantizer, got int"):
+                chain(x)
+    finally:
+        opfuse.plugins.remove(record)
+
+
+# State
+
+
+def amax_of(chain):
+    recipe = Rounding(levels=8)
+    return [q.amax.item() for linear in chain for modes in linear.basic_ops[0]._quantizers.of(recipe) for q in modes]
+
+
+def run(chain, x):
+    with opfuse.autocast(recipe=Rounding(levels=8)):
+        y = chain(x)
+    y.square().sum().backward()
+    return y.detach()
+
+
+def test_state_lasts_over_steps_and_survives_a_checkpoint():
+    chain, x = two_linears()
+    first = run(chain, x)
+    second = run(chain, 3 * x)
+    assert not torch.equal(run(chain, x), first) and second is not None
+    file = io.BytesIO()
+    torch.save(chain.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert sorted(k for k in state if k.endswith("amax"))[0] == "0.basic_ops.0.quantizers.0.backward.0.amax"
+    twin, _ = two_linears()
+    twin.load_state_dict(state)  # before any recipe was used
+    kept = twin.state_dict()
+    assert sorted(kept) == sorted(state) and all(torch.equal(kept[k], state[k]) for k in state)
+    assert torch.equal(run(twin, x), run(chain, x)) and amax_of(twin) == amax_of(chain)
+    third, _ = two_linears()
+    run(third, 0 * x)
+    third.load_state_dict(state)  # after
+    assert torch.equal(run(third, x), run(third, x))
+
+
+def test_checkpoints_without_recipe_state_have_the_plain_keys():
+    chain, x = two_linears()
+    with opfuse.autocast(recipe=Rounding()):
+        chain(x)
+    assert [k for k in chain.state_dict() if "quantizers" not in k] == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_state_of_the_wrong_shape():
+    chain, x = two_linears()
+    run(chain, x)
+    state = {k: torch.ones(3) if k.endswith("amax") else v for k, v in chain.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"expected shape \(1,\), the checkpoint has \(3,\)"):
+        chain.load_state_dict(state)
+
+
+def test_state_keeps_its_dtype_when_the_module_moves():
+    chain, x = two_linears()
+    run(chain, x)
+    chain.to(torch.bfloat16)
+    quantizer = chain[0].basic_ops[0]._quantizers.of(Rounding(levels=8))[0][0]
+    assert quantizer.amax.dtype is torch.float32 and chain[0].weight.dtype is torch.bfloat16
+
+
+def test_deepcopy_copies_the_state():
+    import copy
+
+    chain, x = two_linears()
+    run(chain, x)
+    twin = copy.deepcopy(chain)
+    run(twin, 10 * x)
+    assert max(amax_of(twin)) > max(amax_of(chain))
+
+
+# Recomputation
+
+
+@pytest.mark.parametrize("levels", [0, 8])
+def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
+    recipe = Rounding(levels=levels)
+    results = []
+    for recompute in (False, True):
+        chain, x = two_linears()
+        x.requires_grad_()
+        for _ in range(2):
+            x.grad = None
+            with opfuse.autocast(recipe=recipe):
+                if recompute:
+                    y = checkpoint(chain, 2 * x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+                else:
+                    y = chain(2 * x)
+            y.square().sum().backward()
+        state = [q.uses.item() for linear in chain for q in linear.basic_ops[0]._quantizers.of(recipe)[0]]
+        results.append(([y.detach(), x.grad, *[p.grad for p in chain.parameters()]], state))
+    assert results[0][1] == results[1][1]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert manager.scope.recipe is None and manager.scope.recorder is None
+
+
+def test_reentrant_checkpoint_with_the_recipe_inside():
+    def region(x):
+        with opfuse.autocast(recipe=Rounding()):
+            return chain(x)
+
+    chain, x = two_linears()
+    x.requires_grad_()
+    region(x).sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(region, x, use_reentrant=True).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compile_with_a_recipe(inside):
+    recipe = Rounding()
+    chain, x = two_linears()
+    x.requires_grad_()
+
+    def region(x):
+        with opfuse.autocast(recipe=recipe):
+            return chain(x)
+
+    torch._dynamo.reset()
+    region(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    if inside:
+        compiled = torch.compile(region, fullgraph=True, backend="aot_eager")
+        y = compiled(x)
+    else:
+        compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+        with opfuse.autocast(recipe=recipe):
+            y = compiled(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert manager.scope.recipe is None
+
+
+def test_checkpoint_with_a_recipe_inside_a_compiled_region():
+    recipe = Rounding()
+    chain, x = two_linears()
+    x.requires_grad_()
+
+    def region(x):
+        with opfuse.autocast(recipe=recipe):
+            return checkpoint(chain, x, use_reentrant=False)
+
+    torch._dynamo.reset()
+    with opfuse.autocast(recipe=recipe):
+        chain(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    torch.compile(region, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)

@@ -1,0 +1,301 @@
+"""The container: a list of modules that groups runs of ops, and what it refuses at the door."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops
+
+
+@pytest.fixture(autouse=True)
+def no_plugins():
+    with opfuse.plugins.using(""):
+        yield
+
+
+def test_list_operations():
+    a, b, c, d = (ops.Identity() for _ in range(4))
+    chain = opfuse.Sequential(a, b)
+    chain.append(c).extend([d])
+    assert list(chain) == [a, b, c, d] and len(chain) == 4
+    assert chain[-1] is d and list(chain[1:3]) == [b, c]
+    assert isinstance(chain[1:3], opfuse.Sequential)
+    chain.insert(1, d2 := ops.Identity())
+    assert list(chain) == [a, d2, b, c, d] and list(chain._modules) == ["0", "1", "2", "3", "4"]
+    assert chain.pop(1) is d2 and list(chain) == [a, b, c, d]
+    del chain[0]
+    assert list(chain) == [b, c, d]
+    chain[0] = a
+    assert list(chain) == [a, c, d]
+    assert list(chain + [b]) == [a, c, d, b] and len(chain) == 3
+    chain += [b]
+    assert list(chain) == [a, c, d, b]
+    with pytest.raises(IndexError):
+        chain[9]
+
+
+def test_named_children():
+    chain = opfuse.Sequential({"up": ops.Linear(4, 8), "act": ops.GELU()})
+    assert list(chain.state_dict()) == ["up.weight", "up.bias"]
+    assert chain(torch.ones(2, 4)).shape == (2, 8)
+
+
+def test_groups_are_runs_of_ops():
+    chain = opfuse.Sequential(ops.Identity(), ops.GELU(), nn.Tanh(), ops.Identity())
+    groups = chain._module_groups
+    assert [type(group).__name__ for group in groups] == ["OperationFuser", "Tanh", "OperationFuser"]
+    assert chain._module_groups is groups
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(chain(x), torch.tanh(nn.functional.gelu(x, approximate="tanh")))
+
+
+def test_an_empty_chain_is_the_identity():
+    x = torch.ones(2)
+    assert opfuse.Sequential()(x) is x
+
+
+@pytest.mark.parametrize("how", ["setattr", "setitem", "add_module", "insert", "del", "modules dict"])
+def test_every_way_to_change_a_child_is_seen(how):
+    chain = opfuse.Sequential({"first": ops.ConstantScale(2.0), "second": ops.ConstantScale(3.0)})
+    x = torch.ones(2, 2)
+    assert chain(x)[0, 0] == 6
+    five = ops.ConstantScale(5.0)
+    if how == "setattr":
+        chain.first = five
+    elif how == "setitem":
+        chain[0] = five
+    elif how == "add_module":
+        chain.add_module("first", five)
+    elif how == "insert":
+        chain.insert(0, five)
+    elif how == "del":
+        del chain[0]
+    else:
+        chain._modules["first"] = five
+    assert chain(x)[0, 0] == {"insert": 30, "del": 3}.get(how, 15)
+
+
+def test_a_module_used_twice():
+    scale = ops.ConstantScale(2.0)
+    assert opfuse.Sequential(scale, scale)(torch.ones(1, 1)).item() == 4
+
+
+def test_surplus_and_missing_extra_inputs():
+    x = torch.ones(2, 4)
+    chain = opfuse.Sequential(ops.AddExtraInput(), ops.AddExtraInput())
+    with pytest.raises(ValueError, match=r"expected 2 extra inputs, got 1 \(op 0 \(AddExtraInput\), op 1"):
+        chain(x, x)
+    with pytest.raises(ValueError, match="expected 2 extra inputs, got 3"):
+        chain(x, x, x, x)
+    mixed = opfuse.Sequential(ops.AddExtraInput(), nn.Tanh())
+    with pytest.raises(ValueError, match="Sequential expected 1 extra inputs, got 2"):
+        mixed(x, x, x)
+
+
+def test_extra_outputs_come_in_order_across_a_cut():
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.ConstantScale(2.0), nn.Identity(), ops.MakeExtraOutput())
+    y, first, second = chain(torch.ones(1, 2))
+    assert (y[0, 0], first[0, 0], second[0, 0]) == (2, 1, 2)
+
+
+class Scaled(ops.Identity):
+    """Takes a keyword argument."""
+
+    feature_ratio = 1
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=1.0):
+        return input_ * factor
+
+
+def test_op_kwargs_by_op_and_by_index():
+    chain = opfuse.Sequential(Scaled(), nn.Identity(), Scaled())
+    x = torch.ones(1, 1)
+    assert chain(x, op_kwargs={chain[0]: {"factor": 2.0}, 2: {"factor": 3.0}}).item() == 6
+    assert chain(x).item() == 1
+
+
+def test_unknown_op_kwargs():
+    chain = opfuse.Sequential(ops.Linear(1, 1), Scaled())
+    x = torch.ones(1, 1)
+    with pytest.raises(TypeError, match="Scaled does not take the keyword argument 'facto'"):
+        chain(x, op_kwargs={1: {"facto": 2.0}})
+    with pytest.raises(TypeError, match="Linear does not take the keyword argument 'factor'"):
+        chain(x, op_kwargs={chain[0]: {"factor": 2.0}})
+    with pytest.raises(ValueError, match="op_kwargs: GELU is not an op of this Sequential"):
+        chain(x, op_kwargs={ops.GELU(): {}})
+    with pytest.raises(ValueError, match="op_kwargs: Tanh is not an op"):
+        opfuse.Sequential(nn.Tanh())(x, op_kwargs={0: {"a": 1}})
+    with pytest.raises(TypeError, match=r"op 0 \(Scaled\) of chain \[Scaled\] does not take the keyword argument 'b'"):
+        chain[1](x, b=1)
+
+
+def test_a_container_hands_kwargs_to_the_basic_op_that_takes_them():
+    class Pair(opfuse.FusedOperation):
+        pass
+
+    scaled = Scaled()
+    pair = Pair([ops.Identity(), scaled])
+    assert opfuse.Sequential(pair)(torch.ones(1, 1), op_kwargs={pair: {"factor": 4.0}}).item() == 4
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        (torch.ones(2, 5), ValueError, r"chain \[Linear, GELU\] expected 4 features in the last dimension, got shape \(2, 5\)"),
+        (torch.tensor(1.0), ValueError, r"expected 4 features in the last dimension, got shape \(\)"),
+        (torch.ones(2, 4, dtype=torch.float64), TypeError, r"op 0 \(BasicLinear\) of chain .* expected torch.float32, the dtype of its weight, got an input of torch.float64"),
+        (torch.ones(2, 4, dtype=torch.int64), TypeError, "expected a floating-point input, got torch.int64"),
+        (torch.ones(2, 4, device="meta"), ValueError, r"op 0 \(BasicLinear\) .* has its weight on cpu, the input is on meta"),
+        ([1.0], TypeError, r"expected a tensor, got list"),
+    ],
+)  # fmt: skip
+def test_wrong_input(x, error, text):
+    with pytest.raises(error, match=text):
+        opfuse.Sequential(ops.Linear(4, 4), ops.GELU())(x)
+
+
+def test_widths_are_followed_through_the_chain():
+    with pytest.raises(ValueError, match=r"op 3 \(BasicLinear\) takes 4 features in the last dimension, but the ops before it give 8"):
+        opfuse.Sequential(ops.Linear(4, 8), ops.GELU(), ops.Linear(4, 4))(torch.ones(1, 4))
+    gated = opfuse.Sequential(ops.Identity(), ops.SwiGLU(), ops.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"expected 8 features in the last dimension, got shape \(1, 4\)"):
+        gated(torch.ones(1, 4))
+    assert gated(torch.ones(1, 8)).shape == (1, 4)
+    reshaped = opfuse.Sequential(ops.Reshape((-1, 3)), ops.GELU(), ops.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"GELU expected 4 features in the last dimension, got shape \(4, 3\)"):
+        reshaped(torch.ones(12))
+    assert opfuse.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4))(torch.ones(12)).shape == (3, 4)
+
+
+def test_wrong_parameters_after_the_first_call_are_named():
+    chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU())
+    x = torch.ones(1, 4)
+    chain(x)
+    chain[0].double()
+    with pytest.raises(TypeError, match=r"expected torch.float64, the dtype of its weight, got an input of torch.float32"):
+        chain(x)
+
+
+def test_extra_inputs_of_the_wrong_dtype_or_device():
+    chain = opfuse.Sequential(ops.AddExtraInput())
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match=r"extra input 0 of op 0 \(AddExtraInput\) expected torch.float32 as the input, got torch.float64"):
+        chain(x, x.double())
+    with pytest.raises(ValueError, match="is on meta, the input is on cpu"):
+        chain(x, x.to("meta"))
+
+
+def test_an_item_that_is_not_an_op():
+    with pytest.raises(TypeError, match="a fuser takes basic and fused ops, got Tanh"):
+        opfuse.OperationFuser([nn.Tanh()])
+
+
+# Hooks on ops
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("target", ["op", "container", "basic op"])
+def test_an_op_with_hooks_runs_by_itself(kind, target):
+    chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU(), ops.Linear(4, 4))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.GELU("tanh"), nn.Linear(4, 4))
+    plain.load_state_dict(chain.state_dict())
+    module = {"op": chain[1], "container": chain[2], "basic op": chain[2].basic_ops[1]}[target]
+    calls = []
+    handle = getattr(module, f"register_{kind}_hook")(lambda module, *args: calls.append(module))
+    x = torch.randn(2, 4, requires_grad=True)
+    for model in (chain, plain):
+        model(x).square().sum().backward()
+    assert calls == [module]
+    for a, b in zip(chain.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    handle.remove()
+    chain(x).sum().backward()
+    assert calls == [module]
+
+
+def test_what_a_hook_captures_is_differentiable():
+    chain = opfuse.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+    captured = []
+    chain[0].register_forward_hook(lambda module, args, output: captured.append(output))
+    x = torch.ones(1, 1, requires_grad=True)
+    chain(x)
+    captured[0].backward()
+    assert x.grad.item() == 2
+
+
+def test_extras_and_kwargs_across_a_cut():
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), Scaled(), ops.AddExtraInput(), Scaled())
+    chain[1].register_forward_hook(lambda module, args, output: output + 1)
+    y, extra = chain(torch.ones(1, 1), torch.full((1, 1), 10.0), op_kwargs={1: {"factor": 2.0}, 3: {"factor": 100.0}})
+    assert (y.item(), extra.item()) == (1300, 1)
+
+
+def test_a_channel_across_a_cut():
+    chain = opfuse.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False),
+        ops.GELU(),
+        ops.AddExtraInput().set_extra_input_channel(0, "skip"),
+    )
+    chain[1].register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"channel 'skip' read by op 0 \(AddExtraInput\) .* cut at GELU, which has forward hooks"):
+        chain(torch.ones(1, 1))
+
+
+# Channels
+
+
+def residual(**kwargs):
+    return (
+        ops.MakeExtraOutput().set_extra_output_channel(0, "skip", **kwargs),
+        ops.AddExtraInput().set_extra_input_channel(0, "skip"),
+    )
+
+
+def test_a_channel_feeds_a_later_op():
+    make, add = residual(output_to_caller=False)
+    chain = opfuse.Sequential(make, ops.GELU(), add)
+    x = torch.randn(3, 4, requires_grad=True)
+    chain(x).square().sum().backward()
+    y = torch.randn(0)
+    reference = x.detach().clone().requires_grad_()
+    y = reference + nn.functional.gelu(reference, approximate="tanh")
+    y.square().sum().backward()
+    torch.testing.assert_close(x.grad, reference.grad)
+
+
+def test_a_public_channel_with_two_readers():
+    make, add = residual()
+    again = ops.AddExtraInput().set_extra_input_channel(0, "skip")
+    x = torch.randn(3, 4, requires_grad=True)
+    y, skip = opfuse.Sequential(make, ops.ConstantScale(3.0), add, again)(x)
+    (y.sum() + 7 * skip.sum()).backward()
+    torch.testing.assert_close(y, 5 * x)
+    torch.testing.assert_close(x.grad, torch.full_like(x, 12.0))
+
+
+def test_wrong_channels():
+    make, add = residual()
+    with pytest.raises(ValueError, match="channel 'skip' read by .* has no producer in this chain"):
+        opfuse.Sequential(add)(torch.ones(1, 1))
+    with pytest.raises(ValueError, match="has no earlier producer, it is written by op 1"):
+        opfuse.Sequential(add, make)(torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"channel 'skip' has two producers: op 0 .* and op 1"):
+        opfuse.Sequential(make, residual()[0])(torch.ones(1, 1))
+    with pytest.raises(ValueError, match="has no producer in this chain"):
+        opfuse.Sequential(residual()[0], nn.Tanh(), residual()[1])(torch.ones(1, 1))
+
+
+def test_channels_are_bound_before_the_first_call():
+    make, _ = residual()
+    make(torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match="a fuser has captured them"):
+        make.set_extra_output_channel(0, "other")
+    with pytest.raises(IndexError, match="MakeExtraOutput has 0 extra inputs"):
+        ops.MakeExtraOutput().set_extra_input_channel(0, "a")
+    with pytest.raises(ValueError, match="a channel is a non-empty string or None"):
+        ops.MakeExtraOutput().set_extra_output_channel(0, "")
+    with pytest.raises(TypeError, match="output_to_caller must be a bool"):
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=1)
