@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.resolve()
 CONSTRAINTS = ROOT / "constraints.txt"
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
-OPTIONS = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT")
+UNSET = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH")
 
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PLUGINS = {
@@ -49,8 +49,7 @@ def base(session: nox.Session) -> str:
     wanted = hashlib.sha256(json.dumps([sys.version, requirements, CONSTRAINTS.read_text()]).encode()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:
         session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home), external=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
-        session.run(*pip, *requirements, external=True)
+        session.run(str(python), "-m", "pip", "install", "-c", str(CONSTRAINTS), *requirements, external=True)
         stamp.write_text(wanted)
     return str(python)
 
@@ -69,7 +68,7 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
     command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
     session.run(*command, "-c", str(CONSTRAINTS), *map(str, what), external=True)
-    session.env.update(dict.fromkeys(OPTIONS))
+    session.env.update(dict.fromkeys(UNSET))
     session.chdir(ROOT)  # create_tmp starts from here
     session.chdir(session.create_tmp())
     return python

@@ -117,7 +117,8 @@ class OperationFuser:
         device = input.device
         autocast = None
         if compiling or _any_autocast():
-            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+            if torch.is_autocast_enabled(device.type) and input.dtype is not torch.float64:  # as in PyTorch
+                autocast = torch.get_autocast_dtype(device.type)
         key = (
             (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
             input.dtype,
@@ -132,7 +133,12 @@ class OperationFuser:
             tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
             tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
         )
-        program = getattr(self, _plan_untraced(self, *key)) if compiling else self._program(key, input)
+        if compiling:
+            program = getattr(self, _plan_untraced(self, *key))
+        else:
+            program = self._programs.get(key)
+            if program is None or program is not self._latest:
+                program = self._program(key, input)
         for index, op in self._prepares:
             op.pre_fuser_forward(requires_grad=program.contexts[index][0].requires_grad)
         if scope.recorder is not None:
@@ -175,7 +181,7 @@ class OperationFuser:
         env = Environment(
             device=device,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=dtype if autocast is None or dtype == torch.float64 else autocast,
+            dtype=autocast or dtype,
             recipe=recipe,
             training=any(training),
             requires_grad=grads is not None and any(grads),
@@ -187,7 +193,7 @@ class OperationFuser:
         before = scope.options, scope.selection, scope.recipe
         scope.options, scope.selection, scope.recipe = options, selection, recipe  # while tracing they are not set
         try:
-            program, by_alignment = self._compile(env, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
+            program, by_alignment = self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
         finally:
             scope.options, scope.selection, scope.recipe = before
         if by_alignment and len(key) == _KEY_LENGTH:
@@ -198,7 +204,9 @@ class OperationFuser:
             self._programs.popitem(last=False)
         return program
 
-    def _compile(self, env: Environment, grads: tuple[bool, ...], kwargs: Any) -> tuple[Program, bool]:
+    def _compile(
+        self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any
+    ) -> tuple[Program, bool]:
         routing = self._routing
         names = kwargs or ((),) * len(routing.ops)
         boundary = self._boundary(env, grads)
@@ -224,7 +232,7 @@ class OperationFuser:
                 built.append(dataclasses.replace(candidate, op=fused))
             else:
                 choice = dataclasses.replace(choice, taken=tuple(built))
-                program = compile_program(routing, choice, env, grads=grads, boundary=boundary, kwargs=names)
+                program = compile_program(routing, choice, env, autocast, grads=grads, boundary=boundary, kwargs=names)
                 return program, choice.needs_row_alignment
 
     def _boundary(self, env: Environment, grads: tuple[bool, ...]) -> int:
@@ -250,10 +258,12 @@ class OperationFuser:
             raise TypeError(f"{self._name()} expected a floating-point input, got {dtype}")
         for i, op in enumerate(routing.ops):
             for module, name in routing.param_sources[slice(*routing.param_ranges[i])]:
-                param = getattr(module, name)
+                param = module._parameters.get(name)  # a parametrized one is not computed just to look at it
                 who = f"{routing.name(i)} of {self._name()}"
-                if not isinstance(param, Tensor):
-                    raise TypeError(f"{who} expected a tensor as {name}, got {type(param).__name__}")
+                if param is None:
+                    if name in module._parameters:
+                        raise TypeError(f"{who} expected a parameter as {name}, got None")
+                    continue
                 if param.device != device:
                     raise ValueError(f"{who} has its {name} on {param.device}, the input is on {device}")
                 if op.params_in_compute_dtype and autocast is None and param.dtype != dtype:

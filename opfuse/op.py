@@ -39,7 +39,7 @@ class OperationContext:
         input_requires_grad: Whether the gradient of the op's input is needed.
         params: The op's parameter values of this call, in ``param_names`` order (forward only).
         param_requires_grad: One flag per parameter.
-        dtype: The compute dtype (autocast counted), or None outside a fuser: then the input's.
+        dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
         prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized with.
         next_op_input_quantizer: What the next op wants its input quantized with.
         quantizers: This op's own quantizers as ``(forward, backward)`` tuples.

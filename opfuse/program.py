@@ -49,7 +49,7 @@ class ContextTemplate(NamedTuple):
     requires_grad: bool
     input_requires_grad: bool
     param_requires_grad: tuple[bool, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     prev_op_grad_output_quantizer: Quantizer | None
     next_op_input_quantizer: Quantizer | None
     quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
@@ -135,6 +135,7 @@ def compile_program(
     routing: Routing,
     choice: Choice,
     env: Environment,
+    autocast: torch.dtype | None,
     *,
     grads: tuple[bool, ...],
     boundary: int,
@@ -146,6 +147,7 @@ def compile_program(
         routing: The chain.
         choice: The fusions taken; each candidate carries its fused op.
         env: Where the program runs.
+        autocast: The dtype that autocast asks for, or None.
         grads: ``requires_grad`` of the input and of each parameter.
         boundary: The first op that takes part in the backward.
         kwargs: Names of the keyword arguments given to each op.
@@ -167,7 +169,7 @@ def compile_program(
             requires_grad=env.requires_grad and i >= boundary,
             input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
             param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
-            dtype=env.dtype,
+            dtype=autocast,
             prev_op_grad_output_quantizer=grad_quantizers.get(i),
             next_op_input_quantizer=output_quantizers.get(i),
             quantizers=op._quantizers.of(env.recipe),

@@ -308,7 +308,7 @@ def test_wrong_extra_outputs(result, text):
 @pytest.mark.parametrize(
     ("grads", "text"),
     [
-        (lambda dy: (dy, [(), ()], [(), ()]), r"op 0 \(Bias\) must give 1 parameter gradients, gave 0"),
+        (lambda dy: (dy, [(), ()], [(), (None,)]), r"op 0 \(Bias\) must give 1 parameter gradients, gave 0"),
         (lambda dy: (dy, [(None,)], [(), ()]), "must give parameter gradients for 2 basic ops"),
         (lambda dy: (dy, [(None,), ()], [()]), "must give extra-input gradients for 2 basic ops"),
         (lambda dy: (dy, [(None,), ()], [(), ()]), r"must give 1 extra-input gradients for op 1 \(AddExtraInput\), gave 0"),

@@ -164,7 +164,7 @@ def test_widths_are_followed_through_the_chain():
     with pytest.raises(ValueError, match=r"expected 8 features in the last dimension, got shape \(1, 4\)"):
         gated(torch.ones(1, 4))
     assert gated(torch.ones(1, 8)).shape == (1, 4)
-    reshaped = opfuse.Sequential(ops.Reshape((-1, 3)), ops.GELU(), ops.Linear(4, 4))
+    reshaped = opfuse.Sequential(ops.Reshape((4, -1)), ops.GELU(), ops.Linear(4, 4))
     with pytest.raises(ValueError, match=r"GELU expected 4 features in the last dimension, got shape \(4, 3\)"):
         reshaped(torch.ones(12))
     assert opfuse.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4))(torch.ones(12)).shape == (3, 4)

@@ -22,9 +22,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 or dtype is torch.bfloat16 else dtype
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, at no cost where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def widen(tensor: Tensor) -> Tensor:
     """``tensor`` in the dtype that :func:`wide` gives."""
-    return tensor.to(wide(tensor.dtype))
+    return cast(tensor, wide(tensor.dtype))
 
 
 def check_size(op: object, name: str, value: Any) -> int:

@@ -115,12 +115,11 @@ class BasicLinear(BasicOperation):
         For the op itself, and for fusions of the forward that multiply in another way.
         """
         (weight,) = ctx.params
-        dtype = ctx.dtype or input_.dtype
+        dtype = ctx.dtype
         if ctx.quantizers[0]:
-            return _quantized_operands(ctx, input_, weight, dtype)
+            return _quantized_operands(ctx, input_, weight, dtype or input_.dtype)
         assert isinstance(input_, Tensor)
-        x = input_ if input_.dtype is dtype else input_.to(dtype)
-        w = weight if weight.dtype is dtype else weight.to(dtype)
+        x, w = (input_, weight) if dtype is None else (input_.to(dtype), weight.to(dtype))
         if ctx.requires_grad:
             ctx.save_for_backward(x if ctx.param_requires_grad[0] else None, w if ctx.input_requires_grad else None)
         return x, w

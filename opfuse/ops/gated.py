@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._common import check_size, wide
+from ._common import cast, check_size, wide
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -83,25 +83,30 @@ class GatedActivation(Activation):
         """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""
         a, b = self.split(x)
         dtype = wide(x.dtype)
-        y = self.value(a.to(dtype)) * self.linear_value(b.to(dtype))
-        return y.to(x.dtype)
+        y = self.value(cast(a, dtype)) * self.linear_value(cast(b, dtype))
+        return cast(y, x.dtype)
 
     def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
         dtype = wide(x.dtype)
         a, b = self.split(x)
-        a, b, dy = a.to(dtype), b.to(dtype), grad_output.to(dtype)
-        da = self.gate_gradient(dy * self.linear_value(b), a)
-        db = self.value(a) * dy
+        a, b, dy = cast(a, dtype), cast(b, dtype), cast(grad_output, dtype)
         slope = self.linear_derivative(b)
-        if slope is not None:
-            db = db * slope
-        dx = self.join(da.to(x.dtype), db.to(x.dtype))
+        grad_gate = dy * self.linear_value(b)
+        grad_linear = dy if slope is None else dy * slope
+        if self.glu_interleave_size is None and dtype is x.dtype and not torch.compiler.is_compiling():
+            dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
+            da, db = dx.chunk(2, -1)
+            self.gate_gradient(grad_gate, a, out=da)
+            torch.mul(self.value(a), grad_linear, out=db)
+            return dx
+        da, db = self.gate_gradient(grad_gate, a), self.value(a) * grad_linear
+        dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
         return dx if out is None else out.copy_(dx)
 
-    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
-        """``grad * derivative(a)``; for a kernel that does both at once."""
-        return grad * self.derivative(a)
+    def gate_gradient(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
+        return torch.mul(grad_output, self.derivative(x), out=out)
 
 
 class GLU(GatedActivation):
@@ -128,10 +133,7 @@ class GEGLU(GatedActivation):
 
     value = GELU.value
     derivative = GELU.derivative
-
-    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
-        """See :meth:`GatedActivation.gate_gradient`."""
-        return torch.ops.aten.gelu_backward.default(grad, a, approximate="tanh")  # type: ignore[no-any-return]
+    gate_gradient = GELU.backward_value
 
 
 class QGEGLU(GatedActivation):
@@ -152,6 +154,7 @@ class ReGLU(GatedActivation):
 
     value = ReLU.value
     derivative = ReLU.derivative
+    gate_gradient = ReLU.backward_value
 
 
 class SReGLU(GatedActivation):
@@ -169,10 +172,7 @@ class SwiGLU(GatedActivation):
 
     value = SiLU.value
     derivative = SiLU.derivative
-
-    def gate_gradient(self, grad: Tensor, a: Tensor) -> Tensor:
-        """See :meth:`GatedActivation.gate_gradient`."""
-        return torch.ops.aten.silu_backward.default(grad, a)  # type: ignore[no-any-return]
+    gate_gradient = SiLU.backward_value
 
 
 class SiTUGLU(GatedActivation):

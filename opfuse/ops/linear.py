@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation, FusedOperation, OperationContext
 from ..quantization import Quantizer
-from ._common import check_size, refuse
+from ._common import cast, check_size, refuse
 from .basic_linear import BasicLinear
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """The sum; saves nothing."""
         y = input_ + ctx.params[0]
-        return y if y.dtype is input_.dtype else y.to(input_.dtype)
+        return cast(y, input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""

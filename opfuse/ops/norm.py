@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation, OperationContext
 from ..quantization import Quantizer
-from ._common import check_shape, wide
+from ._common import cast, check_shape, wide
 
 if TYPE_CHECKING:
     from ..op import Grads
@@ -52,6 +52,8 @@ class _Norm(BasicOperation):
 
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape
+        if len(shape) == 1:  # the chain has checked it
+            return
         if x.shape[-len(shape) :] != shape:
             raise ValueError(
                 f"{type(self).__name__} expected an input whose last dimensions are {shape}, got {tuple(x.shape)}"
@@ -59,7 +61,8 @@ class _Norm(BasicOperation):
 
     def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What the normalized values are multiplied by."""
-        return weight.to(dtype) + 1 if self.zero_centered_gamma else weight.to(dtype)
+        weight = cast(weight, dtype)
+        return weight + 1 if self.zero_centered_gamma else weight
 
 
 class LayerNorm(_Norm):
@@ -123,8 +126,8 @@ class LayerNorm(_Norm):
         weight, bias = ctx.params
         dtype = wide(input_.dtype)
         # on the CPU torch's kernel mixes a half precision input with fp32 parameters and statistics
-        x = input_ if input_.device.type == "cpu" else input_.to(dtype)
-        scale, shift = self._scale(weight, dtype), bias.to(dtype)
+        x = input_ if input_.device.type == "cpu" else cast(input_, dtype)
+        scale, shift = self._scale(weight, dtype), cast(bias, dtype)
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
             needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
@@ -134,7 +137,7 @@ class LayerNorm(_Norm):
                 mean if needed else None,
                 rstd if needed else None,
             )
-        return y.to(ctx.dtype or input_.dtype)
+        return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n mean(g n))``."""
@@ -152,9 +155,9 @@ class LayerNorm(_Norm):
             scale = self._scale(weight, dtype)
         # all in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision
         dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
-            grad_output.to(dtype), input_.to(dtype), self.normalized_shape, mean, rstd, scale, scale, wants
+            cast(grad_output, dtype), cast(input_, dtype), self.normalized_shape, mean, rstd, scale, scale, wants
         )
-        return (dx.to(input_.dtype) if wants[0] else None), (dw if wants[1] else None, db if wants[2] else None)
+        return (cast(dx, input_.dtype) if wants[0] else None), (dw if wants[1] else None, db if wants[2] else None)
 
 
 class RMSNorm(_Norm):
@@ -216,11 +219,11 @@ class RMSNorm(_Norm):
         (weight,) = ctx.params
         dtype = wide(input_.dtype)
         dims = tuple(range(-len(self.normalized_shape), 0))
-        x = input_.to(dtype)
+        x = cast(input_, dtype)
         rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(input_, weight if ctx.input_requires_grad else None, rstd)
-        return (x * rstd * self._scale(weight, dtype)).to(ctx.dtype or input_.dtype)
+        return cast(x * rstd * self._scale(weight, dtype), ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
@@ -228,11 +231,12 @@ class RMSNorm(_Norm):
         input_, weight, rstd = ctx.saved_tensors
         dtype = rstd.dtype
         dims = tuple(range(-len(self.normalized_shape), 0))
-        normalized, dy = input_.to(dtype) * rstd, grad_output.to(dtype)
+        normalized, dy = cast(input_, dtype) * rstd, cast(grad_output, dtype)
         dx = dw = None
         if weight is not None:
             g = dy * self._scale(weight, dtype)
-            dx = (rstd * (g - normalized * (g * normalized).mean(dims, keepdim=True))).to(input_.dtype)
+            dx = rstd * (g - normalized * (g * normalized).mean(dims, keepdim=True))
+            dx = cast(dx, input_.dtype)
         if ctx.param_requires_grad[0]:
             dw = dy * normalized
             rows = tuple(range(dw.ndim - len(dims)))
@@ -277,12 +281,12 @@ class L2Normalization(BasicOperation):
         next_op_input_quantizer: Quantizer | None,
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
-        x = input_.to(wide(input_.dtype))
+        x = cast(input_, wide(input_.dtype))
         rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
         if ctx.requires_grad:
             needed = ctx.input_requires_grad
             ctx.save_for_backward(input_ if needed else None, rstd if needed else None)
-        return (x * rstd).to(ctx.dtype or input_.dtype)
+        return cast(x * rstd, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input: ``dx = rstd (dy - n sum(dy n))``."""
@@ -290,6 +294,6 @@ class L2Normalization(BasicOperation):
         input_, rstd = ctx.saved_tensors
         if input_ is None:
             return None, ()
-        normalized, dy = input_.to(rstd.dtype) * rstd, grad_output.to(rstd.dtype)
+        normalized, dy = cast(input_, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = rstd * (dy - normalized * (dy * normalized).sum(-1, keepdim=True))
-        return dx.to(input_.dtype), ()
+        return cast(dx, input_.dtype), ()

@@ -97,7 +97,7 @@ def _compare():
 
 @pytest.fixture
 def call():
-    """``call(op, x, needs=..., extras=...)``: both passes of a basic op outside a fuser, with what it left."""
+    """``call(op, x, *extras, **flags)``: both passes of a basic op outside a fuser, with what it left."""
 
     def run(op, x, *extras, input_requires_grad=True, param_requires_grad=True, requires_grad=True, owns=False):
         ctx = opfuse.OperationContext()
@@ -106,21 +106,23 @@ def call():
         ctx.param_requires_grad = flags if len(flags) == len(ctx.params) else flags * len(ctx.params)
         ctx.requires_grad, ctx.input_requires_grad = requires_grad, input_requires_grad
         before = dict(vars(ctx))
-        output, extra_outputs = op.fuser_forward(
-            [ctx],
-            x,
-            basic_op_extra_inputs=[extras],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=[{}],
-        )
+        with torch.no_grad():
+            output, extra_outputs = op.fuser_forward(
+                [ctx],
+                x,
+                basic_op_extra_inputs=[extras],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[{}],
+            )
         left = {name: value for name, value in vars(ctx).items() if value is not before.get(name)}
         saved = left.pop("to_save", None)
 
         def backward(grad_output, *grad_extra_outputs):
             after = opfuse.OperationContext()
             vars(after).update(vars(ctx), params=(), to_save=None, saved_tensors=saved, owns_grad_output=owns)
-            grads = op.fuser_backward([after], grad_output, basic_op_grad_extra_outputs=[grad_extra_outputs])
+            with torch.no_grad():
+                grads = op.fuser_backward([after], grad_output, basic_op_grad_extra_outputs=[grad_extra_outputs])
             dx, (grad_params,), (grad_extras,) = grads
             return dx, tuple(grad_params or ()), tuple(grad_extras)
 

@@ -37,7 +37,7 @@ class JointLinearGelu(opfuse.FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         ctx = basic_op_ctxs[0]
-        dtype = ctx.dtype
+        dtype = ctx.dtype or input_.dtype
         x, weight, bias = (t.to(dtype) for t in (input_, *ctx.params, *basic_op_ctxs[1].params))
         hidden = F.linear(x, weight, bias)
         basic_op_ctxs[2].save_for_backward(weight, hidden, x)

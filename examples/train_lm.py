@@ -1,0 +1,371 @@
+"""Train a small byte-level language model twice, fused and unfused, and compare.
+
+The model is a transformer whose norms, projections and MLPs are ``opfuse.Sequential`` chains; only attention and the
+embeddings are plain PyTorch. It learns from English text that every Python carries: the help topics of ``pydoc`` and
+the docstrings of the standard library. The fused run uses the installed plugins, the unfused run none; both start
+from the same weights and see the same batches, so their losses must agree, and the script fails if they do not.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --steps 60 --save run.pt && python examples/train_lm.py --steps 60 --resume run.pt
+"""
+
+import argparse
+import ast
+import math
+import os
+import pathlib
+import pydoc_data.topics
+import re
+import statistics
+import sys
+import sysconfig
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.ops import GELU, AddExtraInput, Linear, MakeExtraOutput, RMSNorm
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    print(f'This example needs {error.name}: pip install "opfuse[examples]"', file=sys.stderr)
+    raise SystemExit(2) from None
+
+SIZES = ("batch", "context", "width", "layers", "seed")  # what a checkpoint fixes
+HEAD = 32  # features of one attention head
+LEARNING_RATE, WARMUP = 2e-3, 20
+EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must agree
+PROMPT = "The "
+
+
+# The model
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each added to what came in."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = opfuse.Sequential(RMSNorm(width), Linear(width, 3 * width, bias=False))
+        # The residual comes from outside this chain, as an extra input of the call.
+        self.project = opfuse.Sequential(Linear(width, width), AddExtraInput())
+        # Here both ends of the residual are in one chain, and a channel joins them.
+        self.mlp = opfuse.Sequential(
+            MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+            RMSNorm(width),
+            Linear(width, 4 * width),
+            GELU(),
+            Linear(4 * width, width),
+            AddExtraInput().set_extra_input_channel(0, "residual"),
+        )
+
+    def forward(self, x):
+        """Takes and gives ``(batch, length, width)``."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.project(attended.transpose(1, 2).reshape(batch, length, width), x)
+        return self.mlp(x)
+
+
+class LanguageModel(nn.Module):
+    """From bytes to the logits of the byte that follows each."""
+
+    def __init__(self, width, layers, context):
+        super().__init__()
+        self.byte = nn.Embedding(256, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.head = opfuse.Sequential(RMSNorm(width), Linear(width, 256, bias=False))
+        for embedding in (self.byte, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens):
+        """Takes ``(batch, length)``, gives ``(batch, length, 256)``."""
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return self.head(self.blocks(self.byte(tokens) + self.position(positions)))
+
+
+# The text
+
+
+def documents():
+    """The help topics, and for each file of the standard library its docstrings."""
+    yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        nodes = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented))
+        yield "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+
+
+def load_text():
+    """The bytes to train on, and those to validate on: every tenth document."""
+    parts = [[], []]
+    for number, document in enumerate(documents()):
+        parts[number % 10 == 9].append(document)
+    return [torch.tensor(list("\n\n".join(part).encode()), dtype=torch.uint8) for part in parts]
+
+
+def draw_batch(text, args, generator):
+    """Random stretches of text, and the same one byte on."""
+    starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
+    stretches = text[starts + torch.arange(args.context + 1)].long()
+    return stretches[:, :-1], stretches[:, 1:]
+
+
+def loss_of(logits, targets):
+    """Cross entropy, in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# One training run
+
+
+class Run:
+    """A model, its optimizer and its order of batches, trained under one selection of plugins."""
+
+    def __init__(self, args, selection):
+        torch.manual_seed(args.seed)
+        self.args, self.selection = args, selection
+        self.model = LanguageModel(args.width, args.layers, args.context)
+        self.forward = self.model if args.compile == "none" else torch.compile(self.model, backend=args.compile)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+        self.generator = torch.Generator().manual_seed(args.seed)
+        self.losses, self.seconds = [], []
+
+    def step(self, text):
+        """One optimizer step. The learning rate depends on no last step, so that any run can be continued."""
+        started = time.perf_counter()
+        number = len(self.losses) + 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(number / WARMUP, math.sqrt(WARMUP / number))
+        inputs, targets = draw_batch(text, self.args, self.generator)
+        with opfuse.plugins.using(self.selection):
+            loss = loss_of(self.forward(inputs), targets)
+            loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - started)
+
+    def tokens_per_second(self):
+        """From the median step, without the first few, which plan and warm up."""
+        return self.args.batch * self.args.context / statistics.median(self.seconds[min(5, len(self.seconds) // 2) :])
+
+    @torch.no_grad()
+    def validate(self, text, batches=20):
+        """The mean loss over batches that are the same for every run."""
+        generator = torch.Generator().manual_seed(0)
+        with opfuse.plugins.using(self.selection):
+            drawn = [draw_batch(text, self.args, generator) for _ in range(batches)]
+            return statistics.fmean(loss_of(self.model(inputs), targets).item() for inputs, targets in drawn)
+
+    def saved_bytes(self, inputs):
+        """The memory that one forward pass keeps for its backward, parameters excluded, shared memory once."""
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        kept = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+            return tensor.detach()
+
+        with opfuse.plugins.using(self.selection), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            self.forward(inputs)
+        return sum(storage.nbytes() for storage in kept.values())
+
+    @torch.no_grad()
+    def generate(self, length=300, temperature=0.7):
+        """Text that goes on from the prompt, each byte drawn from the model's distribution."""
+        generator = torch.Generator().manual_seed(self.args.seed)
+        tokens = torch.tensor([list(PROMPT.encode())])
+        for _ in range(length):
+            with opfuse.plugins.using(self.selection):
+                logits = self.model(tokens[:, -self.args.context :])[:, -1]
+            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+            tokens = torch.cat([tokens, token], 1)
+        return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in tokens[0].tolist())
+
+    def state(self):
+        """Everything the next step depends on, and the losses so far: tensors and plain numbers."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "losses": self.losses,
+        }
+
+    def load(self, state):
+        """Go on where the run with this state stood."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.losses = list(state["losses"])
+
+
+def save(path, runs, args):
+    """Write a checkpoint; the file is complete at every moment."""
+    checkpoint = {"settings": {name: getattr(args, name) for name in SIZES}}
+    checkpoint["runs"] = {name: run.state() for name, run in runs.items()}
+    unfinished = path.with_name(path.name + ".tmp")
+    torch.save(checkpoint, unfinished)
+    os.replace(unfinished, path)
+
+
+def train(runs, text, steps):
+    """Train the runs in turns, step by step, so that whatever else this machine does slows them alike."""
+    with tqdm(total=steps, desc="training", unit="step") as progress:
+        for _ in range(steps):
+            for run in runs.values():
+                run.step(text)
+            progress.set_postfix({name: f"{run.losses[-1]:.3f}" for name, run in runs.items()}, refresh=False)
+            progress.update()
+
+
+# What is said at the end
+
+
+def differences(fused, unfused):
+    """The relative difference of each number in one list to that in the other."""
+    fused, unfused = torch.tensor(fused, dtype=torch.float64), torch.tensor(unfused, dtype=torch.float64)
+    return (fused - unfused).abs() / unfused
+
+
+def agree(runs, validation):
+    """Print how far the losses of both runs are apart, and return whether that is within the limits."""
+    fused, unfused = runs["fused"].losses, runs["unfused"].losses
+    early = differences(fused[:EARLY], unfused[:EARLY]).max().item()
+    ends = [[losses[-1], validation[name]] for name, losses in (("fused", fused), ("unfused", unfused))]
+    end = differences(*ends).max().item()
+    good = early <= EARLY_LIMIT and end <= END_LIMIT  # false for nan
+    print(f"\nFused and unfused losses {'agree' if good else 'DO NOT AGREE'}. Largest relative difference:")
+    print(f"  first {min(EARLY, len(fused))} steps  {early:.1e} (limit {EARLY_LIMIT:.0e})")
+    print(f"  at the end      {end:.1e} (limit {END_LIMIT:.0e}), of training and validation loss")
+    return good
+
+
+def readable(plan):
+    """The report of ``opfuse.explain`` without the candidates that were refused, mostly for a better fusion."""
+    return re.sub(r"\n  refused(\n    .*)+", "", str(plan))
+
+
+def table(runs, validation, inputs):
+    """Print the numbers of every run, one column each."""
+    rows = {
+        "validation loss, nats per byte": [f"{validation[name]:.4f}" for name in runs],
+        "training, tokens per second": [f"{run.tokens_per_second():,.0f}" for run in runs.values()],
+        "saved activations, bytes": [f"{run.saved_bytes(inputs):,}" for run in runs.values()],
+    }
+    print(f"\n{'':32}" + "".join(f"{name:>16}" for name in runs))
+    for title, cells in rows.items():
+        print(f"{title:32}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def plot(runs, path):
+    """Draw the loss curves, and below them how far they are apart, since the eye will not see it."""
+    matplotlib.rcParams["axes.grid"] = True
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, *below = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)])[:, 0]
+    for (name, run), style in zip(runs.items(), ({"lw": 1.5, "zorder": 3}, {"lw": 5, "alpha": 0.4}), strict=False):
+        top.plot(range(1, len(run.losses) + 1), run.losses, label=f"{name}, last {run.losses[-1]:.3f}", **style)
+    top.set(title="Byte-level language model on Python's own documentation", ylabel="training loss, nats per byte")
+    top.legend()
+    for axes in below:
+        apart = differences(runs["fused"].losses, runs["unfused"].losses)
+        axes.plot(range(1, len(apart) + 1), apart, color="C3", lw=1.5, label="relative difference of the two")
+        axes.hlines(EARLY_LIMIT, 1, min(EARLY, len(apart)), color="k", ls=":", label=f"limit, first {EARLY} steps")
+        axes.set_yscale("symlog", linthresh=1e-8)  # zero has a place
+        axes.set(ylim=(0, 0.1), yticks=[0, 1e-8, 1e-6, 1e-4, 1e-2], ylabel="relative difference")
+        axes.legend(loc="upper right", ncols=2, fontsize="small")
+    (below or [top])[-1].set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+# The command line
+
+
+def parse_arguments():
+    """The options, and the checkpoint to go on from, if any; its settings are then the defaults."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for name, default, what in (
+        ("steps", 120, "optimizer steps to train, after those of --resume"),
+        ("batch", 16, "stretches of text in a batch"),
+        ("context", 128, "bytes in a stretch"),
+        ("width", 256, f"features of a byte; a multiple of {HEAD}"),
+        ("layers", 4, "blocks of attention and MLP"),
+        ("seed", 0, "of the weights, the batches and the sample"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
+    selection = os.environ.get("OPFUSE_PLUGINS")
+    what = "plugins of the fused run, as in OPFUSE_PLUGINS (--plugins=-a: all but a); None: all"
+    parser.add_argument("--plugins", default=selection, metavar="SELECTION", help=what)
+    parser.add_argument("--skip-unfused", action="store_true", help="train the fused run only, and compare nothing")
+    parser.add_argument("--compile", choices=("none", "inductor"), default="none", help="torch.compile both models")
+    out = pathlib.Path(__file__).with_name("out")
+    parser.add_argument("--out", type=pathlib.Path, default=out, metavar="DIR", help="where plot and plan go")
+    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write a checkpoint after the last step")
+    parser.add_argument("--resume", type=pathlib.Path, metavar="FILE", help="go on from a checkpoint, with its sizes")
+    args, checkpoint = parser.parse_args(), None
+    if args.resume:
+        try:
+            checkpoint = torch.load(args.resume, weights_only=True)
+        except OSError as error:
+            parser.error(f"--resume: {error}")
+        parser.set_defaults(**checkpoint["settings"])
+        args = parser.parse_args()
+        for name, value in checkpoint["settings"].items():
+            if getattr(args, name) != value:
+                parser.error(f"--{name} {getattr(args, name)}: {args.resume} was made with {value}")
+        if not args.skip_unfused and "unfused" not in checkpoint["runs"]:
+            parser.error(f"{args.resume} holds no unfused run: add --skip-unfused")
+    if min(args.steps, args.batch, args.context, args.layers) < 1 or args.width < 1 or args.width % HEAD:
+        parser.error(f"sizes and steps start at 1, and the width is a multiple of {HEAD}")
+    return args, checkpoint
+
+
+def main():
+    """Train, compare, report; returns the exit status."""
+    args, checkpoint = parse_arguments()
+    for folder in (args.out, *([args.save.parent] if args.save else [])):
+        folder.mkdir(parents=True, exist_ok=True)  # now, rather than a failure after the training
+    selections = {"fused": args.plugins} if args.skip_unfused else {"fused": args.plugins, "unfused": ""}
+    runs = {name: Run(args, selection) for name, selection in selections.items()}
+    for name, run in runs.items():
+        if checkpoint:
+            run.load(checkpoint["runs"][name])
+    fused = runs["fused"]
+    training, validating = load_text()
+    size = sum(parameter.numel() for parameter in fused.model.parameters())
+    print(f"{size:,} parameters; {len(training):,} bytes to train on, {len(validating):,} to validate on.")
+    if not opfuse.plugins.listing():
+        print("No opfuse plugin is installed: the fused run is unfused too.")
+    train(runs, training, args.steps)
+    if args.save:
+        save(args.save, runs, args)
+
+    inputs, _ = draw_batch(training, args, torch.Generator().manual_seed(0))
+    with opfuse.plugins.using(args.plugins):
+        plan = opfuse.explain(fused.model, inputs)
+    (args.out / "plan.txt").write_text(f"{plan}\n", encoding="utf-8")
+    validation = {name: run.validate(validating) for name, run in runs.items()}
+    print(f"\nThe plan of the fused run\n\n{readable(plan)}\n\nA sample of the fused run\n\n{fused.generate()}")
+    table(runs, validation, inputs)
+    good = args.skip_unfused or agree(runs, validation)
+    plot(runs, args.out / "loss.png")
+    print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan, with what was refused and why: {args.out / 'plan.txt'}")
+    if args.save:
+        print(f"Checkpoint: {args.save}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

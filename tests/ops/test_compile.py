@@ -1,0 +1,76 @@
+"""Chains of ops under torch.compile without a graph break: the same values and gradients."""
+
+import functools
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+
+
+@pytest.fixture
+def compiler():
+    """``torch.compile`` with nothing left from other tests."""
+    torch._dynamo.reset()
+    return functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+
+
+CHAINS = {
+    "mlp": lambda: [ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8), ops.Dropout(0.0)],
+    "swiglu": lambda: [ops.RMSNorm(8), ops.Linear(8, 16, bias=False), ops.SwiGLU(), ops.ConstantScale(2.0)],
+    "activations": lambda: [ops.SiLU(), ops.ReLU(), ops.QGELU(), ops.SReLU(), ops.L2Normalization(), ops.GELU()],
+    "gated": lambda: [ops.SiTUGLU(glu_interleave_size=2), ops.ClampedSwiGLU(), ops.Reshape((-1,)), ops.Identity()],
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", CHAINS)
+def test_compile(compiler, name, autocast):
+    chain = opfuse.Sequential(*CHAINS[name]())
+    compiled = compiler(chain)
+    x = torch.randn(3, 8)
+
+    def run(function):
+        leaf = x.clone().requires_grad_()
+        chain.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = function(leaf)
+        y.float().square().sum().backward()
+        return y.detach(), leaf.grad, *[param.grad for param in chain.parameters()]
+
+    for got, wanted in zip(run(compiled), run(chain), strict=True):
+        assert got.dtype is wanted.dtype
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("op", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU])
+def test_compile_with_scales(compiler, op):
+    chain = opfuse.Sequential(ops.Identity(), op())
+    compiled = compiler(chain)
+    for scales_require_grad in (True, False):
+        results = []
+        for function in (chain, compiled):
+            torch.manual_seed(0)
+            x, scales = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=scales_require_grad)
+            y = function(x, scales)
+            y.sum().backward()
+            results.append((y.detach(), x.grad, scales.grad))
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_compile_extras(compiler):
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.Linear(4, 4), ops.AddExtraInput())
+    chain[0].set_extra_output_channel(0, "x", output_to_caller=False)
+    chain[2].set_extra_input_channel(0, "x")
+    compiled = compiler(chain)
+    results = []
+    for function in (chain, compiled):
+        torch.manual_seed(0)
+        x = torch.randn(3, 4, requires_grad=True)
+        y = function(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(results[0], results[1])

@@ -1,0 +1,143 @@
+"""What every op promises the fuser and the authors of fusions: names, order and number of what it leaves."""
+
+import inspect
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops
+
+OPS = {
+    "BasicLinear": (lambda: ops.BasicLinear(8, 4), ("input", "weight"), ()),
+    "Bias": (lambda: ops.Bias(8), (), ()),
+    "LayerNorm": (lambda: ops.LayerNorm(8), ("input", "weight", "mean", "rstd"), ()),
+    "RMSNorm": (lambda: ops.RMSNorm(8), ("input", "weight", "rstd"), ()),
+    "L2Normalization": (ops.L2Normalization, ("input", "rstd"), ()),
+    "ConstantScale": (lambda: ops.ConstantScale(2.0), (), ()),
+    "Identity": (ops.Identity, (), ()),
+    "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
+    "Dropout": (lambda: ops.Dropout(0.5), ("mask",), ()),
+    "Quantize": (ops.Quantize, (), ()),
+    "AddExtraInput": (ops.AddExtraInput, (), ()),
+    "MakeExtraOutput": (ops.MakeExtraOutput, (), ()),
+    **{
+        name: (getattr(ops, name), ("input",), ())
+        for name in "GELU QGELU ReLU SReLU SiLU GLU GEGLU QGEGLU ReGLU SReGLU SwiGLU SiTUGLU ClampedSwiGLU".split()
+    },
+    **{
+        name: (getattr(ops, name), ("input", "scales"), ("scales_requires_grad",))
+        for name in "ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU ScaledSReLU".split()
+    },
+}
+
+
+def run(call, name, **flags):
+    op = OPS[name][0]()
+    extras = [torch.randn(3) if "Scaled" in name else torch.randn(3, 8)] * op.num_extra_inputs
+    return op, call(op, torch.randn(3, 8), *extras, **flags)
+
+
+def test_all_ops_are_covered():
+    basic = {name for name in ops.__all__ if issubclass(getattr(ops, name), opfuse.BasicOperation)}
+    bases = {"Activation", "GatedActivation", "ScaledActivation"}
+    assert basic - set(OPS) == bases | {"AllGather", "AllReduce", "ReduceScatter"}
+    assert sorted(ops.__all__) == sorted(name for name in vars(ops) if inspect.isclass(getattr(ops, name)))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_declarations(name):
+    build, saved_names, context_names = OPS[name]
+    op = build()
+    assert op.saved_names == saved_names
+    assert op.context_names == context_names
+    assert op.differentiable
+    assert op.grad_input in ("fresh", "same", "shared")
+    assert op.params_in_compute_dtype == (name == "BasicLinear")
+    assert op.feature_ratio == {"Reshape": None}.get(name, 2 if "GLU" in name else None if op.in_features else 1)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_leaves_what_is_declared(call, name):
+    op, ran = run(call, name)
+    assert set(ran.left) == set(op.context_names)
+    assert len(ran.saved or ()) == len(op.saved_names)
+    assert all(entry is not None for entry in ran.saved or ())
+    if not op.saved_names and not op.context_names:
+        assert ran.saved is None  # the context is shared between calls
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_leaves_nothing_without_grad(call, name):
+    _, ran = run(call, name, requires_grad=False)
+    assert not ran.left and ran.saved is None
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_backward_gives_what_is_asked_for(call, name):
+    op, ran = run(call, name)
+    grad = torch.randn_like(ran.y)
+    dx, grads, grad_extras = ran.backward(grad, *[None] * op.num_extra_outputs)
+    assert dx.shape == (3, 8)
+    assert [g.shape for g in grads] == [op.get_parameter(key).shape for key in op.param_names]
+    assert len(grad_extras) == op.num_extra_inputs
+    if op.saved_names and name not in ("Dropout",):
+        _, ran = run(call, name, input_requires_grad=False)
+        assert len(ran.saved) == len(op.saved_names)
+        assert ran.backward(grad)[0] is None
+    if grads:
+        _, ran = run(call, name, param_requires_grad=False)
+        dx, frozen, _ = ran.backward(grad)
+        assert dx is not None and list(frozen) == [None] * len(grads)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_and_backward_write_nothing_on_the_op(call, name):
+    op = OPS[name][0]()
+    extras = [torch.randn(3) if "Scaled" in name else torch.randn(3, 8)] * op.num_extra_inputs
+    before = dict(vars(op))
+    ran = call(op, torch.randn(3, 8), *extras)
+    ran.backward(torch.randn_like(ran.y), *[None] * op.num_extra_outputs)
+    assert vars(op) == before
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_documented(name):
+    op = OPS[name][0]
+    cls = type(op())
+    assert cls.__doc__
+    for method in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"):
+        assert getattr(cls, method).__doc__
+
+
+SIGNATURES = {
+    "BasicLinear": "in_features out_features device dtype tensor_parallel_mode tensor_parallel_group "
+    "sequence_parallel rng_state_tracker_function accumulate_into_main_grad userbuffers_options",
+    "Linear": "in_features out_features bias device dtype tensor_parallel_mode tensor_parallel_group "
+    "sequence_parallel rng_state_tracker_function accumulate_into_main_grad",
+    "Bias": "size device dtype tensor_parallel tensor_parallel_group",
+    "Quantize": "forward backward",
+    "LayerNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin",
+    "RMSNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin",
+    "L2Normalization": "eps seq_length micro_batch_size",
+    "GELU": "cache_quantized_input",
+    "GLU": "cache_quantized_input",
+    "SwiGLU": "cache_quantized_input glu_interleave_size",
+    "SiTUGLU": "beta1 beta2 cache_quantized_input glu_interleave_size",
+    "ClampedSwiGLU": "limit alpha glu_linear_offset cache_quantized_input glu_interleave_size",
+    "ScaledSwiGLU": "glu_interleave_size activation_recompute_in_mlp",
+    "ScaledSReLU": "activation_recompute_in_mlp",
+    "AddExtraInput": "in_place",
+    "MakeExtraOutput": "in_place",
+    "ConstantScale": "scale",
+    "Reshape": "shape",
+    "Dropout": "p",
+    "AllGather": "process_group",
+    "AllReduce": "process_group reduce_in_backward",
+    "ReduceScatter": "process_group",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_keyword_names_are_transformer_engines(name):
+    assert set(inspect.signature(getattr(ops, name).__init__).parameters) - {"self"} == set(SIGNATURES[name].split())
