@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .op import OperationContext
-from .program import FilledContext, Program, Step
+from .program import FilledContext, OpState, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
@@ -33,8 +33,8 @@ def run_forward(
         The output, the extra outputs for the caller, and the context of each basic op.
     """
     ctxs: list[OperationContext] = [
-        shared or FilledContext(template, tensors[first:last], None)
-        for template, first, last, shared in program.contexts
+        (first == last and shared) or FilledContext(template, tensors[first:last], None)
+        for template, first, last, _, _, shared in program.states
     ]
     extra_inputs: Extras = {}
     extra_outputs: Extras = {}
@@ -42,9 +42,9 @@ def run_forward(
         given = tensors[program.num_params :]
         extra_inputs = dict(zip(program.routing.external_inputs, given, strict=True))
     for step in program.forward:
-        op, start, stop, simple, prepare, *_ = step
-        if prepare:
-            x = _prepare(step, x, op.get_input_quantizer)
+        op, start, stop, simple, details = step
+        if details.prepare:
+            x = _prepare(step, x)
         ctx = ctxs[start]
         if simple:
             x = op.op_forward(  # type: ignore[operator]
@@ -57,10 +57,10 @@ def run_forward(
         x, outputs = op.fuser_forward(
             ctxs[start:stop],
             x,
-            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs) if program.has_extras else step.nothing,
+            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs) if program.has_extras else details.nothing,
             prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
-            basic_op_kwargs=kwargs[start:stop] if kwargs else step.no_kwargs,
+            basic_op_kwargs=kwargs[start:stop] if kwargs else details.no_kwargs,
         )
         if program.has_extras:
             _keep_outputs(program, step, outputs, extra_outputs)
@@ -70,15 +70,16 @@ def run_forward(
     return x, public, ctxs  # type: ignore[return-value]
 
 
-def _prepare(step: Step, x: Any, wanted: Any) -> Any:
+def _prepare(step: Step, x: Any) -> Any:
     """Look at a tensor before it enters a step: cast it, or make it plain; insist on its width."""
-    if step.cast is not None:
-        return step.cast(x)
-    if isinstance(x, QuantizedTensor) and wanted() is None:
+    _, cast, takes_quantized, width, *_ = step.details
+    if cast is not None:
+        return cast(x)
+    if not takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    if step.width is not None and (not x.ndim or x.shape[-1] != step.width):
+    if width is not None and (not x.ndim or x.shape[-1] != width):
         raise ValueError(
-            f"{type(step.op).__name__} expected {step.width} features in the last dimension, got shape {tuple(x.shape)}"
+            f"{type(step.op).__name__} expected {width} features in the last dimension, got shape {tuple(x.shape)}"
         )
     return x
 
@@ -146,19 +147,20 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor |
     return saved, left
 
 
-def _backward_contexts(program: Program, step: Step, left: dict[int, Any], saved: Any) -> list[OperationContext]:
-    """The contexts of a step in backward: new ones, with what the forward left."""
-    if step.states:
-        return [shared or FilledContext(template, (), saved[a:b]) for shared, template, a, b in step.states]
-    ctxs = []
-    for i in range(step.start, step.stop):
-        shared, template, a, b = program.states[i]
-        ctxs.append(shared or (FilledContext(template, (), saved[a:b]) if b > a else _kept_context(left[i], saved)))
-    return ctxs
-
-
-def _kept_context(left: Any, saved: Any) -> OperationContext:
+def _backward_context(state: OpState, index: int, left: dict[int, Any], saved: Any) -> OperationContext:
+    """The context of a basic op in backward: a new one, with what its forward left."""
+    template, _, _, start, stop, shared = state
+    if shared is not None:
+        return shared
+    if stop > start:
+        return FilledContext(template, (), saved[start:stop])
     ctx = OperationContext()
+    _restore(ctx, left[index], saved)
+    return ctx
+
+
+def _restore(ctx: OperationContext, left: Any, saved: Any) -> None:
+    """Bring what an op left on its forward context to a new one."""
     vars(ctx).update(vars(left))
     start, stop = left.saved_range
     if left.saved_quantized is None:
@@ -170,7 +172,17 @@ def _kept_context(left: Any, saved: Any) -> OperationContext:
                 for first, last, cls, quantizer, dtype in left.saved_quantized
             ]
         )
-    return ctx
+
+
+def _refuse_overwritten(written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:
+    """Autograd's own check of saved tensors starts too late for what an op wrote in place during the forward."""
+    for tensor in written:
+        memory = tensor.untyped_storage().data_ptr()
+        if any(entry is not None and entry.untyped_storage().data_ptr() == memory for entry in saved):
+            raise RuntimeError(
+                "an in-place op overwrote an extra input that the backward of another op of the chain needs: "
+                "pass in_place=False, or a copy"
+            )
 
 
 def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
@@ -208,15 +220,17 @@ def run_backward(
     grad_outputs: Extras = {}
     if program.has_extras:
         grad_outputs = dict(zip(routing.public_outputs, grad_public, strict=True))
+    states = program.states
     for step in program.backward:
-        op, start, stop, simple, prepare, *_ = step
-        if prepare:
-            dy = _prepare(step, dy, op.get_grad_output_quantizer)
-        ctxs = _backward_contexts(program, step, left, saved)
+        op, start, stop, simple, details = step
+        if details.prepare:
+            dy = _prepare(step, dy)
         if simple:
-            dy, grad_params[start] = op.op_backward(ctxs[0], dy)  # type: ignore[operator]
+            ctx = _backward_context(states[start], start, left, saved)
+            dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
             continue
-        given: Any = step.nothing
+        ctxs = [_backward_context(states[i], i, left, saved) for i in range(start, stop)]
+        given: Any = details.nothing
         if program.has_extras:
             given = [[grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)]
         dy, grad_params[start:stop], grads = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=given)
@@ -273,8 +287,13 @@ class Pipeline(torch.autograd.Function):
         func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor
     ) -> Any:
         """Run the forward steps and keep what the backward steps need."""
+        given = tensors[program.num_params :]
+        versions = [tensor._version for tensor in given]
         y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
         saved, func_ctx.left = _collect_saved(program, ctxs)
+        if given and not is_compiling():
+            written = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+            _refuse_overwritten(written, saved)
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
         if not extra_outputs:

@@ -112,7 +112,8 @@ class OperationFuser:
         for module, name in routing.param_sources:
             param = None if compiling else module._parameters.get(name)
             tensors.append(getattr(module, name) if param is None else param)
-        tensors += extra_inputs
+        if extra_inputs:
+            tensors += extra_inputs
         scope = manager.scope
         device = input.device
         autocast = None
@@ -140,7 +141,7 @@ class OperationFuser:
             if program is None or program is not self._latest:
                 program = self._program(key, input)
         for index, op in self._prepares:
-            op.pre_fuser_forward(requires_grad=program.contexts[index][0].requires_grad)
+            op.pre_fuser_forward(requires_grad=program.states[index].template.requires_grad)
         if scope.recorder is not None:
             scope.recorder.record(self, program.plan)
         if program.double_backward:
@@ -272,7 +273,8 @@ class OperationFuser:
             extra_dtype, extra_device = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
             if extra_device != device:
                 raise ValueError(f"extra input {k} of {routing.name(i)} is on {extra_device}, the input is on {device}")
-            if extra_dtype.is_floating_point and autocast is None and extra_dtype != dtype:
+            strict = routing.ops[i].params_in_compute_dtype and autocast is None
+            if strict and extra_dtype.is_floating_point and extra_dtype != dtype:
                 raise TypeError(f"extra input {k} of {routing.name(i)} expected {dtype} as the input, got {extra_dtype}")
 
     def _check_kwargs(self, kwargs: Any) -> None:

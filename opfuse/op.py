@@ -40,6 +40,7 @@ class OperationContext:
         params: The op's parameter values of this call, in ``param_names`` order (forward only).
         param_requires_grad: One flag per parameter.
         dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
+        backward_override: The recipe's, or None.
         prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized with.
         next_op_input_quantizer: What the next op wants its input quantized with.
         quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
@@ -52,6 +53,7 @@ class OperationContext:
     params: tuple[Tensor, ...]
     param_requires_grad: tuple[bool, ...]
     dtype: torch.dtype | None
+    backward_override: str | None
     prev_op_grad_output_quantizer: Quantizer | None
     next_op_input_quantizer: Quantizer | None
     quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
@@ -65,6 +67,7 @@ class OperationContext:
         self.params = ()
         self.param_requires_grad = ()
         self.dtype = None
+        self.backward_override = None
         self.prev_op_grad_output_quantizer = None
         self.next_op_input_quantizer = None
         self.quantizers = ((), ())
@@ -225,7 +228,7 @@ class BasicOperation(FusibleOperation):
         feature_ratio: See above; None: unknown.
         differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made of
             differentiable torch operations), which second derivatives and functorch need.
-        params_in_compute_dtype: Whether the input must have the parameters' dtype, outside autocast.
+        params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype, outside autocast.
     """
 
     num_extra_inputs: int = 0

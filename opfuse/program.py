@@ -15,32 +15,42 @@ from .scope import Environment
 
 
 class Step(NamedTuple):
-    """One call of one op over ``ops[start:stop]``.
+    """One call of one op over ``ops[start:stop]``; loops unpack the first five, the rest is rarely needed.
 
     Attributes:
         op: A basic op, or the fused op that stands for several.
         start, stop: Which basic ops.
         simple: Whether ``op_forward`` / ``op_backward`` can be called directly.
-        prepare: Whether the incoming tensor needs a look: ``cast``, ``width``, or dequantizing.
-        cast: The quantizer to cast the incoming tensor with.
-        width: Last dimension to insist on.
-        nothing: No extra tensors, for each basic op.
-        no_kwargs: No keyword arguments, for each basic op.
-        owns: Whether the incoming gradient may be overwritten (backward only).
-        states: What each basic op's forward left; empty if some of it is only known by what ran (backward only).
+        details: The rest.
     """
 
     op: FusibleOperation
     start: int
     stop: int
     simple: bool
+    details: StepDetails
+
+
+class StepDetails(NamedTuple):
+    """What a step does beyond calling its op.
+
+    Attributes:
+        prepare: Whether the incoming tensor needs a look: ``cast``, ``width``, or dequantizing.
+        cast: The quantizer to cast the incoming tensor with.
+        takes_quantized: Whether the op takes a quantized tensor.
+        width: Last dimension to insist on.
+        nothing: No extra tensors, for each basic op.
+        no_kwargs: No keyword arguments, for each basic op.
+        owns: Whether the incoming gradient may be overwritten (backward only).
+    """
+
     prepare: bool
     cast: Quantizer | None
+    takes_quantized: bool
     width: int | None
     nothing: tuple[tuple[()], ...]
     no_kwargs: tuple[dict[str, Any], ...]
     owns: bool
-    states: tuple[tuple[Any, Any, int, int], ...] = ()
 
 
 class ContextTemplate(NamedTuple):
@@ -50,6 +60,7 @@ class ContextTemplate(NamedTuple):
     input_requires_grad: bool
     param_requires_grad: tuple[bool, ...]
     dtype: torch.dtype | None
+    backward_override: str | None
     prev_op_grad_output_quantizer: Quantizer | None
     next_op_input_quantizer: Quantizer | None
     quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
@@ -65,6 +76,7 @@ class FilledContext(OperationContext):
             self.input_requires_grad,
             self.param_requires_grad,
             self.dtype,
+            self.backward_override,
             self.prev_op_grad_output_quantizer,
             self.next_op_input_quantizer,
             self.quantizers,
@@ -75,15 +87,30 @@ class FilledContext(OperationContext):
         self.to_save = None
 
 
+class OpState(NamedTuple):
+    """What a program knows about one basic op's context.
+
+    Attributes:
+        template: What the fuser writes on it.
+        first, last: Which tensors are the op's parameters.
+        start, stop: Which saved tensors are its; ``stop < start`` where its declarations do not say how many,
+            and its forward context is kept.
+        shared: A context for every call's backward, where the op's declarations say that it leaves nothing.
+    """
+
+    template: ContextTemplate
+    first: int
+    last: int
+    start: int
+    stop: int
+    shared: FilledContext | None
+
+
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
-        contexts: Per basic op: its context's template, which tensors are its parameters, and a context for
-            every call where it leaves nothing and has no parameters.
-        states: Per basic op: a context for every call where its declarations say that it leaves nothing, its
-            context's template, and which saved tensors are its (an empty range ending before it starts: its
-            declarations do not say, and its forward context is kept).
+        states: Per basic op, what concerns its context.
         saving: ``(op, number of saved tensors)`` where the declarations say how many.
         keeping: The ops whose forward contexts are kept.
         num_params_of: ``(op, number of parameters)`` where there are some.
@@ -106,29 +133,23 @@ class Program:
         self.recipe = env.recipe
         self.requires_grad = env.requires_grad
         self.input_requires_grad = templates[0].input_requires_grad
+        self.forward, self.backward = tuple(steps[0]), tuple(steps[1])
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
         self.has_extras = routing.has_extras
         self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
         self.double_backward = bool(env.options.get("double_backward"))
         self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)
-        contexts, states, position = [], [], 0
+        states, position = [], 0
         for i, (op, template, (first, last)) in enumerate(zip(routing.ops, templates, routing.param_ranges, strict=True)):
             declared = op.saved_names is not None and not op.context_names and i not in free
             count = len(op.saved_names or ()) if declared else -1
             shared = FilledContext(template, (), ()) if count == 0 else None
-            contexts.append((template, first, last, shared if first == last else None))
-            states.append((shared, template, position, position + count))
+            states.append(OpState(template, first, last, position, position + count, shared))
             position += max(count, 0)
-        self.contexts = tuple(contexts)
-        self.saving = tuple((i, b - a) for i, (_, _, a, b) in enumerate(states) if b > a)
-        self.keeping = tuple(i for i, (_, _, a, b) in enumerate(states) if b < a)
-        self.forward, backward = tuple(steps[0]), []
-        for step in steps[1]:
-            here = tuple(states[step.start : step.stop])
-            backward.append(step._replace(states=here if all(b >= a for _, _, a, b in here) else ()))
-        self.backward = tuple(backward)
         self.states = tuple(states)
+        self.saving = tuple((i, s.stop - s.start) for i, s in enumerate(states) if s.stop > s.start)
+        self.keeping = tuple(i for i, s in enumerate(states) if s.stop < s.start)
 
 
 def compile_program(
@@ -163,13 +184,14 @@ def compile_program(
     for run in backward:
         owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
         backward_steps.append(run.step(routing, kwargs, env, owns=owns, forward=False))
-    owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
+    owned = {i for step in backward_steps if step.details.owns for i in range(step.start, step.stop)}
     templates = [
         ContextTemplate(
             requires_grad=env.requires_grad and i >= boundary,
             input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
             param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
             dtype=autocast,
+            backward_override=env.recipe.backward_override if env.recipe is not None else None,
             prev_op_grad_output_quantizer=grad_quantizers.get(i),
             next_op_input_quantizer=output_quantizers.get(i),
             quantizers=op._quantizers.of(env.recipe),
@@ -186,7 +208,7 @@ def compile_program(
 
 def _leaves_owned(step: Step) -> bool:
     """Whether the gradient that a backward step returns belongs to the chain."""
-    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.owns)
+    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.details.owns)
 
 
 class _Run:
@@ -211,9 +233,14 @@ class _Run:
         )
         width = routing.later_widths.get(self.start) if forward else None
         prepare = env.recipe is not None or width is not None
-        width_of_run = self.stop - self.start
-        nothing, no_kwargs = ((),) * width_of_run, tuple({} for _ in range(width_of_run))
-        return Step(self.op, self.start, self.stop, simple, prepare, self.cast, width, nothing, no_kwargs, owns)
+        wanted = None
+        if env.recipe is not None:
+            wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
+        count = self.stop - self.start
+        details = StepDetails(
+            prepare, self.cast, wanted is not None, width, ((),) * count, tuple({} for _ in range(count)), owns
+        )
+        return Step(self.op, self.start, self.stop, simple, details)
 
 
 def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:

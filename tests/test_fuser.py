@@ -438,3 +438,11 @@ def test_options_are_checked():
             assert dict(manager.scope.options) == {"fusion_limit": 1, "double_backward": True}
         assert dict(manager.scope.options) == {"fusion_limit": 1}
     assert manager.scope.options == ()
+
+
+def test_overwriting_what_another_op_saved_is_refused():
+    chain = opfuse.Sequential(ops.BasicLinear(2, 2), ops.AddExtraInput(in_place=True))
+    h = torch.ones(1, 2, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
+        chain(h, h)
+    chain(h, h.detach().clone()).sum().backward()

@@ -104,7 +104,10 @@ class BasicLinear(BasicOperation):
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's; None where the backward needs the input as it came, so the op quantizes it itself."""
-        return None if _backward_override() == "high_precision" else super().get_input_quantizer()
+        recipe = manager.scope.recipe
+        if recipe is not None and recipe.backward_override == "high_precision":
+            return None
+        return super().get_input_quantizer()
 
     # The operation itself
 
@@ -167,7 +170,7 @@ def _quantized_operands(
     quantize_input, quantize_weight = ctx.quantizers[0]
     x, w = quantize_input(input_), quantize_weight(weight)
     if ctx.requires_grad:
-        as_they_were = _backward_override() == "high_precision"
+        as_they_were = ctx.backward_override == "high_precision"
         saved_x = dequantize(input_).to(dtype) if as_they_were else x
         saved_w = weight.to(dtype) if as_they_were else w
         ctx.save_for_backward(
@@ -191,7 +194,3 @@ def _quantized_backward(grad_output: Tensor | QuantizedTensor, x: Any, w: Any) -
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
 
-
-def _backward_override() -> str | None:
-    recipe = manager.scope.recipe
-    return None if recipe is None else recipe.backward_override

@@ -31,6 +31,7 @@ class AddExtraInput(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
+    params_in_compute_dtype = True
     saved_names = ()
     feature_ratio = 1
     grad_input = "shared"
