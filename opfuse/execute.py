@@ -174,11 +174,19 @@ def _restore(ctx: OperationContext, left: Any, saved: Any) -> None:
         )
 
 
-def _refuse_overwritten(written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:
-    """Autograd's own check of saved tensors starts too late for what an op wrote in place during the forward."""
-    for tensor in written:
-        memory = tensor.untyped_storage().data_ptr()
-        if any(entry is not None and entry.untyped_storage().data_ptr() == memory for entry in saved):
+def _refuse_overwritten(inputs: Sequence[Tensor], written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:
+    """Refuse what autograd's check of saved tensors misses, since it starts when the forward is over.
+
+    Of the saved tensors that share memory with a written one, those that came in were saved before.
+    """
+
+    def root(tensor: Tensor) -> Tensor | None:
+        return tensor._base if tensor._is_view() else tensor
+
+    came_in = {id(root(tensor)) for tensor in inputs}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in written}
+    for tensor in saved:
+        if tensor is not None and id(root(tensor)) in came_in and tensor.untyped_storage().data_ptr() in memory:
             raise RuntimeError(
                 "an in-place op overwrote an extra input that the backward of another op of the chain needs: "
                 "pass in_place=False, or a copy"
@@ -287,13 +295,14 @@ class Pipeline(torch.autograd.Function):
         func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor
     ) -> Any:
         """Run the forward steps and keep what the backward steps need."""
-        given = tensors[program.num_params :]
+        given = () if is_compiling() else tensors[program.num_params :]
         versions = [tensor._version for tensor in given]
         y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
         saved, func_ctx.left = _collect_saved(program, ctxs)
-        if given and not is_compiling():
+        if given:
             written = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
-            _refuse_overwritten(written, saved)
+            if written:
+                _refuse_overwritten((x, *given), written, saved)
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
         if not extra_outputs:

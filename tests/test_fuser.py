@@ -445,4 +445,6 @@ def test_overwriting_what_another_op_saved_is_refused():
     h = torch.ones(1, 2, requires_grad=True) * 1
     with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
         chain(h, h)
+    with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
+        opfuse.Sequential(ops.Reshape((2,)), *chain, ops.Reshape((1, 2)))(h, h.view(2))
     chain(h, h.detach().clone()).sum().backward()

@@ -53,7 +53,7 @@ def test_declarations(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    assert op.params_in_compute_dtype == (name == "BasicLinear")
+    assert op.params_in_compute_dtype == (name in ("BasicLinear", "AddExtraInput"))
     assert op.feature_ratio == {"Reshape": None}.get(name, 2 if "GLU" in name else None if op.in_features else 1)
 
 
