@@ -1,7 +1,7 @@
 """Train a small byte-level language model twice, fused and unfused, and compare.
 
 The model is a transformer whose norms, projections and MLPs are ``opfuse.Sequential`` chains; only attention and the
-embeddings are plain PyTorch. It learns from English text that every Python carries: the help topics of ``pydoc`` and
+embedding are plain PyTorch. It learns from English text that every Python carries: the help topics of ``pydoc`` and
 the docstrings of the standard library. The fused run uses the installed plugins, the unfused run none; both start
 from the same weights and see the same batches, so their losses must agree, and the script fails if they do not.
 
@@ -11,7 +11,6 @@ from the same weights and see the same batches, so their losses must agree, and 
 
 import argparse
 import ast
-import math
 import os
 import pathlib
 import pydoc_data.topics
@@ -38,12 +37,20 @@ except ModuleNotFoundError as error:
 
 SIZES = ("batch", "context", "width", "layers", "seed")  # what a checkpoint fixes
 HEAD = 32  # features of one attention head
-LEARNING_RATE, WARMUP = 2e-3, 20
+LEARNING_RATE, WARMUP = 3e-3, 20
 EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must agree
 PROMPT = "The "
 
 
 # The model
+
+
+def rotate(x):
+    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows with the position."""
+    angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** -torch.linspace(0, 1, HEAD // 2))
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
 
 
 class Block(nn.Module):
@@ -68,7 +75,7 @@ class Block(nn.Module):
         """Takes and gives ``(batch, length, width)``."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = self.project(attended.transpose(1, 2).reshape(batch, length, width), x)
         return self.mlp(x)
 
@@ -76,19 +83,15 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """From bytes to the logits of the byte that follows each."""
 
-    def __init__(self, width, layers, context):
+    def __init__(self, width, layers):
         super().__init__()
-        self.byte = nn.Embedding(256, width)
-        self.position = nn.Embedding(context, width)
+        self.embedding = nn.Embedding(256, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.head = opfuse.Sequential(RMSNorm(width), Linear(width, 256, bias=False))
-        for embedding in (self.byte, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens):
         """Takes ``(batch, length)``, gives ``(batch, length, 256)``."""
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.head(self.blocks(self.byte(tokens) + self.position(positions)))
+        return self.head(self.blocks(self.embedding(tokens)))
 
 
 # The text
@@ -132,7 +135,7 @@ class Run:
     def __init__(self, args, selection):
         torch.manual_seed(args.seed)
         self.args, self.selection = args, selection
-        self.model = LanguageModel(args.width, args.layers, args.context)
+        self.model = LanguageModel(args.width, args.layers)
         self.forward = self.model if args.compile == "none" else torch.compile(self.model, backend=args.compile)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(args.seed)
@@ -143,7 +146,7 @@ class Run:
         started = time.perf_counter()
         number = len(self.losses) + 1
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(number / WARMUP, math.sqrt(WARMUP / number))
+            group["lr"] = LEARNING_RATE * min(number / WARMUP, 1)
         inputs, targets = draw_batch(text, self.args, self.generator)
         with opfuse.plugins.using(self.selection):
             loss = loss_of(self.forward(inputs), targets)

@@ -1,0 +1,87 @@
+"""The example, as a user's shell runs it, with tiny settings."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+TINY = ["--batch", "4", "--context", "32", "--width", "64", "--layers", "2"]
+MISSING = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+
+needs_extras = pytest.mark.skipif(bool(MISSING), reason=f"the example needs {', '.join(MISSING)}: opfuse[examples]")
+
+
+def example(*options, **environment):
+    """Run it in a new process, whatever plugins are selected for this one."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
+    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=300, env={**environ, **environment}
+    )
+
+
+def same(one, other):
+    """Bit for bit, through dicts and lists."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def numbers(output, title):
+    """The cells of a row of the table."""
+    (cells,) = re.findall(rf"^{re.escape(title)} +(.+)$", output, re.MULTILINE)
+    return [float(cell.replace(",", "")) for cell in cells.split()]
+
+
+@needs_extras
+def test_report_and_exact_resume(tmp_path):
+    whole, half, resumed = (tmp_path / f"{name}.pt" for name in ("whole", "half", "resumed"))
+    result = example(*TINY, "--steps", 20, "--save", whole, "--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    assert "20/20" in result.stderr and "Warning" not in result.stderr
+    assert "calls of fusible ops, fused steps: " in result.stdout
+    assert re.search(r"A sample of the fused run\n\nThe .{50}", result.stdout, re.DOTALL)
+    fused, unfused = numbers(result.stdout, "validation loss, nats per byte")
+    assert 1 < fused < 5 and fused == pytest.approx(unfused, rel=0.01)
+    assert all(number > 0 for number in numbers(result.stdout, "training, tokens per second"))
+    assert all(number > 100_000 for number in numbers(result.stdout, "saved activations, bytes"))
+    assert "Fused and unfused losses agree." in result.stdout
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "fusible ops" in (tmp_path / "plan.txt").read_text(encoding="utf-8")
+
+    first = example(*TINY, "--steps", 10, "--save", half, "--out", tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = example("--steps", 10, "--resume", half, "--save", resumed, "--out", tmp_path)
+    assert second.returncode == 0, second.stdout + second.stderr
+    expected, got = (torch.load(path, weights_only=True) for path in (whole, resumed))
+    assert len(expected["runs"]["fused"]["losses"]) == 20
+    assert not same(expected, torch.load(half, weights_only=True))
+    assert same(expected, got)
+
+
+@needs_extras
+def test_without_a_plugin_in_use(tmp_path):
+    options = [*TINY, "--steps", 1, "--skip-unfused", "--out", tmp_path]
+    result = example(*options, "--plugins", "")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fused steps: 0 forward, 0 backward" in result.stdout and "Nothing is fused: " in result.stdout
+    assert "agree" not in result.stdout
+    assert len(numbers(result.stdout, "saved activations, bytes")) == 1
+
+
+def test_missing_package_is_one_line(tmp_path):
+    tmp_path.joinpath("matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    result = example(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr == 'This example needs matplotlib: pip install "opfuse[examples]"\n'

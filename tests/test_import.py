@@ -1,0 +1,42 @@
+"""Importing opfuse is cheap, and pulls in neither triton nor a plugin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import opfuse
+
+
+def python(code, **env):
+    import os
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_nothing_heavy_is_imported():
+    loaded = python("import sys, opfuse; print([m for m in sys.modules if m.split('.')[0] in ('triton', 'opfuse_linear')])")
+    assert loaded == "[]"
+    assert python("import torch, sys, opfuse; print('torch._dynamo' in sys.modules)") == "False"
+
+
+def test_import_adds_under_100_ms_to_torch():
+    code = "import time, torch; start = time.process_time(); import opfuse; print(time.process_time() - start)"
+    assert min(float(python(code)) for _ in range(3)) < 0.1
+
+
+def test_public_names():
+    for name in opfuse.__all__:
+        assert getattr(opfuse, name) is not None
+    names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Maybe
+    Some OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
+    register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
+    checkpoint_contexts plugins ops"""
+    assert set(names.split()) == set(opfuse.__all__)
+
+
+def test_the_fusion_limit_is_read_from_the_environment():
+    code = "from opfuse.plugins import manager; print(dict(manager.scope.options))"
+    assert python("import opfuse;" + code, OPFUSE_FUSION_LIMIT="2") == "{'fusion_limit': 2}"
