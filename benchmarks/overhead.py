@@ -80,7 +80,9 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     times = measure()
-    print(f"opfuse {opfuse.__version__}, torch {torch.__version__}, Python {platform.python_version()}, fp32 4x16, 1 thread")
+    print(
+        f"opfuse {opfuse.__version__}, torch {torch.__version__}, Python {platform.python_version()}, fp32 4x16, 1 thread"
+    )
     print(f"{'':36}{'forward':>20}{'forward+backward':>22}")
     missed = []
     for name, (forward, both) in times.items():
@@ -95,7 +97,9 @@ def main():
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             versions = {"torch": torch.__version__, "python": platform.python_version(), "opfuse": opfuse.__version__}
-            json.dump({"versions": versions, "shape": [4, 16], "dtype": "float32", "threads": 1, "us": times}, file, indent=1)
+            json.dump(
+                {"versions": versions, "shape": [4, 16], "dtype": "float32", "threads": 1, "us": times}, file, indent=1
+            )
     sys.exit(bool(missed and options.check))
 
 

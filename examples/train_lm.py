@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 
 SIZES = ("batch", "context", "width", "layers", "seed")  # what a checkpoint fixes
 HEAD = 32  # features of one attention head
-LEARNING_RATE, WARMUP = 3e-3, 20
+LEARNING_RATE, WARMUP = 2e-3, 20
 EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must agree
 PROMPT = "The "
 
@@ -285,8 +285,8 @@ def plot(runs, path):
         axes.plot(range(1, len(apart) + 1), apart, color="C3", lw=1.5, label="relative difference of the two")
         axes.hlines(EARLY_LIMIT, 1, min(EARLY, len(apart)), color="k", ls=":", label=f"limit, first {EARLY} steps")
         axes.set_yscale("symlog", linthresh=1e-8)  # zero has a place
-        axes.set(ylim=(0, 0.1), yticks=[0, 1e-8, 1e-6, 1e-4, 1e-2], ylabel="relative difference")
-        axes.legend(loc="upper right", ncols=2, fontsize="small")
+        axes.set(ylim=(0, 10), yticks=[0, 1e-8, 1e-6, 1e-4, 1e-2, 1], ylabel="relative difference")
+        axes.legend(loc="upper left", ncols=2, fontsize="small")
     (below or [top])[-1].set_xlabel("step")
     figure.savefig(path, dpi=120)
 
@@ -318,6 +318,10 @@ def parse_arguments():
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write a checkpoint after the last step")
     parser.add_argument("--resume", type=pathlib.Path, metavar="FILE", help="go on from a checkpoint, with its sizes")
     args, checkpoint = parser.parse_args(), None
+    try:
+        opfuse.plugins.using(args.plugins)
+    except ValueError as error:
+        parser.error(f"--plugins: {error}")
     if args.resume:
         try:
             checkpoint = torch.load(args.resume, weights_only=True)

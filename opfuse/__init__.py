@@ -2,14 +2,9 @@
 
 from . import ops, plugins
 from .contexts import autocast, checkpoint_contexts, options
-from .explain import explain
 from .errors import PluginWarning
-from .fuser import (
-    OperationFuser,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
+from .explain import explain
+from .fuser import OperationFuser, register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from .fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from .hookspecs import hookimpl
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 
 
-class options:  # noqa: N801 (used as a function)
+class options:
     """Set options of planning for a ``with`` block, in this thread.
 
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number)
@@ -57,7 +57,7 @@ class options:  # noqa: N801 (used as a function)
         manager.scope.options = self._before.pop()
 
 
-class autocast:  # noqa: N801 (used as a function)
+class autocast:
     """Quantize inside a ``with`` block, by ``recipe``, in this thread.
 
     Args:

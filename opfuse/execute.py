@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,9 @@ def run_forward(
         x, outputs = op.fuser_forward(
             ctxs[start:stop],
             x,
-            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs) if program.has_extras else details.nothing,
+            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs)
+            if program.has_extras
+            else details.nothing,
             prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else details.no_kwargs,
@@ -99,19 +101,27 @@ def _gather(program: Program, step: Step, inputs: Extras, outputs: Extras) -> li
     return gathered
 
 
+def _expect(holds: bool, step: Step, what: str, got: Sequence[Any]) -> None:
+    if not holds:
+        raise RuntimeError(f"{type(step.op).__name__} must give {what}, gave {len(got)}")
+
+
+def _per_basic_op(step: Step, tensors: Sequence[Any], what: str) -> Iterator[tuple[int, Sequence[Any]]]:
+    count = step.stop - step.start
+    _expect(len(tensors) == count, step, f"{what} for {count} basic ops", tensors)
+    return zip(range(step.start, step.stop), tensors, strict=True)
+
+
 def _keep_outputs(program: Program, step: Step, outputs: Sequence[Sequence[Tensor | None]], kept: Extras) -> None:
     """Check the extra outputs of a step against its ops' declarations and keep them."""
-    routing, op = program.routing, type(step.op).__name__
-    if len(outputs) != step.stop - step.start:
-        raise RuntimeError(f"{op} must give extra outputs for {step.stop - step.start} basic ops, gave {len(outputs)}")
-    for i, tensors in zip(range(step.start, step.stop), outputs, strict=True):
-        if len(tensors) != routing.ops[i].num_extra_outputs:
-            raise RuntimeError(
-                f"{op} must give {routing.ops[i].num_extra_outputs} extra outputs for {routing.name(i)}, gave {len(tensors)}"
-            )
+    routing = program.routing
+    for i, tensors in _per_basic_op(step, outputs, "extra outputs"):
+        count = routing.ops[i].num_extra_outputs
+        _expect(len(tensors) == count, step, f"{count} extra outputs for {routing.name(i)}", tensors)
         for k, tensor in enumerate(tensors):
             if tensor is None and routing.needed_after((i, k), step.stop):
-                raise RuntimeError(f"{op} gave None for extra output {k} of {routing.name(i)}, which is used outside of it")
+                who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
+                raise RuntimeError(f"{who}, which is used outside of it")
             kept[i, k] = tensor
 
 
@@ -129,7 +139,9 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor |
             saved += [None] * count
             continue
         if len(to_save) != count:
-            raise RuntimeError(f"{program.routing.name(index)} declares {count} saved tensors, its forward saved {len(to_save)}")
+            raise RuntimeError(
+                f"{program.routing.name(index)} declares {count} saved tensors, its forward saved {len(to_save)}"
+            )
         saved += to_save
     left: dict[int, Any] = {}
     for index in program.keeping:
@@ -240,7 +252,9 @@ def run_backward(
         ctxs = [_backward_context(states[i], i, left, saved) for i in range(start, stop)]
         given: Any = details.nothing
         if program.has_extras:
-            given = [[grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)]
+            given = [
+                [grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)
+            ]
         dy, grad_params[start:stop], grads = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=given)
         if len(grad_params) != len(routing.ops):
             raise RuntimeError(f"{type(op).__name__} must give parameter gradients for {stop - start} basic ops")
@@ -250,19 +264,13 @@ def run_backward(
         dy = dy.dequantize()
     flat: list[Tensor | None] = [dy if program.input_requires_grad else None]
     for i, count in program.num_params_of:
-        flat += grad_params[i] if grad_params[i] is not None else [None] * count
-    if len(flat) != 1 + program.num_params:
-        _refuse_param_grads(program, grad_params)
+        of_op = grad_params[i] or (None,) * count
+        if len(of_op) != count:
+            raise RuntimeError(f"{routing.name(i)} must give {count} parameter gradients, gave {len(of_op)}")
+        flat += of_op
     if program.has_extras:
         flat += [grad_inputs.get(slot) for slot in routing.external_inputs]
     return flat
-
-
-def _refuse_param_grads(program: Program, grad_params: Sequence[Any]) -> NoReturn:
-    for i, count in program.num_params_of:
-        if grad_params[i] is not None and len(grad_params[i]) != count:
-            raise RuntimeError(f"{program.routing.name(i)} must give {count} parameter gradients, gave {len(grad_params[i])}")
-    raise AssertionError("parameter gradients do not add up")
 
 
 def _keep_grads(
@@ -270,14 +278,9 @@ def _keep_grads(
 ) -> None:
     """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
     routing = program.routing
-    if len(grads) != step.stop - step.start:
-        raise RuntimeError(f"{type(step.op).__name__} must give extra-input gradients for {step.stop - step.start} basic ops")
-    for i, tensors in zip(range(step.start, step.stop), grads, strict=True):
-        if len(tensors) != routing.ops[i].num_extra_inputs:
-            raise RuntimeError(
-                f"{type(step.op).__name__} must give {routing.ops[i].num_extra_inputs} extra-input gradients "
-                f"for {routing.name(i)}, gave {len(tensors)}"
-            )
+    for i, tensors in _per_basic_op(step, grads, "extra-input gradients"):
+        count = routing.ops[i].num_extra_inputs
+        _expect(len(tensors) == count, step, f"{count} extra-input gradients for {routing.name(i)}", tensors)
         for k, grad in enumerate(tensors):
             source = routing.sources.get((i, k))
             if source is None:
@@ -291,12 +294,10 @@ class Pipeline(torch.autograd.Function):
     """The one autograd function: a whole chain, forward and backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor
-    ) -> Any:
+    def forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor) -> Any:
         """Run the forward steps and keep what the backward steps need."""
-        given = () if is_compiling() else tensors[program.num_params :]
-        versions = [tensor._version for tensor in given]
+        given = tensors[program.num_params :] if program.has_extras and not is_compiling() else ()
+        versions = [tensor._version for tensor in given] if given else []
         y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
         saved, func_ctx.left = _collect_saved(program, ctxs)
         if given:
@@ -329,6 +330,16 @@ class Pipeline(torch.autograd.Function):
         return None, None, *run_backward(program, func_ctx.left, saved, grad_output, grad_extra_outputs)
 
 
+apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
+"""``Pipeline.apply`` without what it does for functorch, which never gets here: a microsecond per call."""
+
+
+def run_without_grad(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
+    """Run the forward steps alone: the output, or ``(output, *extra_outputs)``."""
+    y, extra_outputs, _ = run_forward(program, kwargs, x, tensors)
+    return (y, *extra_outputs) if extra_outputs else y
+
+
 def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
     """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
     for index, op in enumerate(program.routing.ops):
@@ -337,5 +348,4 @@ def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tenso
                 f"second derivatives and functorch transforms need ops made of differentiable torch operations, "
                 f"{program.routing.name(index)} is not declared to be (BasicOperation.differentiable)"
             )
-    y, extra_outputs, _ = run_forward(program, kwargs, x, tensors)
-    return (y, *extra_outputs) if extra_outputs else y
+    return run_without_grad(program, kwargs, x, tensors)

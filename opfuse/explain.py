@@ -65,9 +65,7 @@ class Explanation:
             None for a step that is not fused). ``refused``: the candidates not taken, each with path,
             fusion, pass, basic_ops, reason, distribution; once for all calls alike.
         """
-        refused = dict.fromkeys(
-            (call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused
-        )
+        refused = dict.fromkeys((call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused)
         return {
             "forward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.forward],
             "backward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.backward],

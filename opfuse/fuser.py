@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .execute import Pipeline, run_differentiable, run_forward
+from .execute import Pipeline, apply_eager, run_differentiable, run_without_grad
 from .fusion import Fusion, FusionLike
 from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
 from .plan import check_expansion, choose, warn_about
@@ -45,7 +45,9 @@ class OperationFuser:
         TypeError: An item that is not a fusible op.
     """
 
-    def __init__(self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, cut: str | None = None) -> None:
+    def __init__(
+        self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, cut: str | None = None
+    ) -> None:
         self.ops = tuple(ops)
         self._routing = Routing(flatten(self.ops), cut=cut)
         self.num_extra_inputs = len(self._routing.external_inputs)
@@ -106,7 +108,8 @@ class OperationFuser:
             return self._call_cut(input, extra_inputs, basic_op_kwargs)
         if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
             raise ValueError(
-                f"{self._name()} expected {routing.width} features in the last dimension, got shape {tuple(input.shape)}"
+                f"{self._name()} expected {routing.width} features in the last dimension, "
+                f"got shape {tuple(input.shape)}"
             )
         tensors: list[Tensor] = []
         for module, name in routing.param_sources:
@@ -131,6 +134,7 @@ class OperationFuser:
             scope.selection,
             manager.generation,
             torch.are_deterministic_algorithms_enabled(),
+            compiling,
             tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
             tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
         )
@@ -146,12 +150,14 @@ class OperationFuser:
             scope.recorder.record(self, program.plan)
         if program.double_backward:
             return run_differentiable(program, basic_op_kwargs, input, tuple(tensors))
-        if compiling:
+        if compiling or autocast is not None:
             return _execute(program, basic_op_kwargs, input, tensors, autocast)
         try:
-            return _execute(program, basic_op_kwargs, input, tensors, autocast)
+            if program.requires_grad:
+                return apply_eager(program, basic_op_kwargs, input, *tensors)
+            return run_without_grad(program, basic_op_kwargs, input, tuple(tensors))
         except Exception:
-            self._check_tensors(input.dtype, device, autocast, extra_inputs)  # says more than a kernel can
+            self._check_tensors(input.dtype, device, None, extra_inputs)  # says more than a kernel can
             raise
 
     __call__ = run
@@ -175,7 +181,9 @@ class OperationFuser:
 
     def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
         """Make, and keep, the program for a key."""
-        grads, dtype, device, autocast, training, recipe, options, selection, *_, kwargs, extras = key[:_KEY_LENGTH]
+        grads, dtype, device, autocast, training, recipe, options, selection, *_, compiling, kwargs, extras = key[
+            :_KEY_LENGTH
+        ]
         self._check_tensors(dtype, device, autocast, extras or ())
         self._check_kwargs(kwargs)
         alignment = _row_alignment(input)
@@ -189,12 +197,15 @@ class OperationFuser:
             row_alignment=alignment,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             options=dict(options),
+            compiling=compiling,
         )
         scope = manager.scope
         before = scope.options, scope.selection, scope.recipe
         scope.options, scope.selection, scope.recipe = options, selection, recipe  # while tracing they are not set
         try:
-            program, by_alignment = self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
+            program, by_alignment = self._compile(
+                env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs
+            )
         finally:
             scope.options, scope.selection, scope.recipe = before
         if by_alignment and len(key) == _KEY_LENGTH:
@@ -275,13 +286,17 @@ class OperationFuser:
                 raise ValueError(f"extra input {k} of {routing.name(i)} is on {extra_device}, the input is on {device}")
             strict = routing.ops[i].params_in_compute_dtype and autocast is None
             if strict and extra_dtype.is_floating_point and extra_dtype != dtype:
-                raise TypeError(f"extra input {k} of {routing.name(i)} expected {dtype} as the input, got {extra_dtype}")
+                raise TypeError(
+                    f"extra input {k} of {routing.name(i)} expected {dtype} as the input, got {extra_dtype}"
+                )
 
     def _check_kwargs(self, kwargs: Any) -> None:
         if kwargs is None:
             return
         if len(kwargs) != len(self._routing.ops):
-            raise ValueError(f"{self._name()} expected keyword arguments for {len(self._routing.ops)} basic ops, got {len(kwargs)}")
+            raise ValueError(
+                f"{self._name()} expected keyword arguments for {len(self._routing.ops)} basic ops, got {len(kwargs)}"
+            )
         for i, names in enumerate(kwargs):
             takes = kwarg_names(self._routing.ops[i])
             for name in names:
@@ -343,7 +358,7 @@ class OperationFuser:
 
 
 _BY_ALIGNMENT: Any = object()  # in place of a program: one is kept per row alignment
-_KEY_LENGTH = 12
+_KEY_LENGTH = 13
 
 
 def _row_alignment(input: Tensor | None) -> int:
@@ -361,7 +376,7 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     """
     for module, name in fuser._routing.param_sources:
         if nn.utils.parametrize.is_parametrized(module, name):
-            kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index,union-attr]
+            kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index]
             if "_SpectralNorm" in kinds:
                 raise RuntimeError(
                     f"{fuser._name()}: spectral_norm on {name} updates its state whenever the parameter is read, "
@@ -397,9 +412,8 @@ def _execute(
         with torch.autocast(program.device_type, enabled=False):
             return _execute(program, kwargs, x, tensors, None)
     if program.requires_grad:
-        return Pipeline.apply(program, kwargs, x, *tensors)
-    y, extra_outputs, _ = run_forward(program, kwargs, x, tuple(tensors))
-    return (y, *extra_outputs) if extra_outputs else y
+        return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+    return run_without_grad(program, kwargs, x, tuple(tensors))
 
 
 def _hook_dicts(module: nn.Module) -> tuple[Any, ...]:

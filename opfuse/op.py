@@ -437,7 +437,7 @@ class BasicOperation(FusibleOperation):
     # State
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._quantizers.apply(fn)
         return self
 
@@ -497,9 +497,7 @@ class FusedOperation(FusibleOperation):
         assert isinstance(op, BasicOperation)
         return op
 
-    def forward(
-        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
-    ) -> Any:
+    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 

@@ -141,7 +141,9 @@ class Program:
         self.double_backward = bool(env.options.get("double_backward"))
         self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)
         states, position = [], 0
-        for i, (op, template, (first, last)) in enumerate(zip(routing.ops, templates, routing.param_ranges, strict=True)):
+        for i, (op, template, (first, last)) in enumerate(
+            zip(routing.ops, templates, routing.param_ranges, strict=True)
+        ):
             declared = op.saved_names is not None and not op.context_names and i not in free
             count = len(op.saved_names or ()) if declared else -1
             shared = FilledContext(template, (), ()) if count == 0 else None

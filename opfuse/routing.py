@@ -54,7 +54,10 @@ class Routing:
             (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
         ]
         self.public_outputs = [
-            (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_outputs) if op._extra_output_to_caller[k]
+            (i, k)
+            for i, op in enumerate(self.ops)
+            for k in range(op.num_extra_outputs)
+            if op._extra_output_to_caller[k]
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         self.later_widths: dict[int, int] = {}
@@ -125,7 +128,9 @@ class Routing:
             elif value is None:
                 ratio *= op.feature_ratio
             elif value % op.feature_ratio:
-                raise ValueError(f"{self.name(i)} splits the last dimension into {op.feature_ratio}, but gets {value} features")
+                raise ValueError(
+                    f"{self.name(i)} splits the last dimension into {op.feature_ratio}, but gets {value} features"
+                )
             else:
                 value //= op.feature_ratio
         self.later_widths = {i: width for i, width in demands.items() if i}

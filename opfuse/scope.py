@@ -38,6 +38,7 @@ class Environment(NamedTuple):
             declares ``needs_row_alignment``; 1 for every other, and while tracing.
         deterministic: ``torch.are_deterministic_algorithms_enabled()``.
         options: The options set with :func:`opfuse.options`.
+        compiling: Whether ``torch.compile`` or ``torch.export`` is tracing.
     """
 
     device: torch.device
@@ -49,6 +50,7 @@ class Environment(NamedTuple):
     row_alignment: int = 1
     deterministic: bool = False
     options: Mapping[str, Any] = {}
+    compiling: bool = False
 
 
 def _options_from_environ() -> Options:

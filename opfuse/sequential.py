@@ -29,15 +29,15 @@ class Sequential(nn.Module):
             self.extend(args)  # type: ignore[arg-type]
 
     @property
-    def _module_groups(self) -> list[OperationFuser | nn.Module]:
+    def _module_groups(self) -> list[Any]:
         """The current children: one fuser for each run of fusible ops, other modules as they are."""
-        children = tuple(self._modules.values())
+        cache, children = self._cache, tuple(self._modules.values())
         if is_compiling():
             _regroup_untraced(self, *children)
-        elif self._cache.key != children:
+        elif cache.key != children:
             self._regroup(children)
-        value: list[OperationFuser | nn.Module] = self._cache.value
-        return value
+        groups: list[Any] = cache.value
+        return groups
 
     def _regroup(self, children: tuple[nn.Module | None, ...]) -> None:
         cache = self._cache
@@ -54,10 +54,7 @@ class Sequential(nn.Module):
             cache.key = children
 
     def forward(
-        self,
-        input: Tensor,
-        *extra_inputs: Tensor,
-        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+        self, input: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None
     ) -> Any:
         """Run the chain.
 
@@ -97,6 +94,7 @@ class Sequential(nn.Module):
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
         children = list(self._modules.values())
+        basic: list[Any]
         for key, kwargs in op_kwargs.items():
             target = self[key] if isinstance(key, int) else key
             basic = list(target.basic_ops) if isinstance(target, FusedOperation) else [target]

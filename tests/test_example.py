@@ -85,3 +85,33 @@ def test_missing_package_is_one_line(tmp_path):
     result = example(PYTHONPATH=str(tmp_path))
     assert result.returncode == 2
     assert result.stderr == 'This example needs matplotlib: pip install "opfuse[examples]"\n'
+
+
+WRONG = """
+import opfuse
+from opfuse.ops import BasicLinear, Bias
+
+
+class Forgetful(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return x @ weight.T, [(), ()]
+
+
+@opfuse.hookimpl
+def opfuse_forward_fusions():
+    return [opfuse.Fusion((BasicLinear, Bias), Forgetful)]
+"""
+
+
+@needs_extras
+def test_wrong_plugin_fails(tmp_path):
+    installed = tmp_path / "opfuse_plugin_wrong-1.0.dist-info"
+    installed.mkdir()
+    installed.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: opfuse-plugin-wrong\nVersion: 1.0\n")
+    installed.joinpath("entry_points.txt").write_text("[opfuse.v1]\nwrong = opfuse_wrong\n")
+    tmp_path.joinpath("opfuse_wrong.py").write_text(WRONG)
+    options = [*TINY, "--steps", 2, "--plugins", "wrong", "--out", tmp_path]
+    result = example(*options, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "opfuse-plugin-wrong 1.0" in result.stdout and "losses DO NOT AGREE" in result.stdout

@@ -308,7 +308,7 @@ def test_wrong_extra_outputs(result, text):
 @pytest.mark.parametrize(
     ("grads", "text"),
     [
-        (lambda dy: (dy, [(), ()], [(), (None,)]), r"op 0 \(Bias\) must give 1 parameter gradients, gave 0"),
+        (lambda dy: (dy, [(None, None), ()], [(), (None,)]), r"op 0 \(Bias\) must give 1 parameter gradients, gave 2"),
         (lambda dy: (dy, [(None,)], [(), ()]), "must give parameter gradients for 2 basic ops"),
         (lambda dy: (dy, [(None,), ()], [()]), "must give extra-input gradients for 2 basic ops"),
         (lambda dy: (dy, [(None,), ()], [(), ()]), r"must give 1 extra-input gradients for op 1 \(AddExtraInput\), gave 0"),
@@ -346,7 +346,9 @@ def test_a_fusion_that_expands_to_other_ops_names_its_plugin():
     class Plugin:
         @opfuse.hookimpl
         def opfuse_forward_fusions(self):
-            return [opfuse.Fusion((ops.Identity, ops.GELU), lambda matched: fusing.LinearBias(matched[:1]), name="short")]
+            return [
+                opfuse.Fusion((ops.Identity, ops.GELU), lambda matched: fusing.LinearBias(matched[:1]), name="short")
+            ]
 
     record = opfuse.plugins.register(Plugin(), name="bad", distribution="opfuse-plugin-bad", version="1.2")
     try:

@@ -17,7 +17,9 @@ def python(code, **env):
 
 
 def test_nothing_heavy_is_imported():
-    loaded = python("import sys, opfuse; print([m for m in sys.modules if m.split('.')[0] in ('triton', 'opfuse_linear')])")
+    loaded = python(
+        "import sys, opfuse; print([m for m in sys.modules if m.split('.')[0] in ('triton', 'opfuse_linear')])"
+    )
     assert loaded == "[]"
     assert python("import torch, sys, opfuse; print('torch._dynamo' in sys.modules)") == "False"
 

@@ -208,10 +208,7 @@ def test_joint_fusions_choose_before_forward_and_backward(fused):
 
 def test_forward_and_backward_choose_independently(fused):
     choice = decide(
-        "ABC",
-        source(Fusion([A, B], fused("AB"))),
-        source(Fusion([B, C], fused("BC")), "backward"),
-        requires_grad=True,
+        "ABC", source(Fusion([A, B], fused("AB"))), source(Fusion([B, C], fused("BC")), "backward"), requires_grad=True
     )
     assert taken(choice) == [("AB", "forward", 0, 2), ("BC", "backward", 1, 3)]
 

@@ -62,7 +62,12 @@ def test_linear_to_linear_in_both_passes():
     expected = hidden + bias
     expected.square().sum().backward()
     torch.testing.assert_close(y, expected)
-    for got, want in ((x, reference), (chain[0].weight, weights[0]), (chain[1].weight, weights[1]), (chain[1].bias, bias)):
+    for got, want in (
+        (x, reference),
+        (chain[0].weight, weights[0]),
+        (chain[1].weight, weights[1]),
+        (chain[1].bias, bias),
+    ):
         torch.testing.assert_close(got.grad, want.grad)
 
 
@@ -207,7 +212,9 @@ def test_a_failing_quantizer_hook_is_a_warning():
     record = opfuse.plugins.register(Broken(), name="a-broken", distribution="broken", version="2")
     try:
         with opfuse.plugins.using("a-broken,rounding"), opfuse.autocast(recipe=Rounding()):
-            with pytest.warns(opfuse.PluginWarning, match=r"broken 2.*opfuse_quantizer must return a Quantizer, got int"):
+            with pytest.warns(
+                opfuse.PluginWarning, match=r"broken 2.*opfuse_quantizer must return a Quantizer, got int"
+            ):
                 chain(x)
     finally:
         opfuse.plugins.remove(record)

@@ -158,7 +158,9 @@ def test_wrong_input(x, error, text):
 
 
 def test_widths_are_followed_through_the_chain():
-    with pytest.raises(ValueError, match=r"op 3 \(BasicLinear\) takes 4 features in the last dimension, but the ops before it give 8"):
+    with pytest.raises(
+        ValueError, match=r"op 3 \(BasicLinear\) takes 4 features in the last dimension, but the ops before it give 8"
+    ):
         opfuse.Sequential(ops.Linear(4, 8), ops.GELU(), ops.Linear(4, 4))(torch.ones(1, 4))
     gated = opfuse.Sequential(ops.Identity(), ops.SwiGLU(), ops.Linear(4, 4))
     with pytest.raises(ValueError, match=r"expected 8 features in the last dimension, got shape \(1, 4\)"):
@@ -175,14 +177,19 @@ def test_wrong_parameters_after_the_first_call_are_named():
     x = torch.ones(1, 4)
     chain(x)
     chain[0].double()
-    with pytest.raises(TypeError, match=r"expected torch.float64, the dtype of its weight, got an input of torch.float32"):
+    with pytest.raises(
+        TypeError, match=r"expected torch.float64, the dtype of its weight, got an input of torch.float32"
+    ):
         chain(x)
 
 
 def test_extra_inputs_of_the_wrong_dtype_or_device():
     chain = opfuse.Sequential(ops.AddExtraInput())
     x = torch.ones(2, 4)
-    with pytest.raises(TypeError, match=r"extra input 0 of op 0 \(AddExtraInput\) expected torch.float32 as the input, got torch.float64"):
+    with pytest.raises(
+        TypeError,
+        match=r"extra input 0 of op 0 \(AddExtraInput\) expected torch.float32 as the input, got torch.float64",
+    ):
         chain(x, x.double())
     with pytest.raises(ValueError, match="is on meta, the input is on cpu"):
         chain(x, x.to("meta"))
@@ -240,7 +247,9 @@ def test_a_channel_across_a_cut():
         ops.AddExtraInput().set_extra_input_channel(0, "skip"),
     )
     chain[1].register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"channel 'skip' read by op 0 \(AddExtraInput\) .* cut at GELU, which has forward hooks"):
+    with pytest.raises(
+        ValueError, match=r"channel 'skip' read by op 0 \(AddExtraInput\) .* cut at GELU, which has forward hooks"
+    ):
         chain(torch.ones(1, 1))
 
 

@@ -28,7 +28,9 @@ def variant(request):
 def pair():
     """A chain and the torch.nn model it must equal."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU("tanh"), nn.Linear(32, 32), nn.GELU("tanh"), nn.Linear(32, WIDTH))
+    plain = nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.GELU("tanh"), nn.Linear(32, 32), nn.GELU("tanh"), nn.Linear(32, WIDTH)
+    )
     chain = opfuse.Sequential(ops.Linear(WIDTH, 32), ops.GELU(), ops.Linear(32, 32), ops.GELU(), ops.Linear(32, WIDTH))
     chain.load_state_dict(plain.state_dict())
     return chain, plain
@@ -100,7 +102,10 @@ def test_compile_over_row_counts():
     chain, plain = pair()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     for rows in (6, 5, 4, 3, 7):
-        check(train_step(compiled, list(chain.parameters()), data(rows)), train_step(plain, list(plain.parameters()), data(rows)))
+        check(
+            train_step(compiled, list(chain.parameters()), data(rows)),
+            train_step(plain, list(plain.parameters()), data(rows)),
+        )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
@@ -288,7 +293,11 @@ def test_meta_init_and_to_empty():
 
 
 def copy_of(op):
-    return ops.Linear(op.basic_ops[0].in_features, op.basic_ops[0].out_features) if isinstance(op, ops.Linear) else ops.GELU()
+    return (
+        ops.Linear(op.basic_ops[0].in_features, op.basic_ops[0].out_features)
+        if isinstance(op, ops.Linear)
+        else ops.GELU()
+    )
 
 
 def test_functional_call():

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-
-if TYPE_CHECKING:
-    from ..op import Grads
 
 Shape = tuple[int, ...]
+Grads = Iterable[Tensor | None] | None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -59,9 +56,30 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
     return tuple(check_size(op, name, size) for size in shape)
 
 
-def refuse(op: object, argument: str, feature: str) -> NoReturn:
-    """Refuse an argument of a feature that does not exist yet."""
-    raise NotImplementedError(f"{type(op).__name__}: {argument} is not supported, {feature} comes with a later release")
+def refuse(op: object, given: bool, argument: str, feature: str) -> None:
+    """Refuse an argument of a feature that does not exist yet, if it is given."""
+    if given:
+        name = type(op).__name__
+        raise NotImplementedError(f"{name}: {argument} is not supported, {feature} comes with a later release")
+
+
+class PassThrough(BasicOperation):
+    """An op that gives on what it gets: the input itself, and the gradient itself."""
+
+    saved_names = ()
+    feature_ratio = 1
+    grad_input = "same"
+    differentiable = True
+
+    def op_forward(  # type: ignore[override]
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Tensor:
+        """The input itself, cast on its way here where the op asks for it; saves nothing."""
+        return input_
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = dy``, cast on its way here where the op asks for it."""
+        return grad_output, ()
 
 
 class ExtraTensorOperation(BasicOperation):
@@ -69,15 +87,7 @@ class ExtraTensorOperation(BasicOperation):
 
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **unused: Any) -> Tensor:
         """Refused.
 
         Raises:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-from ._common import refuse, wide
-
-if TYPE_CHECKING:
-    from ..op import Grads
-
-aten = torch.ops.aten
+from ._common import Grads, refuse, wide
 
 
 class Activation(BasicOperation):
@@ -42,8 +37,7 @@ class Activation(BasicOperation):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        if cache_quantized_input:
-            refuse(self, "cache_quantized_input=True", "caching a quantized input")
+        refuse(self, cache_quantized_input, "cache_quantized_input=True", "caching a quantized input")
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:
@@ -86,12 +80,7 @@ class Activation(BasicOperation):
         return dx.to(dtype) if out is None else out.copy_(dx)
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
@@ -116,6 +105,19 @@ class Activation(BasicOperation):
         return self.backward_value(grad_output, x, out=out), ()
 
 
+def _backward_kernel(kernel: Any, **constants: Any) -> Callable[..., Tensor]:
+    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself."""
+    allocating, writing = kernel.default, kernel.grad_input
+
+    def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :meth:`Activation.backward_value`."""
+        if out is None:
+            return allocating(grad_output, x, **constants)  # type: ignore[no-any-return]
+        return writing(grad_output, x, **constants, grad_input=out)  # type: ignore[no-any-return]
+
+    return backward_value
+
+
 class GELU(Activation):
     """GELU in its tanh form: ``x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`` (Hendrycks and Gimpel 2016).
 
@@ -131,16 +133,8 @@ class GELU(Activation):
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x * x)
 
-    def forward_value(self, x: Tensor) -> Tensor:
-        """See :meth:`Activation.forward_value`."""
-        return F.gelu(x, approximate="tanh")
-
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See :meth:`Activation.backward_value`."""
-        if out is None:
-            return aten.gelu_backward.default(grad_output, x, approximate="tanh")  # type: ignore[no-any-return]
-        aten.gelu_backward.grad_input(grad_output, x, approximate="tanh", grad_input=out)
-        return out
+    forward_value = value  # torch computes half precision in fp32 itself
+    backward_value = _backward_kernel(torch.ops.aten.gelu_backward, approximate="tanh")
 
 
 class QGELU(Activation):
@@ -167,16 +161,8 @@ class ReLU(Activation):
         """1 where ``x > 0``, else 0."""
         return (x > 0).to(x.dtype)
 
-    def forward_value(self, x: Tensor) -> Tensor:
-        """See :meth:`Activation.forward_value`."""
-        return torch.relu(x)
-
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See :meth:`Activation.backward_value`."""
-        if out is None:
-            return aten.threshold_backward.default(grad_output, x, 0)  # type: ignore[no-any-return]
-        aten.threshold_backward.grad_input(grad_output, x, 0, grad_input=out)
-        return out
+    forward_value = value  # exact in half precision
+    backward_value = _backward_kernel(torch.ops.aten.threshold_backward, threshold=0)
 
 
 class SReLU(Activation):
@@ -203,13 +189,5 @@ class SiLU(Activation):
         s = torch.sigmoid(x)
         return x * s * (1 - s) + s
 
-    def forward_value(self, x: Tensor) -> Tensor:
-        """See :meth:`Activation.forward_value`."""
-        return F.silu(x)
-
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See :meth:`Activation.backward_value`."""
-        if out is None:
-            return aten.silu_backward.default(grad_output, x)  # type: ignore[no-any-return]
-        aten.silu_backward.grad_input(grad_output, x, grad_input=out)
-        return out
+    forward_value = value  # torch computes half precision in fp32 itself
+    backward_value = _backward_kernel(torch.ops.aten.silu_backward)

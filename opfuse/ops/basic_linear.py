@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from torch.nn import functional as F
 from ..op import BasicOperation, OperationContext
 from ..plugins import manager
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
-from ._common import check_size, refuse
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import Grads, check_size, refuse
 
 
 class BasicLinear(BasicOperation):
@@ -67,16 +64,14 @@ class BasicLinear(BasicOperation):
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if tensor_parallel_mode is not None:
-            refuse(self, f"tensor_parallel_mode={tensor_parallel_mode!r}", "tensor parallelism")
-        if sequence_parallel:
-            refuse(self, "sequence_parallel=True", "sequence parallelism")
-        if rng_state_tracker_function is not None:
-            refuse(self, "rng_state_tracker_function", "tensor parallelism")
-        if accumulate_into_main_grad:
-            refuse(self, "accumulate_into_main_grad=True", "gradient accumulation into main_grad")
-        if userbuffers_options is not None:
-            refuse(self, "userbuffers_options", "overlapped communication")
+        mode, tracker = tensor_parallel_mode, rng_state_tracker_function
+        refuse(self, mode is not None, f"tensor_parallel_mode={mode!r}", "tensor parallelism")
+        refuse(self, sequence_parallel, "sequence_parallel=True", "sequence parallelism")
+        refuse(self, tracker is not None, "rng_state_tracker_function", "tensor parallelism")
+        refuse(
+            self, accumulate_into_main_grad, "accumulate_into_main_grad=True", "gradient accumulation into main_grad"
+        )
+        refuse(self, userbuffers_options is not None, "userbuffers_options", "overlapped communication")
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -128,12 +123,7 @@ class BasicLinear(BasicOperation):
         return x, w
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor | QuantizedTensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
         x, w = self.operands(ctx, input_)
@@ -193,4 +183,3 @@ def _quantized_backward(grad_output: Tensor | QuantizedTensor, x: Any, w: Any) -
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
-

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import Grads
 
 
 class _Collective(BasicOperation):
@@ -50,12 +47,7 @@ class AllGather(_Collective):
     """
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The joined tensor; saves nothing."""
         return _all_gather(self, input_)
@@ -79,12 +71,7 @@ class ReduceScatter(_Collective):
     """
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """This process's part of the sum; saves nothing."""
         return _reduce_scatter(self, input_)
@@ -115,12 +102,7 @@ class AllReduce(_Collective):
         self.reduce_in_backward = reduce_in_backward
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The sum; saves nothing."""
         if self.process_group_size == 1:

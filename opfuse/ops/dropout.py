@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import Grads
 
 
 class Dropout(BasicOperation):
@@ -43,12 +40,7 @@ class Dropout(BasicOperation):
         return f"p={self.p}"
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output; saves ``(mask,)``: True where an element stays, or None where all do."""
         if not self.training or not self.p:

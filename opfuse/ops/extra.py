@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..op import OperationContext
-from ..quantization import Quantizer
-from ._common import ExtraTensorOperation
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import ExtraTensorOperation, Grads
 
 
-class AddExtraInput(ExtraTensorOperation):
+class _JoinOrFork(ExtraTensorOperation):
+    """What both ops share: nothing is saved, and they may work in place."""
+
+    saved_names = ()
+    feature_ratio = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def extra_repr(self) -> str:
+        """Whether it works in place."""
+        return f"in_place={self.in_place}"
+
+
+class AddExtraInput(_JoinOrFork):
     """``y = x + extra``: adds an extra input of the same shape, such as a residual branch.
 
     Args:
@@ -32,28 +43,14 @@ class AddExtraInput(ExtraTensorOperation):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
-    saved_names = ()
-    feature_ratio = 1
     grad_input = "shared"
 
     def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
+        super().__init__(in_place=in_place)
         self.differentiable = not in_place
 
-    def extra_repr(self) -> str:
-        """Whether it works in place."""
-        return f"in_place={self.in_place}"
-
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        self, basic_op_ctxs: list[OperationContext], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
@@ -69,10 +66,8 @@ class AddExtraInput(ExtraTensorOperation):
             Whether the sum goes into the memory of ``extra``.
         """
         if extra.shape != shape:
-            raise ValueError(
-                f"{type(self).__name__} expected an extra input of shape {tuple(shape)}, "
-                f"the input's, got {tuple(extra.shape)}"
-            )
+            expected = f"{type(self).__name__} expected an extra input of shape {tuple(shape)}"
+            raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
         if not self.in_place or self._extra_input_channels[0] is not None or torch.compiler.is_compiling():
             return False
         if ctx.requires_grad:
@@ -88,17 +83,13 @@ class AddExtraInput(ExtraTensorOperation):
                 )
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
         """Both gradients are ``grad_output`` itself."""
         return grad_output, [()], [(grad_output,)]
 
 
-class MakeExtraOutput(ExtraTensorOperation):
+class MakeExtraOutput(_JoinOrFork):
     """``y = x``, and ``x`` once more as an extra output, such as the start of a residual branch.
 
     Both outputs share the memory of the input.
@@ -108,38 +99,17 @@ class MakeExtraOutput(ExtraTensorOperation):
     """
 
     num_extra_outputs = 1
-    saved_names = ()
-    feature_ratio = 1
     grad_input = "same"
     differentiable = True
 
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def extra_repr(self) -> str:
-        """Whether it works in place."""
-        return f"in_place={self.in_place}"
-
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        self, basic_op_ctxs: list[OperationContext], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """The input twice, as two tensor objects: an autograd function must not return one object twice."""
         return input_, [(input_.view_as(input_),)]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
         """The sum of both gradients; None for the extra output's means zero."""
         ((grad_extra,),) = basic_op_grad_extra_outputs

@@ -109,11 +109,15 @@ class GatedActivation(Activation):
         return torch.mul(grad_output, self.derivative(x), out=out)
 
 
-class GLU(GatedActivation):
-    """``sigmoid(a) b`` (Dauphin et al. 2016)."""
+class _InHalves(GatedActivation):
+    """A gated activation whose halves are contiguous."""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
+
+
+class GLU(_InHalves):
+    """``sigmoid(a) b`` (Dauphin et al. 2016)."""
 
     def value(self, x: Tensor) -> Tensor:
         """``sigmoid(x)``."""
@@ -125,43 +129,31 @@ class GLU(GatedActivation):
         return s * (1 - s)
 
 
-class GEGLU(GatedActivation):
+class GEGLU(_InHalves):
     """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
 
     value = GELU.value
     derivative = GELU.derivative
     gate_gradient = GELU.backward_value
 
 
-class QGEGLU(GatedActivation):
+class QGEGLU(_InHalves):
     """``a sigmoid(1.702 a) b``."""
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
 
     value = QGELU.value
     derivative = QGELU.derivative
 
 
-class ReGLU(GatedActivation):
+class ReGLU(_InHalves):
     """``max(a, 0) b`` (Shazeer 2020)."""
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
 
     value = ReLU.value
     derivative = ReLU.derivative
     gate_gradient = ReLU.backward_value
 
 
-class SReGLU(GatedActivation):
+class SReGLU(_InHalves):
     """``max(a, 0)^2 b``."""
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
 
     value = SReLU.value
     derivative = SReLU.derivative

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, FusedOperation, OperationContext
-from ..quantization import Quantizer
-from ._common import cast, check_size, refuse
+from ._common import Grads, cast, check_size, refuse
 from .basic_linear import BasicLinear
-
-if TYPE_CHECKING:
-    from ..op import Grads
 
 
 class Bias(BasicOperation):
@@ -50,8 +46,7 @@ class Bias(BasicOperation):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        if tensor_parallel:
-            refuse(self, "tensor_parallel=True", "tensor parallelism")
+        refuse(self, tensor_parallel, "tensor_parallel=True", "tensor parallelism")
         self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
@@ -64,12 +59,7 @@ class Bias(BasicOperation):
         return f"size={self.in_features}"
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The sum; saves nothing."""
         y = input_ + ctx.params[0]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-from ._common import cast, check_shape, wide
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import Grads, cast, check_shape, wide
 
 
 class _Norm(BasicOperation):
-    """What LayerNorm and RMSNorm share: the shape, the weight, and their arguments."""
+    """What LayerNorm and RMSNorm share: the shape, the parameters, and their arguments."""
 
     grad_input = "fresh"
     differentiable = True
+    _has_bias = False
 
     def __init__(
         self,
@@ -42,19 +39,23 @@ class _Norm(BasicOperation):
             raise TypeError(f"{type(self).__name__} expected an int or a dict of ints as sm_margin, got {sm_margin!r}")
         self.sm_margin = sm_margin
         self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        if self._has_bias:
+            self.bias = nn.Parameter(torch.empty_like(self.weight))
+        self.reset_parameters()
 
     def extra_repr(self) -> str:
         """The shape and the constants."""
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
-    def _reset_weight(self) -> None:
+    def reset_parameters(self) -> None:
+        """Set the parameters to what normalizes and does nothing else."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self._has_bias:
+            nn.init.zeros_(self.bias)
 
     def _check_input(self, x: Tensor) -> None:
-        shape = self.normalized_shape
-        if len(shape) == 1:  # the chain has checked it
-            return
-        if x.shape[-len(shape) :] != shape:
+        shape = self.normalized_shape  # of one dimension: the chain has checked it
+        if len(shape) > 1 and x.shape[-len(shape) :] != shape:
             raise ValueError(
                 f"{type(self).__name__} expected an input whose last dimensions are {shape}, got {tuple(x.shape)}"
             )
@@ -86,40 +87,10 @@ class LayerNorm(_Norm):
     """
 
     saved_names = ("input", "weight", "mean", "rstd")
-
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int],
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: int | dict[str, int] = 0,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-        )
-        self.bias = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else."""
-        self._reset_weight()
-        nn.init.zeros_(self.bias)
+    _has_bias = True
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it came."""
         self._check_input(input_)
@@ -131,12 +102,9 @@ class LayerNorm(_Norm):
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
             needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            ctx.save_for_backward(
-                input_ if needed else None,
-                weight if ctx.input_requires_grad else None,
-                mean if needed else None,
-                rstd if needed else None,
-            )
+            statistics = (mean, rstd) if needed else (None, None)
+            scaled_by = weight if ctx.input_requires_grad else None
+            ctx.save_for_backward(input_ if needed else None, scaled_by, *statistics)
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
@@ -146,13 +114,9 @@ class LayerNorm(_Norm):
         wants = [weight is not None, *ctx.param_requires_grad]
         if input_ is None:
             rows = tuple(range(grad_output.ndim - len(self.normalized_shape)))
-            db = grad_output.sum(rows) if rows else grad_output.clone()
-            return None, (None, db)
+            return None, (None, grad_output.sum(rows) if rows else grad_output.clone())
         dtype = mean.dtype
-        if weight is None:
-            scale = torch.ones(self.normalized_shape, dtype=dtype, device=mean.device)
-        else:
-            scale = self._scale(weight, dtype)
+        scale = mean.new_ones(self.normalized_shape) if weight is None else self._scale(weight, dtype)
         # all in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision
         dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
             cast(grad_output, dtype), cast(input_, dtype), self.normalized_shape, mean, rstd, scale, scale, wants
@@ -182,37 +146,8 @@ class RMSNorm(_Norm):
 
     saved_names = ("input", "weight", "rstd")
 
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int],
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: int | dict[str, int] = 0,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to what normalizes and does nothing else."""
-        self._reset_weight()
-
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
@@ -273,12 +208,7 @@ class L2Normalization(BasicOperation):
         return f"eps={self.eps}"
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         x = cast(input_, wide(input_.dtype))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ._common import Grads, PassThrough
 
 
 class ConstantScale(BasicOperation):
@@ -41,12 +38,7 @@ class ConstantScale(BasicOperation):
         return f"scale={self.scale}"
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The product; saves nothing."""
         return input_ * self.scale
@@ -56,28 +48,8 @@ class ConstantScale(BasicOperation):
         return grad_output * self.scale, ()
 
 
-class Identity(BasicOperation):
+class Identity(PassThrough):
     """``y = x``, for any shape."""
-
-    saved_names = ()
-    feature_ratio = 1
-    grad_input = "same"
-    differentiable = True
-
-    def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-    ) -> Tensor:
-        """The input itself; saves nothing."""
-        return input_
-
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """``dx = dy``."""
-        return grad_output, ()
 
 
 class Reshape(BasicOperation):
@@ -111,12 +83,7 @@ class Reshape(BasicOperation):
         return f"shape={self.shape}"
 
     def op_forward(  # type: ignore[override]
-        self,
-        ctx: Any,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The reshaped input; saves no tensor."""
         if ctx.requires_grad:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-from ..op import BasicOperation, OperationContext
-from ..quantization import Quantizer, QuantizerRole
-
-if TYPE_CHECKING:
-    from ..op import Grads
+from ..quantization import QuantizerRole
+from ._common import PassThrough
 
 
-class Quantize(BasicOperation):
+class Quantize(PassThrough):
     """Quantizes what passes, under a recipe; without one it is the identity.
 
     Takes and gives any shape. The op only declares what it wants; the cast is made by the op before it, if that
@@ -23,11 +16,6 @@ class Quantize(BasicOperation):
         forward: Quantize the tensor in forward.
         backward: Quantize the gradient in backward.
     """
-
-    saved_names = ()
-    feature_ratio = 1
-    grad_input = "same"
-    differentiable = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -45,18 +33,3 @@ class Quantize(BasicOperation):
         """An input, or the gradient of an output."""
         role = QuantizerRole("quantize", "input" if mode == "forward" else "grad_output")
         return [role] * self.num_quantizers(mode)
-
-    def op_forward(  # type: ignore[override]
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-    ) -> Tensor:
-        """The input itself, which has been cast on the way here; saves nothing."""
-        return input_
-
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """The gradient itself, which has been cast on the way here."""
-        return grad_output, ()

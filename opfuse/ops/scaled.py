@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..quantization import Quantizer
-from ._common import ExtraTensorOperation, refuse, widen
+from ._common import ExtraTensorOperation, Grads, refuse, widen
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
-
-if TYPE_CHECKING:
-    from ..op import Grads
 
 
 class ScaledActivation(ExtraTensorOperation):
@@ -45,14 +41,7 @@ class ScaledActivation(ExtraTensorOperation):
         self.feature_ratio = activation.feature_ratio
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[Any],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        self, basic_op_ctxs: list[Any], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
         (ctx,) = basic_op_ctxs
@@ -76,11 +65,7 @@ class ScaledActivation(ExtraTensorOperation):
         return y.to(x.dtype), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[Any],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+        self, basic_op_ctxs: list[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
         """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
         (ctx,) = basic_op_ctxs
@@ -110,7 +95,7 @@ class ScaledSwiGLU(ScaledActivation):
 
     def __init__(self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__(SwiGLU(glu_interleave_size=glu_interleave_size))
-        _check_recompute(self, activation_recompute_in_mlp)
+        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
 
 
 class ScaledSiTUGLU(ScaledActivation):
@@ -136,7 +121,7 @@ class ScaledSiTUGLU(ScaledActivation):
         activation_recompute_in_mlp: bool = False,
     ) -> None:
         super().__init__(SiTUGLU(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size))
-        _check_recompute(self, activation_recompute_in_mlp)
+        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
 
 
 class ScaledClampedQGeGLU(ScaledActivation):
@@ -167,7 +152,7 @@ class ScaledClampedQGeGLU(ScaledActivation):
             limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, glu_interleave_size=glu_interleave_size
         )
         super().__init__(activation)
-        _check_recompute(self, activation_recompute_in_mlp)
+        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
 
 
 class ScaledSReLU(ScaledActivation):
@@ -182,9 +167,4 @@ class ScaledSReLU(ScaledActivation):
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__(SReLU())
-        _check_recompute(self, activation_recompute_in_mlp)
-
-
-def _check_recompute(op: ScaledActivation, recompute: bool) -> None:
-    if recompute:
-        refuse(op, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")

@@ -35,7 +35,9 @@ class QuantizerStates:
             count = op.num_quantizers(mode)
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
-                raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers")
+                raise RuntimeError(
+                    f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers"
+                )
             made.append(tuple(_make_quantizer(recipe, role, type(op).__name__) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))

@@ -97,11 +97,7 @@ POINTWISE = {
 WITH_PARAMETERS = {
     "BasicLinear": (lambda dtype: ops.BasicLinear(6, 5, dtype=dtype), lambda x, p: x @ p["weight"].T, 6),
     "Linear": (lambda dtype: ops.Linear(6, 5, dtype=dtype), lambda x, p: x @ p["weight"].T + p["bias"], 6),
-    "Linear no bias": (
-        lambda dtype: ops.Linear(6, 5, bias=False, dtype=dtype),
-        lambda x, p: x @ p["weight"].T,
-        6,
-    ),
+    "Linear no bias": (lambda dtype: ops.Linear(6, 5, bias=False, dtype=dtype), lambda x, p: x @ p["weight"].T, 6),
     "Bias": (lambda dtype: ops.Bias(6, dtype=dtype), lambda x, p: x + p["bias"], 6),
     "LayerNorm": (
         lambda dtype: ops.LayerNorm(6, dtype=dtype),
@@ -239,9 +235,7 @@ def test_autocast(compare, name, dtype):
     extras = extras_of(name, (5,), dtype)
     keeps = any(kind == name.split()[0] for kind in ("Identity", "Quantize", "Dropout", "Bias", "ConstantScale"))
     through = torch.bfloat16 if rounds else None
-    y = compare(
-        op, reference, x, *extras, autocast=torch.bfloat16, through=through, dtype=torch.bfloat16, gemm=True
-    )
+    y = compare(op, reference, x, *extras, autocast=torch.bfloat16, through=through, dtype=torch.bfloat16, gemm=True)
     assert y.dtype is (dtype if keeps else torch.bfloat16)
 
 

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
-from opfuse.ops import Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
+from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, SiLU
 
 from . import kernels
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
+
+_EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
+"""How oneDNN calls the activations that a matrix product can end with."""
 
 
 class _ForwardLinear(FusedOperation):
@@ -44,11 +47,19 @@ class ForwardLinearBias(_ForwardLinear):
 class ForwardLinearBiasActivation(_ForwardLinear):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it."""
 
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._epilogue = _EPILOGUES.get(type(basic_ops[-1]))
+
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        act = self._parts[-1]
-        hidden = kernels.linear(x, weight, self._bias(basic_op_ctxs, x.dtype))
-        return act.forward_value(act.operand(basic_op_ctxs[-1], hidden)), self._no_extras
+        act, ctx, bias = self._parts[-1], basic_op_ctxs[-1], self._bias(basic_op_ctxs, x.dtype)
+        if self._epilogue is not None and not ctx.requires_grad:
+            y = kernels.linear_activation(x, weight, bias, *self._epilogue)
+            if y is not None:
+                return y, self._no_extras
+        hidden = kernels.linear(x, weight, bias)
+        return act.forward_value(act.operand(ctx, hidden)), self._no_extras
 
 
 class ForwardLinearAdd(_ForwardLinear):
@@ -87,7 +98,6 @@ class BackwardLinear(FusedOperation):
         assert linear is not None
         self._linear = linear
         self._scale = 1.0 if scale is None else basic_ops[scale].scale
-        self._plain = self._extra is None and scale is None
         self._act = () if act is None else (basic_ops[act],)  # a tuple, since looking up a submodule is slow
         self._no_extras = ((),) * len(basic_ops)
 
@@ -103,25 +113,17 @@ class BackwardLinear(FusedOperation):
         x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
         grad_input = grad_weight = None
         if weight is not None:
-            if self._plain:
-                grad_input = kernels.linear_dgrad(dy, weight)
+            addend = None if self._extra is None else basic_op_grad_extra_outputs[self._extra][0]
+            if addend is None:
+                grad_input = kernels.linear_dgrad(dy, weight, self._scale)
+            elif addend.dtype is dy.dtype:
+                grad_input = kernels.linear_dgrad_add(dy, weight, addend)
             else:
-                grad_input = self._dgrad(dy, weight, basic_op_grad_extra_outputs)
+                grad_input = kernels.linear_dgrad(dy, weight) + addend
         if x is not None:
-            grad_weight = kernels.linear_wgrad(dy, x)
-            if self._scale != 1.0:
-                grad_weight *= self._scale
+            grad_weight = kernels.linear_wgrad(dy, x, self._scale)
         grads[self._linear] = (grad_weight,)
         return grad_input, grads, self._no_extras
-
-    def _dgrad(self, dy: Tensor, weight: Tensor, grad_extras: Extras) -> Tensor:
-        addend = None if self._extra is None else grad_extras[self._extra][0]
-        if addend is not None and addend.dtype is dy.dtype:
-            return kernels.linear_dgrad_add(dy, weight, addend)
-        grad_input = kernels.linear_dgrad(dy, weight)
-        if self._scale != 1.0:
-            grad_input *= self._scale
-        return grad_input if addend is None else grad_input + addend
 
 
 class BackwardActivationBias(FusedOperation):

@@ -19,6 +19,12 @@ from torch.nn import functional as F
 ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which a call of oneDNN costs more than it saves (it adds about 9 us)."""
 
+ONEDNN_MIN_SIZE_BF16 = 1 << 10
+"""The same for a product in bf16 with an activation: there the default library is oneDNN too."""
+
+ONEDNN_MIN_WIDTH = 8
+"""Rows and columns of the result below which the default library's matrix-vector products are faster."""
+
 
 @functools.cache
 def onednn_is_faster() -> bool:
@@ -32,51 +38,105 @@ def onednn_is_faster() -> bool:
     return "AuthenticAMD" in vendor
 
 
-def _use_onednn(x: Tensor) -> bool:
-    """Whether a product with ``x`` on the left goes to oneDNN; while tracing, that is the compiler's affair."""
+@functools.cache
+def onednn_has_bf16() -> bool:
+    """Whether this machine's CPU multiplies bf16 matrices in oneDNN."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _pays_off(x: Tensor, features: int, min_size: int) -> bool:
+    """Whether a product with ``x`` on the left is large enough, and oneDNN allowed.
+
+    While tracing, the library is the compiler's affair.
+    """
     return (
         not is_compiling()
-        and x.numel() >= ONEDNN_MIN_SIZE
-        and x.dtype is torch.float32
+        and (size := x.numel()) >= min_size
+        and size >= ONEDNN_MIN_WIDTH * x.shape[-1]
+        and features >= ONEDNN_MIN_WIDTH
         and x.device.type == "cpu"
-        and onednn_is_faster()
+        and type(x) is Tensor  # a subclass brings its own operations
         and torch._C._get_mkldnn_enabled()
     )
 
 
+def _use_onednn(x: Tensor, features: int) -> bool:
+    """Whether ``x`` times a matrix of ``features`` columns goes to oneDNN."""
+    return x.dtype is torch.float32 and _pays_off(x, features, ONEDNN_MIN_SIZE) and onednn_is_faster()
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor with one row dimension."""
+    if tensor.ndim == 2:
+        return tensor
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
+
+
+def _mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return a.mm(b) if scale == 1.0 else torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension."""
-    if _use_onednn(x):
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    return _onednn(x, weight, bias) if _use_onednn(x, weight.shape[0]) else F.linear(x, weight, bias)
 
 
-def linear_dgrad(grad_output: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of ``linear`` with respect to its input: ``grad_output @ weight``."""
-    if _use_onednn(grad_output):
-        return torch.ops.mkldnn._linear_pointwise.default(grad_output, weight.t(), None, "none", [], "")
-    return grad_output.mm(weight) if grad_output.ndim == 2 else grad_output @ weight
+def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
+    """``act(x @ weight.T + bias)`` in one call of oneDNN; None where that does not pay off.
+
+    Args:
+        x: The input.
+        weight: The weight.
+        bias: The bias, or None.
+        name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
+        form: Which form of it: "tanh" for GELU.
+    """
+    if x.dtype is torch.bfloat16:
+        use = _pays_off(x, weight.shape[0], ONEDNN_MIN_SIZE_BF16) and onednn_has_bf16()
+    else:
+        use = _use_onednn(x, weight.shape[0])
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form) if use else None
 
 
-def linear_wgrad(grad_output: Tensor, x: Tensor) -> Tensor:
-    """Gradient of ``linear`` with respect to its weight: ``grad_output.T @ x`` over all rows."""
+def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Gradient of ``scale * linear`` with respect to its input: ``scale * grad_output @ weight``."""
+    if _use_onednn(grad_output, weight.shape[1]):
+        grad_input = _onednn(grad_output, weight.t())
+        return grad_input if scale == 1.0 else grad_input.mul_(scale)
+    if grad_output.ndim == 2:
+        return _mm(grad_output, weight, scale)
+    if scale == 1.0:
+        return grad_output @ weight
+    return _mm(_rows(grad_output), weight, scale).view(*grad_output.shape[:-1], weight.shape[1])
+
+
+def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+    """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over all rows."""
     if x.ndim != 2:
-        grad_output, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
-    if _use_onednn(grad_output):
-        return torch.ops.mkldnn._linear_pointwise.default(grad_output.t(), x.t(), None, "none", [], "")
-    return grad_output.t().mm(x)
+        grad_output, x = _rows(grad_output), _rows(x)
+    rows, features = x.shape
+    if _use_onednn(grad_output, features) and rows >= ONEDNN_MIN_WIDTH:
+        if scale != 1.0:
+            grad_output = grad_output * scale
+        # oneDNN's left operand is copied where it is transposed: better the small one, even if the result is then, too
+        if (rows + grad_output.shape[1]) * features < grad_output.numel():
+            return _onednn(x.t(), grad_output.t()).t().contiguous()
+        return _onednn(grad_output.t(), x.t())
+    return _mm(grad_output.t(), x, scale)
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """Gradient of a bias: the sum over all rows, never an alias of ``grad_output``."""
-    if grad_output.ndim == 2:
-        return grad_output.sum(0)
-    return grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
+    return _rows(grad_output).sum(0)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    if _use_onednn(x):
+    if _use_onednn(x, weight.shape[0]):
         if scale == 1.0:
             return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     elif bias is None and addend.ndim == 2:
@@ -87,7 +147,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, s
 
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
     """``addend + grad_output @ weight``."""
-    if _use_onednn(grad_output):
+    if _use_onednn(grad_output, weight.shape[1]):
         return torch.ops.mkldnn._linear_pointwise.binary(grad_output, addend, weight.t(), None, "add")
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
