@@ -17,7 +17,7 @@ import sys
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["tests", "plugin", "together", "lint", "types", "docs", "build"]
+nox.options.sessions = ["tests", "plugin", "together", "strangers", "lint", "types", "docs", "build"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
@@ -114,6 +114,20 @@ def together(session: nox.Session) -> None:
     install(session, ROOT, *PLUGINS.values())
     show_plugins(session)
     pytest(session, ROOT / "tests")
+
+
+@nox.session(venv_params=ALONE)
+def strangers(session: nox.Session) -> None:
+    """The README's plugin and a broken one, each installed with pip from a folder of its own."""
+    folder = pathlib.Path(session.create_tmp()) / "addmm"
+    folder.mkdir(exist_ok=True)
+    for block in (ROOT / "README.md").read_text(encoding="utf-8").split("```")[1::2]:
+        language, _, code = block.partition("\n")
+        name = code.partition("\n")[0].removeprefix("# ")
+        if language in ("toml", "python") and name in ("pyproject.toml", "opfuse_addmm.py"):
+            (folder / name).write_text(code, encoding="utf-8")
+    install(session, ROOT, folder, ROOT / "tests" / "strangers" / "broken")
+    session.run("python", str(ROOT / "tests" / "strangers" / "check.py"))
 
 
 @nox.session(reuse_venv=True)
