@@ -111,7 +111,7 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session(venv_params=ALONE)
 def together(session: nox.Session) -> None:
     """The core's tests again, with every plugin installed: fusing never changes the answer."""
-    install(session, ROOT, *PLUGINS.values())
+    install(session, f"{ROOT}[examples]", *PLUGINS.values())
     show_plugins(session)
     pytest(session, ROOT / "tests")
 

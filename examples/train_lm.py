@@ -39,7 +39,6 @@ SIZES = ("batch", "context", "width", "layers", "seed")  # what a checkpoint fix
 HEAD = 32  # features of one attention head
 LEARNING_RATE, WARMUP = 2e-3, 20
 EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must agree
-PROMPT = "The "
 
 
 # The model
@@ -186,9 +185,9 @@ class Run:
 
     @torch.no_grad()
     def generate(self, length=300, temperature=0.7):
-        """Text that goes on from the prompt, each byte drawn from the model's distribution."""
+        """Text that begins with "The ", each byte drawn from the model's distribution."""
         generator = torch.Generator().manual_seed(self.args.seed)
-        tokens = torch.tensor([list(PROMPT.encode())])
+        tokens = torch.tensor([list(b"The ")])
         for _ in range(length):
             with opfuse.plugins.using(self.selection):
                 logits = self.model(tokens[:, -self.args.context :])[:, -1]
@@ -317,16 +316,13 @@ def parse_arguments():
     parser.add_argument("--out", type=pathlib.Path, default=out, metavar="DIR", help="where plot and plan go")
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write a checkpoint after the last step")
     parser.add_argument("--resume", type=pathlib.Path, metavar="FILE", help="go on from a checkpoint, with its sizes")
-    args, checkpoint = parser.parse_args(), None
+    args = parser.parse_args()
     try:
-        opfuse.plugins.using(args.plugins)
-    except ValueError as error:
-        parser.error(f"--plugins: {error}")
-    if args.resume:
-        try:
-            checkpoint = torch.load(args.resume, weights_only=True)
-        except OSError as error:
-            parser.error(f"--resume: {error}")
+        opfuse.plugins.using(args.plugins)  # refuses a malformed selection
+        checkpoint = torch.load(args.resume, weights_only=True) if args.resume else None
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if checkpoint:
         parser.set_defaults(**checkpoint["settings"])
         args = parser.parse_args()
         for name, value in checkpoint["settings"].items():

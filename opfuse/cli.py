@@ -11,7 +11,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from torch import nn
@@ -36,18 +36,11 @@ def _quiet_stdout() -> Iterator[None]:
     """Keep stdout for the answer: foreign code prints to stderr, plugin warnings take one line there."""
     show = warnings.showwarning
 
-    def one_line(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def one_line(message: Warning | str, category: type[Warning], *where: Any, **file_and_line: Any) -> None:
         if issubclass(category, PluginWarning):
             click.echo("Warning: " + " ".join(str(message).split()), err=True)
         else:
-            show(message, category, filename, lineno, file, line)
+            show(message, category, *where, **file_and_line)
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("always", PluginWarning)
@@ -85,10 +78,7 @@ def plugins(as_json: bool) -> None:
     _check_selection()
     with _quiet_stdout():
         rows = _listing()
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        click.echo("\n".join(_table(rows)))
+    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
     if is_strict() and any(row["state"] == "failed" for row in rows):
         sys.exit(1)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,30 +70,18 @@ class Explanation:
         return {
             "forward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.forward],
             "backward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.backward],
-            "refused": [
-                {
-                    "path": path,
-                    "fusion": refusal.fusion,
-                    "pass": refusal.kind,
-                    "basic_ops": list(refusal.basic_ops),
-                    "reason": refusal.reason,
-                    "distribution": refusal.distribution,
-                }
-                for path, _, refusal in refused
-            ],
+            "refused": [_refusal_row(path, refusal) for path, _, refusal in refused],
         }
 
 
 def _step_row(call: Call, number: int, step: PlanStep) -> dict[str, Any]:
-    return {
-        "path": call.path,
-        "call": number,
-        "op": step.op,
-        "basic_ops": list(step.basic_ops),
-        "fusion": step.fusion,
-        "distribution": step.distribution,
-        "version": step.version,
-    }
+    row = {"path": call.path, "call": number, "op": step.op, "basic_ops": list(step.basic_ops)}
+    return {**row, "fusion": step.fusion, "distribution": step.distribution, "version": step.version}
+
+
+def _refusal_row(path: str, refusal: Refusal) -> dict[str, Any]:
+    row = {"path": path, "fusion": refusal.fusion, "pass": refusal.kind, "basic_ops": list(refusal.basic_ops)}
+    return {**row, "reason": refusal.reason, "distribution": refusal.distribution}
 
 
 # Recording
@@ -235,13 +224,10 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
 
 
 def _describe_header(call: Call, paths: list[str], numbers: list[int]) -> list[str]:
-    if call.owner:
-        names = [path or "the model" for path in paths]
-        if len(names) > 8:
-            names = [*names[:3], f"... {len(names) - 4} more like these ...", names[-1]]
-        where = ", ".join(names) + ": "
-    else:
-        where = ""
+    names = [path or "the model" for path in paths]
+    if len(names) > 8:
+        names = [*names[:3], f"... {len(names) - 4} more like these ...", names[-1]]
+    where = ", ".join(names) + ": " if call.owner else ""
     what = call.owner or "chain"
     if call.ops != (call.owner,):
         what += f" [{', '.join(call.ops)}]"
@@ -256,14 +242,12 @@ def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) 
         reason = "every candidate was refused" if plan.refused else unfused
         lines += _wrap(f"nothing is fused: {reason}", indent) if reason else []
     lines += _describe_steps("forward", plan.forward, indent)
-    if plan.backward:
-        lines += _describe_steps("backward", plan.backward, indent)
-    else:
-        lines.append(f"{indent}backward: none, {no_grad}")
-    if plan.refused:
-        lines.append(f"{indent}refused")
-        for refusal, times in _counted(plan.refused):
-            lines += _describe_refusal(refusal, times, indent + "  ")
+    none = [f"{indent}backward: none, {no_grad}"]
+    lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
+    lines += [f"{indent}refused"] if plan.refused else []
+    alike = Counter(dataclasses.replace(refusal, start=0) for refusal in plan.refused)  # wherever they are
+    for refusal, times in alike.items():
+        lines += _describe_refusal(refusal, times, indent + "  ")
     return lines
 
 
@@ -294,15 +278,6 @@ def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
     return [*_wrap(title, indent, indent + "    "), *_wrap(refusal.reason, indent + "  ")]
 
 
-def _counted(refused: Iterable[Refusal]) -> list[tuple[Refusal, int]]:
-    """Refusals that differ only in where they are, counted."""
-    counts: dict[Refusal, int] = {}
-    for refusal in refused:
-        anywhere = dataclasses.replace(refusal, start=0)
-        counts[anywhere] = counts.get(anywhere, 0) + 1
-    return list(counts.items())
-
-
 def _owner(distribution: str | None, version: str | None = None) -> str:
     return " ".join(filter(None, (distribution, version))) or "registered in code"
 
@@ -312,7 +287,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    rest = indent if rest is None else rest
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    ) or [indent]
+    wrapper = textwrap.TextWrapper(_WIDTH, indent, indent if rest is None else rest)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(text) or [indent]

@@ -122,7 +122,7 @@ def choose(
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, start, stop)`` of candidates whose build failed.
     """
-    finder = _Finder(ops, env, boundary, kwargs, excluded)
+    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded)
     candidates = [candidate for source in sources for candidate in finder.candidates(source)]
     candidates.sort(key=lambda c: (c.source.rank, PASSES.index(c.kind)))
     taken: list[Candidate] = []
@@ -147,24 +147,17 @@ def choose(
     return Choice(tuple(taken), tuple(order), finder.needs_row_alignment)
 
 
+@dataclasses.dataclass
 class _Finder:
     """Finds the candidates of one chain and keeps the refusals."""
 
-    def __init__(
-        self,
-        ops: Sequence[BasicOperation],
-        env: Environment,
-        boundary: int,
-        kwargs: Sequence[tuple[str, ...]],
-        excluded: frozenset[tuple[Any, int, int]],
-    ) -> None:
-        self.ops = tuple(ops)
-        self.env = env
-        self.boundary = boundary
-        self.kwargs = kwargs
-        self.excluded = excluded
-        self.refused: list[Refusal] = []
-        self.needs_row_alignment = False
+    ops: tuple[BasicOperation, ...]
+    env: Environment
+    boundary: int
+    kwargs: Sequence[tuple[str, ...]]
+    excluded: frozenset[tuple[Any, int, int]]
+    refused: list[Refusal] = dataclasses.field(default_factory=list)
+    needs_row_alignment: bool = False
 
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
@@ -175,31 +168,22 @@ class _Finder:
             return []
         found = []
         for start, stop, op in self._matches(source):
-            if source.kind == "backward" and start < self.boundary:
-                self.refuse(source, start, stop, "no gradient is needed before op " + str(self.boundary))
-                continue
-            reason = self._reason_against(source, start, stop, op)
-            if reason is not None:
-                self.refuse(source, start, stop, reason)
-                continue
-            benefit = self._benefit(source, start, stop)
+            benefit = self._reason_against(source, start, stop, op) or self._benefit(source, start, stop)
             if isinstance(benefit, str):
-                warn_about(source, benefit)
                 self.refuse(source, start, stop, benefit)
-                continue
-            if benefit < 0:
-                self.refuse(source, start, stop, f"it declares a benefit of {benefit:g}")
-                continue
-            found.append(Candidate(source, source.kind, start, stop, benefit, op))
+            else:
+                found.append(Candidate(source, source.kind, start, stop, benefit, op))
         return found
 
     def _matches(self, source: FusionSource) -> list[tuple[int, int, FusedOperation | None]]:
-        if isinstance(source.fusion, Fusion):
-            fusion = source.fusion
+        fusion = source.fusion
+        if isinstance(fusion, Fusion):
             return [(i, j, None) for i in range(len(self.ops)) for j in fusion.match(self.ops, i)]
         return _run_fusion_function(source, self.ops, self.env)
 
     def _reason_against(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> str | None:
+        if source.kind == "backward" and start < self.boundary:
+            return f"no gradient is needed before op {self.boundary}"
         if (source, start, stop) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
@@ -210,42 +194,36 @@ class _Finder:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
         if not isinstance(fusion, Fusion):
             return None
-        env = self.env
-        if fusion.needs_row_alignment:
-            self.needs_row_alignment = True
-        else:
-            env = env._replace(row_alignment=1)
-        if fusion.when is None:
-            return None
+        self.needs_row_alignment |= fusion.needs_row_alignment
+        env = self.env if fusion.needs_row_alignment else self.env._replace(row_alignment=1)
         try:
-            answer = fusion.when(self.ops[start:stop], env)
+            answer = fusion.when is None or fusion.when(self.ops[start:stop], env)
         except Exception as error:
-            warn_about(source, f"its condition raised {type(error).__name__}: {error}")
-            return f"its condition raised {type(error).__name__}: {error}"
+            return warn_about(source, f"its condition raised {type(error).__name__}: {error}")
         if answer is True:
             return None
         if isinstance(answer, str) and answer:
             return answer
-        warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
-        return f"its condition returned {answer!r} instead of True or a sentence"
+        return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
 
     def _benefit(self, source: FusionSource, start: int, stop: int) -> float | str:
-        """The benefit, or a sentence that says what is wrong with it."""
+        """The benefit, or the sentence that says why it is no reason to fuse."""
         if not isinstance(source.fusion, Fusion):
             return 2 * (stop - start - 1)
         try:
             benefit = source.fusion.benefit_of(self.ops[start:stop], self.env)
         except Exception as error:
-            return f"its benefit raised {type(error).__name__}: {error}"
-        if isinstance(benefit, (int, float)) and math.isfinite(benefit):
-            return benefit
-        return f"its benefit is {benefit!r} instead of a finite number"
+            return warn_about(source, f"its benefit raised {type(error).__name__}: {error}")
+        if not (isinstance(benefit, (int, float)) and math.isfinite(benefit)):
+            return warn_about(source, f"its benefit is {benefit!r} instead of a finite number")
+        return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
 
-def warn_about(source: FusionSource, what: str) -> None:
-    """Warn that a fusion misbehaved while planning; the chain runs without it."""
+def warn_about(source: FusionSource, what: str) -> str:
+    """Warn that a fusion misbehaved while planning, and give ``what`` back; the chain runs without it."""
     owner = f"{source.distribution} {source.version}" if source.distribution else "registered in code"
     warnings.warn(PluginWarning(f"fusion {source.name} ({owner}) is not used: {what}"), stacklevel=2)
+    return what
 
 
 def _run_fusion_function(

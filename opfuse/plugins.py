@@ -112,11 +112,6 @@ class Selection(NamedTuple):
             )
         return cls(None, blocked) if blocked else cls(tuple(names))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every name given."""
-        return self.blocked if self.only is None else self.only
-
     def position(self, record: PluginRecord) -> int | None:
         """The position of a selected plugin in the user's list (0 where there is no list); None: blocked."""
         if self.only is None:
@@ -205,7 +200,7 @@ class PluginManager:
         """The plugins that a selection leaves, loaded, in sorted order or in the order of the user's list."""
         selection = Selection.parse(text)
         with self._lock:
-            for name in selection.names:
+            for name in selection.only or selection.blocked:
                 if name not in self._warned and not any(record.answers_to(name) for record in self.records):
                     self._warned.add(name)
                     warnings.warn(
@@ -343,17 +338,10 @@ class PluginManager:
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
-            rows.append(
-                {
-                    "name": record.name,
-                    "distribution": record.distribution,
-                    "version": record.version,
-                    "state": "blocked" if blocked else record.state,
-                    "hooks": list(record.hooks),
-                    "fusions": [fusion_name(fusion) for _, fusion in record.fusions],
-                    "error": record.error,
-                }
-            )
+            fusions = [fusion_name(fusion) for _, fusion in record.fusions]
+            row: dict[str, Any] = {"name": record.name, "distribution": record.distribution, "version": record.version}
+            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
+            rows.append(row | {"fusions": fusions, "error": record.error})
         return rows
 
 

@@ -120,8 +120,7 @@ def _all_gather(op: _Collective, tensor: Tensor) -> Tensor:
     if op.process_group_size == 1:
         return tensor
     _check_dimensions(op, tensor)
-    shape = (op.process_group_size * tensor.shape[0], *tensor.shape[1:])
-    gathered = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    gathered = tensor.new_empty((op.process_group_size * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=op.process_group)
     return gathered
 
@@ -136,7 +135,7 @@ def _reduce_scatter(op: _Collective, tensor: Tensor) -> Tensor:
             f"{type(op).__name__} expected a multiple of {size}, the number of processes, in dimension 0, "
             f"got shape {tuple(tensor.shape)}"
         )
-    part = torch.empty((tensor.shape[0] // size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
     dist.reduce_scatter_tensor(part, tensor.contiguous(), group=op.process_group)
     return part
 

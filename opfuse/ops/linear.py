@@ -133,25 +133,12 @@ class Linear(FusedOperation):
         if bias:
             ops.append(Bias(out_features, device=device, dtype=dtype))
         super().__init__(ops)
+        self.in_features, self.out_features = in_features, out_features
         for op in ops:
             op.lend_parameters(self)
         if not bias:
             self.register_parameter("bias", None)
         self._reset_bias()
-
-    @property
-    def in_features(self) -> int:
-        """Size of the last dimension of the input."""
-        size = self._basic(0).in_features
-        assert size is not None
-        return size
-
-    @property
-    def out_features(self) -> int:
-        """Size of the last dimension of the output."""
-        size = self._basic(0).out_features
-        assert size is not None
-        return size
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is drawn."""

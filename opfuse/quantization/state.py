@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .quantizer import Quantizer
+from .recipe import QuantizerRole, Recipe
+
 if TYPE_CHECKING:
     from ..op import BasicOperation
-    from .quantizer import Quantizer
-    from .recipe import Recipe
 
 _KEY = "quantizers."
 _MODES = ("forward", "backward")
@@ -26,19 +27,15 @@ class QuantizerStates:
 
     def use(self, op: BasicOperation, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
-        from .recipe import QuantizerRole
-
         if recipe is None or recipe in self._by_recipe:
             return
-        made = []
+        name, made = type(op).__name__, []
         for mode in _MODES:
             count = op.num_quantizers(mode)
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
-                raise RuntimeError(
-                    f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers"
-                )
-            made.append(tuple(_make_quantizer(recipe, role, type(op).__name__) for role in roles))
+                raise RuntimeError(f"{name} names {len(roles)} {mode} quantizer roles for {count} quantizers")
+            made.append(tuple(_make_quantizer(recipe, role, name) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))
 

@@ -26,6 +26,7 @@ class _ForwardLinear(FusedOperation):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         self._has_bias = len(basic_ops) > 1 and isinstance(basic_ops[1], Bias)
+        self._has_scale = len(basic_ops) > 1 and isinstance(basic_ops[1], ConstantScale)
         self._parts = tuple(basic_ops)  # a tuple, since looking up a submodule costs a microsecond
         self._no_extras = ((),) * len(basic_ops)
 
@@ -72,8 +73,8 @@ class ForwardLinearAdd(_ForwardLinear):
         bias = self._bias(basic_op_ctxs, x.dtype)
         (extra,) = basic_op_extra_inputs[-1]
         assert extra is not None
-        middle, add = self._parts[1], self._parts[-1]
-        scale = middle.scale if isinstance(middle, ConstantScale) else 1.0
+        add = self._parts[-1]
+        scale = self._parts[1].scale if self._has_scale else 1.0
         if add.check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), self._no_extras
         if extra.dtype is not x.dtype:
@@ -97,8 +98,8 @@ class BackwardLinear(FusedOperation):
         self._extra, linear, self._bias, scale, act = where
         assert linear is not None
         self._linear = linear
-        self._scale = 1.0 if scale is None else basic_ops[scale].scale
-        self._act = () if act is None else (basic_ops[act],)  # a tuple, since looking up a submodule is slow
+        self._scale = () if scale is None else (basic_ops[scale],)
+        self._act = () if act is None else (basic_ops[act],)  # tuples, since looking up a submodule is slow
         self._no_extras = ((),) * len(basic_ops)
 
     def fuser_backward(
@@ -111,17 +112,18 @@ class BackwardLinear(FusedOperation):
         if self._bias is not None:
             grads[self._bias] = (backward_bias(basic_op_ctxs[self._bias], dy),)
         x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
+        scale = self._scale[0].scale if self._scale else 1.0
         grad_input = grad_weight = None
         if weight is not None:
             addend = None if self._extra is None else basic_op_grad_extra_outputs[self._extra][0]
             if addend is None:
-                grad_input = kernels.linear_dgrad(dy, weight, self._scale)
+                grad_input = kernels.linear_dgrad(dy, weight, scale)
             elif addend.dtype is dy.dtype:
                 grad_input = kernels.linear_dgrad_add(dy, weight, addend)
             else:
                 grad_input = kernels.linear_dgrad(dy, weight) + addend
         if x is not None:
-            grad_weight = kernels.linear_wgrad(dy, x, self._scale)
+            grad_weight = kernels.linear_wgrad(dy, x, scale)
         grads[self._linear] = (grad_weight,)
         return grad_input, grads, self._no_extras
 

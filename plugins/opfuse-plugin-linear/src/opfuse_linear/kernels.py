@@ -44,25 +44,21 @@ def onednn_has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _pays_off(x: Tensor, features: int, min_size: int) -> bool:
-    """Whether a product with ``x`` on the left is large enough, and oneDNN allowed.
+def _use_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
+    if is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
+        return False
+    return x.dtype is torch.float32 and _suits_onednn(x, weight) and onednn_is_faster()
 
-    While tracing, the library is the compiler's affair.
-    """
+
+def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
-        not is_compiling()
-        and (size := x.numel()) >= min_size
-        and size >= ONEDNN_MIN_WIDTH * x.shape[-1]
-        and features >= ONEDNN_MIN_WIDTH
+        x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
+        and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.device.type == "cpu"
         and type(x) is Tensor  # a subclass brings its own operations
         and torch._C._get_mkldnn_enabled()
     )
-
-
-def _use_onednn(x: Tensor, features: int) -> bool:
-    """Whether ``x`` times a matrix of ``features`` columns goes to oneDNN."""
-    return x.dtype is torch.float32 and _pays_off(x, features, ONEDNN_MIN_SIZE) and onednn_is_faster()
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,13 +72,13 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
 
 
-def _mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return a.mm(b) if scale == 1.0 else torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
+def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension."""
-    return _onednn(x, weight, bias) if _use_onednn(x, weight.shape[0]) else F.linear(x, weight, bias)
+    return _onednn(x, weight, bias) if _use_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
@@ -96,37 +92,36 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         form: Which form of it: "tanh" for GELU.
     """
     if x.dtype is torch.bfloat16:
-        use = _pays_off(x, weight.shape[0], ONEDNN_MIN_SIZE_BF16) and onednn_has_bf16()
+        use = not is_compiling() and x.numel() >= ONEDNN_MIN_SIZE_BF16 and _suits_onednn(x, weight) and onednn_has_bf16()
     else:
-        use = _use_onednn(x, weight.shape[0])
+        use = _use_onednn(x, weight)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form) if use else None
 
 
 def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """Gradient of ``scale * linear`` with respect to its input: ``scale * grad_output @ weight``."""
-    if _use_onednn(grad_output, weight.shape[1]):
+    if _use_onednn(grad_output, weight):
         grad_input = _onednn(grad_output, weight.t())
         return grad_input if scale == 1.0 else grad_input.mul_(scale)
-    if grad_output.ndim == 2:
-        return _mm(grad_output, weight, scale)
-    if scale == 1.0:
-        return grad_output @ weight
-    return _mm(_rows(grad_output), weight, scale).view(*grad_output.shape[:-1], weight.shape[1])
+    if scale != 1.0:
+        rows = _scaled_mm(_rows(grad_output), weight, scale)
+        return rows.view(*grad_output.shape[:-1], weight.shape[1])
+    return grad_output.mm(weight) if grad_output.ndim == 2 else grad_output @ weight
 
 
 def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
     """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over all rows."""
     if x.ndim != 2:
         grad_output, x = _rows(grad_output), _rows(x)
-    rows, features = x.shape
-    if _use_onednn(grad_output, features) and rows >= ONEDNN_MIN_WIDTH:
+    if _use_onednn(grad_output, x):
         if scale != 1.0:
             grad_output = grad_output * scale
-        # oneDNN's left operand is copied where it is transposed: better the small one, even if the result is then, too
-        if (rows + grad_output.shape[1]) * features < grad_output.numel():
+        (rows, inputs), outputs = x.shape, grad_output.shape[1]
+        # oneDNN copies a transposed left operand: better the small one, even if the result must be transposed too
+        if rows * inputs + inputs * outputs < rows * outputs:
             return _onednn(x.t(), grad_output.t()).t().contiguous()
         return _onednn(grad_output.t(), x.t())
-    return _mm(grad_output.t(), x, scale)
+    return grad_output.t().mm(x) if scale == 1.0 else _scaled_mm(grad_output.t(), x, scale)
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
@@ -136,7 +131,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    if _use_onednn(x, weight.shape[0]):
+    if _use_onednn(x, weight):
         if scale == 1.0:
             return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     elif bias is None and addend.ndim == 2:
@@ -147,7 +142,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, s
 
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
     """``addend + grad_output @ weight``."""
-    if _use_onednn(grad_output, weight.shape[1]):
+    if _use_onednn(grad_output, weight):
         return torch.ops.mkldnn._linear_pointwise.binary(grad_output, addend, weight.t(), None, "add")
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
