@@ -15,34 +15,14 @@ from .sequential import Sequential
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "BasicOperation",
-    "Environment",
-    "FusedOperation",
-    "FusibleOperation",
-    "Fusion",
-    "FusionPlan",
-    "Maybe",
-    "OneOf",
-    "OperationContext",
-    "OperationFuser",
-    "PluginWarning",
-    "Quantizer",
-    "QuantizerRole",
-    "Recipe",
-    "Sequential",
-    "Some",
-    "Subclasses",
-    "autocast",
-    "checkpoint_contexts",
-    "explain",
-    "hookimpl",
-    "ops",
-    "options",
-    "plugins",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
+    "BasicOperation", "Environment", "FusedOperation", "FusibleOperation", "Fusion", "FusionPlan", "Maybe",
+    "OneOf", "OperationContext", "OperationFuser", "PluginWarning", "Quantizer", "QuantizerRole", "Recipe",
+    "Sequential", "Some", "Subclasses", "autocast", "checkpoint_contexts", "explain", "hookimpl", "ops",
+    "options", "plugins", "register_backward_fusion", "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
+# fmt: on
 
 plugins.manager.discover()  # reads metadata, imports no plugin

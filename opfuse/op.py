@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Saved = Tensor | Any | None
     Grads = Iterable[Tensor | None] | None
+    Extras = Sequence[Sequence[Tensor | None]]
 
 
 class OperationContext:
@@ -155,11 +156,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         basic_op_ctxs: list[OperationContext],
         input_: Tensor,
         *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        basic_op_extra_inputs: Extras,
         prev_op_grad_output_quantizer: Quantizer | None,
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    ) -> tuple[Tensor, Extras]:
         """Forward pass over the basic ops this op stands for.
 
         Args:
@@ -176,12 +177,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         raise NotImplementedError(f"{type(self).__name__} has no forward pass")
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
         """Backward pass over the basic ops this op stands for.
 
         Args:
@@ -395,11 +392,11 @@ class BasicOperation(FusibleOperation):
         basic_op_ctxs: list[OperationContext],
         input_: Tensor,
         *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        basic_op_extra_inputs: Extras,
         prev_op_grad_output_quantizer: Quantizer | None,
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    ) -> tuple[Tensor, Extras]:
         """Run ``op_forward``; see :meth:`FusibleOperation.fuser_forward`."""
         self._check_has_no_extras("forward")
         output = self.op_forward(
@@ -412,12 +409,8 @@ class BasicOperation(FusibleOperation):
         return output, [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
         """Run ``op_backward``; see :meth:`FusibleOperation.fuser_backward`."""
         self._check_has_no_extras("backward")
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)

@@ -105,15 +105,15 @@ class Activation(BasicOperation):
         return self.backward_value(grad_output, x, out=out), ()
 
 
-def _backward_kernel(kernel: Any, **constants: Any) -> Callable[..., Tensor]:
+def _backward_kernel(kernel: Any, *constants: Any, **options: Any) -> Callable[..., Tensor]:
     """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself."""
     allocating, writing = kernel.default, kernel.grad_input
 
     def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See :meth:`Activation.backward_value`."""
         if out is None:
-            return allocating(grad_output, x, **constants)  # type: ignore[no-any-return]
-        return writing(grad_output, x, **constants, grad_input=out)  # type: ignore[no-any-return]
+            return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
+        return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]
 
     return backward_value
 
@@ -162,7 +162,7 @@ class ReLU(Activation):
         return (x > 0).to(x.dtype)
 
     forward_value = value  # exact in half precision
-    backward_value = _backward_kernel(torch.ops.aten.threshold_backward, threshold=0)
+    backward_value = _backward_kernel(torch.ops.aten.threshold_backward, 0)
 
 
 class SReLU(Activation):

@@ -105,12 +105,12 @@ class BackwardLinear(FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Sequence[Any], Any]:
-        grads: list[Any] = [()] * len(basic_op_ctxs)
+        grads: list[Any] = [None] * len(basic_op_ctxs)
         dy = grad_output
         if self._act:
             dy = backward_activation(self._act[0], basic_op_ctxs[-1], dy)
-        if self._bias is not None:
-            grads[self._bias] = (backward_bias(basic_op_ctxs[self._bias], dy),)
+        if self._bias is not None and basic_op_ctxs[self._bias].param_requires_grad[0]:
+            grads[self._bias] = (kernels.bias_grad(dy),)
         x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
         scale = self._scale[0].scale if self._scale else 1.0
         grad_input = grad_weight = None
@@ -139,7 +139,8 @@ class BackwardActivationBias(FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
         dy = backward_activation(self._act[0], basic_op_ctxs[1], grad_output)
-        return dy, ((backward_bias(basic_op_ctxs[0], dy),), ()), ((), ())
+        grad_bias = kernels.bias_grad(dy) if basic_op_ctxs[0].param_requires_grad[0] else None
+        return dy, ((grad_bias,), ()), ((), ())
 
 
 def backward_activation(act: Any, ctx: OperationContext, grad_output: Tensor) -> Tensor:
@@ -148,11 +149,6 @@ def backward_activation(act: Any, ctx: OperationContext, grad_output: Tensor) ->
     if grad_output.dtype is not x.dtype:
         grad_output = grad_output.to(x.dtype)
     return act.backward_value(grad_output, x, out=grad_output if ctx.owns_grad_output and not act.gated else None)
-
-
-def backward_bias(ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-    """The gradient of a bias, if it is wanted."""
-    return kernels.bias_grad(grad_output) if ctx.param_requires_grad[0] else None
 
 
 def _plain_linear(ops: Any, env: Environment) -> bool | str:

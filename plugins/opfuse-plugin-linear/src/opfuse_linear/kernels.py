@@ -46,9 +46,9 @@ def onednn_has_bf16() -> bool:
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
-    if is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
+    if x.dtype is not torch.float32 or is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
         return False
-    return x.dtype is torch.float32 and _suits_onednn(x, weight) and onednn_is_faster()
+    return _suits_onednn(x, weight) and onednn_is_faster()
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -67,8 +67,6 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with one row dimension."""
-    if tensor.ndim == 2:
-        return tensor
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
 
 
@@ -126,7 +124,7 @@ def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """Gradient of a bias: the sum over all rows, never an alias of ``grad_output``."""
-    return _rows(grad_output).sum(0)
+    return grad_output.sum(0) if grad_output.ndim == 2 else _rows(grad_output).sum(0)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
