@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the largest shape, fewer rounds")
     parser.add_argument("--rounds", type=int, help="default 15, with --quick 7")
     parser.add_argument("--threads", type=int, default=1, help="more than one: CPU time counts all of them")
+    parser.add_argument("--shape", metavar="TxWxH", nargs="+", help="tokens x width x hidden, instead of the four shapes")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--medium", action="store_true", help='also torch.nn with matmul precision "medium"')
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the plugin is below {GOAL}x somewhere")
@@ -136,7 +137,8 @@ def main() -> None:
     names = ("fused", "again", "torch.nn", *(("medium",) if options.medium else ()))
     print(f"{'chain':17}{'shape':17}{'dtype':6}{'pass':17}{'separate':>12}" + "".join(f"{name:>10}" for name in names))
     rows = []
-    for tokens, width, hidden in SHAPES[: -1 if options.quick else None]:
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()]
+    for tokens, width, hidden in shapes or SHAPES[: -1 if options.quick else None]:
         for dtype in options.dtype:
             for chain, fused, plain, inputs in chains(tokens, width, hidden, DTYPES[dtype]):
                 for kind in PASSES:

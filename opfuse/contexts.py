@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .plugins import manager
 from .quantization import Quantizer, Recipe
-from .scope import Options
+from .scope import Options, Setting
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 
 
-class options:
+class options(Setting):
     """Set options of planning for a ``with`` block, in this thread.
 
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number)
@@ -45,19 +45,13 @@ class options:
             hash(value)
         if values.get("fusion_limit", 0) < 0:
             raise ValueError(f"option fusion_limit must not be negative, got {values['fusion_limit']}")
-        self._values = values
-        self._before: list[Options] = []
+        super().__init__(manager.scope, "options", values)
 
-    def __enter__(self) -> None:
-        before = manager.scope.options
-        self._before.append(before)
-        manager.scope.options = tuple(sorted({**dict(before), **self._values}.items()))
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.options = self._before.pop()
+    def _new_value(self, before: Options) -> Options:
+        return tuple(sorted({**dict(before), **self._value}.items()))
 
 
-class autocast:
+class autocast(Setting):
     """Quantize inside a ``with`` block, by ``recipe``, in this thread.
 
     Args:
@@ -85,22 +79,14 @@ class autocast:
             raise TypeError(f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}")
         if enabled and recipe is None:
             raise ValueError("autocast: the core has no default recipe, pass recipe=... (offered by a plugin)")
-        self._recipe = recipe if enabled else None
-        self._before: list[Recipe | None] = []
-
-    def __enter__(self) -> None:
-        self._before.append(manager.scope.recipe)
-        manager.scope.recipe = self._recipe
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.recipe = self._before.pop()
+        super().__init__(manager.scope, "recipe", recipe if enabled else None)
 
 
 class _Forward:
     """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
 
     def __init__(self) -> None:
-        self.settings = _settings()
+        self.settings = manager.scope.settings
         self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
         self._outer: Recorder | None = None
 
@@ -122,21 +108,20 @@ class _Recompute:
 
     def __init__(self, forward: _Forward) -> None:
         self._forward = forward
-        self._outside = _settings()
+        self._outside = forward.settings
         self._outer: Recorder | None = None
         self._position = 0
         self._after: dict[tuple[int, str], tuple[Quantizer, Tensor]] = {}
 
     def __enter__(self) -> None:
         scope = manager.scope
-        self._outside = _settings()
+        self._outside, scope.settings = scope.settings, self._forward.settings
         self._outer, scope.recorder = scope.recorder, self
-        scope.options, scope.selection, scope.recipe = self._forward.settings
         self._position, self._after = 0, {}
 
     def __exit__(self, *exc_info: object) -> None:
         scope = manager.scope
-        scope.options, scope.selection, scope.recipe = self._outside
+        scope.settings = self._outside
         scope.recorder = self._outer
         for (_, name), (quantizer, value) in self._after.items():
             getattr(quantizer, name).copy_(value)
@@ -148,11 +133,6 @@ class _Recompute:
             self._after.setdefault((id(quantizer), name), (quantizer, state.clone()))
             state.copy_(before)
         self._position += 1
-
-
-def _settings() -> tuple[Options, str | None, Recipe | None]:
-    scope = manager.scope
-    return scope.options, scope.selection, scope.recipe
 
 
 def _forward_state(fuser: OperationFuser) -> Iterator[tuple[Quantizer, str]]:

@@ -39,8 +39,7 @@ def run_forward(
     extra_inputs: Extras = {}
     extra_outputs: Extras = {}
     if program.has_extras:
-        given = tensors[program.num_params :]
-        extra_inputs = dict(zip(program.routing.external_inputs, given, strict=True))
+        extra_inputs = dict(zip(program.routing.external_inputs, tensors[program.num_params :], strict=True))
     for step in program.forward:
         op, start, stop, simple, details = step
         if details.prepare:
@@ -54,15 +53,14 @@ def run_forward(
                 next_op_input_quantizer=ctx.next_op_input_quantizer,
             )
             continue
+        given = _gather(program, step, extra_inputs, extra_outputs) if program.has_extras else ((),) * (stop - start)
         x, outputs = op.fuser_forward(
             ctxs[start:stop],
             x,
-            basic_op_extra_inputs=_gather(program, step, extra_inputs, extra_outputs)
-            if program.has_extras
-            else details.nothing,
+            basic_op_extra_inputs=given,
             prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
-            basic_op_kwargs=kwargs[start:stop] if kwargs else details.no_kwargs,
+            basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
         )
         if program.has_extras:
             _keep_outputs(program, step, outputs, extra_outputs)
@@ -250,7 +248,7 @@ def run_backward(
             dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
             continue
         ctxs = [_backward_context(states[i], i, left, saved) for i in range(start, stop)]
-        given: Any = details.nothing
+        given: Any = ((),) * (stop - start)
         if program.has_extras:
             given = [
                 [grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)

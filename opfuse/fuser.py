@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .execute import Pipeline, apply_eager, run_differentiable, run_without_grad
+from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_without_grad
 from .fusion import Fusion, FusionLike
 from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
 from .plan import check_expansion, choose, warn_about
@@ -24,9 +25,6 @@ from .scope import Environment
 _CACHE_SIZE = 64
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
-_ROW_ALIGNMENTS = (16, 8, 4, 2, 1)
-
-BasicOpKwargs = Sequence[dict[str, Any]]
 
 
 class OperationFuser:
@@ -69,13 +67,13 @@ class OperationFuser:
 
     @property
     def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        program = self._latest
-        return [] if program is None else [(s.op, list(range(s.start, s.stop))) for s in program.forward]
+        steps = self._latest.forward if self._latest else ()
+        return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     @property
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        program = self._latest
-        return [] if program is None else [(s.op, list(range(s.start, s.stop))) for s in program.backward[::-1]]
+        steps = self._latest.backward[::-1] if self._latest else ()
+        return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     @property
     def _basic_ops(self) -> list[BasicOperation]:
@@ -83,7 +81,7 @@ class OperationFuser:
 
     # Calling
 
-    def run(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: BasicOpKwargs | None = None) -> Any:
+    def run(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs | None = None) -> Any:
         """Run the chain.
 
         Args:
@@ -200,14 +198,13 @@ class OperationFuser:
             compiling=compiling,
         )
         scope = manager.scope
-        before = scope.options, scope.selection, scope.recipe
-        scope.options, scope.selection, scope.recipe = options, selection, recipe  # while tracing they are not set
+        before, scope.settings = scope.settings, (options, selection, recipe)  # while tracing they are not set
         try:
             program, by_alignment = self._compile(
                 env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs
             )
         finally:
-            scope.options, scope.selection, scope.recipe = before
+            scope.settings = before
         if by_alignment and len(key) == _KEY_LENGTH:
             self._programs[key] = _BY_ALIGNMENT
             key = (*key, alignment)
@@ -282,29 +279,24 @@ class OperationFuser:
                     raise TypeError(f"{who} expected {param.dtype}, the dtype of its {name}, got an input of {dtype}")
         for (i, k), extra in zip(routing.external_inputs, extras, strict=True):
             extra_dtype, extra_device = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
+            who = f"extra input {k} of {routing.name(i)}"
             if extra_device != device:
-                raise ValueError(f"extra input {k} of {routing.name(i)} is on {extra_device}, the input is on {device}")
+                raise ValueError(f"{who} is on {extra_device}, the input is on {device}")
             strict = routing.ops[i].params_in_compute_dtype and autocast is None
             if strict and extra_dtype.is_floating_point and extra_dtype != dtype:
-                raise TypeError(
-                    f"extra input {k} of {routing.name(i)} expected {dtype} as the input, got {extra_dtype}"
-                )
+                raise TypeError(f"{who} expected {dtype} as the input, got {extra_dtype}")
 
     def _check_kwargs(self, kwargs: Any) -> None:
         if kwargs is None:
             return
-        if len(kwargs) != len(self._routing.ops):
-            raise ValueError(
-                f"{self._name()} expected keyword arguments for {len(self._routing.ops)} basic ops, got {len(kwargs)}"
-            )
+        if len(kwargs) != (count := len(self._routing.ops)):
+            raise ValueError(f"{self._name()} expected keyword arguments for {count} basic ops, got {len(kwargs)}")
         for i, names in enumerate(kwargs):
             takes = kwarg_names(self._routing.ops[i])
             for name in names:
                 if takes is not None and name not in takes:
-                    raise TypeError(
-                        f"{self._routing.name(i)} of {self._name()} does not take the keyword argument {name!r}; "
-                        f"it takes {', '.join(takes) or 'none'}"
-                    )
+                    who, known = f"{self._routing.name(i)} of {self._name()}", ", ".join(takes) or "none"
+                    raise TypeError(f"{who} does not take the keyword argument {name!r}; it takes {known}")
 
     def _describe_extras(self, got: int) -> str:
         wanting = ", ".join(self._routing.name(i) for i, _ in self._routing.external_inputs) or "no op takes one"
@@ -316,7 +308,7 @@ class OperationFuser:
 
     # Ops with hooks
 
-    def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: BasicOpKwargs | None) -> Any:
+    def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Kwargs | None) -> Any:
         """Run ops that carry module hooks through their own ``__call__``, and the runs between them fused."""
         segments = getattr(self, _cut_untraced(self, *_hooks_of(self._hookable)))
         extras, outputs = list(extra_inputs), []
@@ -362,10 +354,7 @@ _KEY_LENGTH = 13
 
 
 def _row_alignment(input: Tensor | None) -> int:
-    if input is None or not input.ndim:
-        return 1
-    rows = input.shape[:-1].numel()
-    return next(alignment for alignment in _ROW_ALIGNMENTS if rows % alignment == 0)
+    return math.gcd(input.shape[:-1].numel(), 16) if input is not None and input.ndim else 1
 
 
 def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
@@ -383,10 +372,7 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
                     "which torch.compile does not see; run this chain in eager mode"
                 )
     program = fuser._program(key, None)
-    names = [name for name, value in vars(fuser).items() if value is program and name.startswith("_traced")]
-    if names:
-        return names[0]
-    name = f"_traced_{len(vars(fuser))}"
+    name = f"_traced_{id(program)}"
     setattr(fuser, name, program)
     return name
 
@@ -406,7 +392,7 @@ _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to
 
 
 def _execute(
-    program: Program, kwargs: BasicOpKwargs | None, x: Tensor, tensors: Sequence[Tensor], autocast: torch.dtype | None
+    program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor], autocast: torch.dtype | None
 ) -> Any:
     if autocast is not None:  # the ops cast themselves
         with torch.autocast(program.device_type, enabled=False):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .fuser import OperationFuser
     from .quantization import Quantizer, QuantizerRole, Recipe
 
-    Saved = Tensor | Any | None
     Grads = Iterable[Tensor | None] | None
     Extras = Sequence[Sequence[Tensor | None]]
 
@@ -49,34 +48,21 @@ class OperationContext:
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
     """
 
-    requires_grad: bool
-    input_requires_grad: bool
-    params: tuple[Tensor, ...]
-    param_requires_grad: tuple[bool, ...]
-    dtype: torch.dtype | None
-    backward_override: str | None
-    prev_op_grad_output_quantizer: Quantizer | None
-    next_op_input_quantizer: Quantizer | None
-    quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
-    saved_tensors: tuple[Any, ...] | None
-    to_save: tuple[Any, ...] | None
-    owns_grad_output: bool
-
     def __init__(self) -> None:
-        self.requires_grad = True
-        self.input_requires_grad = True
-        self.params = ()
-        self.param_requires_grad = ()
-        self.dtype = None
-        self.backward_override = None
-        self.prev_op_grad_output_quantizer = None
-        self.next_op_input_quantizer = None
-        self.quantizers = ((), ())
-        self.saved_tensors = None
-        self.to_save = None
-        self.owns_grad_output = False
+        self.requires_grad: bool = True
+        self.input_requires_grad: bool = True
+        self.params: tuple[Tensor, ...] = ()
+        self.param_requires_grad: tuple[bool, ...] = ()
+        self.dtype: torch.dtype | None = None
+        self.backward_override: str | None = None
+        self.prev_op_grad_output_quantizer: Quantizer | None = None
+        self.next_op_input_quantizer: Quantizer | None = None
+        self.quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]] = ((), ())
+        self.saved_tensors: tuple[Any, ...] | None = None
+        self.to_save: tuple[Any, ...] | None = None
+        self.owns_grad_output: bool = False
 
-    def save_for_backward(self, *tensors: Saved) -> None:
+    def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
         self.to_save = tensors
 
@@ -196,8 +182,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """The fuser behind ``op(x)``, kept as long as the op."""
         if is_compiling() or self._cache.value is None:
             _make_own_fuser(self)
-        fuser: OperationFuser = self._cache.value
-        return fuser
+        return self._cache.value  # type: ignore[no-any-return]
 
 
 def _make_own_fuser(op: FusibleOperation) -> None:
@@ -393,20 +378,12 @@ class BasicOperation(FusibleOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: Sequence[dict[str, Any]],
+        **quantizers: Any,
     ) -> tuple[Tensor, Extras]:
         """Run ``op_forward``; see :meth:`FusibleOperation.fuser_forward`."""
         self._check_has_no_extras("forward")
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return output, [()]
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras

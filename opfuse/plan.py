@@ -77,16 +77,15 @@ class Candidate:
     """A fusion that matches ``ops[start:stop]`` and agreed to replace them."""
 
     source: FusionSource
-    kind: str
     start: int
     stop: int
     benefit: float
     op: FusedOperation | None = None  # already built by a fusion function
 
     @property
-    def tie(self) -> tuple[str, str]:
-        """What decides between equals."""
-        return self.source.distribution or "", self.source.name
+    def kind(self) -> str:
+        """Which pass it replaces."""
+        return self.source.kind
 
     def overlaps(self, other: Candidate) -> bool:
         """Whether both want the same op in the same pass."""
@@ -172,7 +171,7 @@ class _Finder:
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
-                found.append(Candidate(source, source.kind, start, stop, benefit, op))
+                found.append(Candidate(source, start, stop, benefit, op))
         return found
 
     def _matches(self, source: FusionSource) -> list[tuple[int, int, FusedOperation | None]]:
@@ -295,7 +294,11 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
         best[i] = best[i + 1]
         for c in by_start.get(i, ()):
             (benefit, covered, count), names, rest = best[c.stop]
-            option = (benefit + c.benefit, covered + c.stop - c.start, count - 1), (c.tie, *names), (c, *rest)
+            option = (
+                (benefit + c.benefit, covered + c.stop - c.start, count - 1),
+                ((c.source.distribution or "", c.source.name), *names),
+                (c, *rest),
+            )
             if option[0] > best[i][0] or (option[0] == best[i][0] and option[1] < best[i][1]):
                 best[i] = option
     return list(best[0][2])

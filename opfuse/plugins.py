@@ -23,7 +23,7 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
-from .scope import Scope
+from .scope import Scope, Setting
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
@@ -223,7 +223,8 @@ class PluginManager:
             assert record.load is not None
             plugin = record.load()
             stage = "registration"
-            self._pluggy.register(plugin, name=f"{record.distribution}:{record.name}")
+            name = f"{record.distribution}:{record.name}"
+            self._pluggy.register(plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name)
             record.plugin = plugin
             callers = self._pluggy.get_hookcallers(plugin) or []
             for caller in callers:
@@ -299,8 +300,12 @@ class PluginManager:
             found = {**record.recipes, **found}
         return found
 
-    def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-        """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``."""
+    def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
+        """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.
+
+        Raises:
+            RuntimeError: None has.
+        """
         for record in self.active(self.scope.selection):
             try:
                 for quantizer in self._call(record, "opfuse_quantizer", recipe=recipe, role=role):
@@ -311,7 +316,9 @@ class PluginManager:
             except Exception as error:
                 self._fail(record, "hook call", error)
                 self._changed()
-        return None
+        raise RuntimeError(
+            f"no plugin offers a quantizer for {recipe!r} and {role!r}: install and enable the one that does"
+        )
 
     def register_fusion(self, kind: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it stays on whatever plugins are selected."""
@@ -364,7 +371,7 @@ def _rank(listed: bool, index: int, fusion: FusionLike) -> tuple[int, int, int]:
     return (0, index, -priority) if listed else (2, 0, -priority)
 
 
-class using:
+class using(Setting):
     """Select plugins for a ``with`` block, in this thread.
 
     Args:
@@ -377,36 +384,13 @@ class using:
 
     def __init__(self, selection: str | None) -> None:
         Selection.parse(selection)
-        self._selection = selection
-        self._before: list[str | None] = []
-
-    def __enter__(self) -> None:
-        self._before.append(manager.scope.selection)
-        manager.scope.selection = self._selection
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.selection = self._before.pop()
+        super().__init__(manager.scope, "selection", selection)
 
 
 manager = PluginManager()
 """The plugins of this process: the only mutable module-level object of the core."""
 
-
-def listing() -> list[dict[str, Any]]:
-    """Every installed plugin: name, distribution, version, state, hooks, fusions, error. JSON-able."""
-    return manager.listing()
-
-
-def recipes() -> dict[str, type[Recipe]]:
-    """The quantization recipes that the active plugins offer, by name."""
-    return manager.recipes()
-
-
-def register(plugin: Any, *, name: str, distribution: str = "registered in code", version: str = "0") -> PluginRecord:
-    """Add a plugin object that is not installed; :func:`remove` takes it back."""
-    return manager.register(plugin, name=name, distribution=distribution, version=version)
-
-
-def remove(record: PluginRecord) -> None:
-    """Forget a plugin that :func:`register` added."""
-    manager.remove(record)
+listing = manager.listing
+recipes = manager.recipes
+register = manager.register
+remove = manager.remove

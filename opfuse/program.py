@@ -39,8 +39,6 @@ class StepDetails(NamedTuple):
         cast: The quantizer to cast the incoming tensor with.
         takes_quantized: Whether the op takes a quantized tensor.
         width: Last dimension to insist on.
-        nothing: No extra tensors, for each basic op.
-        no_kwargs: No keyword arguments, for each basic op.
         owns: Whether the incoming gradient may be overwritten (backward only).
     """
 
@@ -48,8 +46,6 @@ class StepDetails(NamedTuple):
     cast: Quantizer | None
     takes_quantized: bool
     width: int | None
-    nothing: tuple[tuple[()], ...]
-    no_kwargs: tuple[dict[str, Any], ...]
     owns: bool
 
 
@@ -238,10 +234,7 @@ class _Run:
         wanted = None
         if env.recipe is not None:
             wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
-        count = self.stop - self.start
-        details = StepDetails(
-            prepare, self.cast, wanted is not None, width, ((),) * count, tuple({} for _ in range(count)), owns
-        )
+        details = StepDetails(prepare, self.cast, wanted is not None, width, owns)
         return Step(self.op, self.start, self.stop, simple, details)
 
 

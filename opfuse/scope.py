@@ -73,3 +73,32 @@ class Scope(threading.local):
     selection: str | None = os.environ.get("OPFUSE_PLUGINS")
     recipe: Recipe | None = None
     recorder: Recorder | None = None
+
+    @property
+    def settings(self) -> tuple[Options, str | None, Recipe | None]:
+        """Options, plugin selection and recipe together."""
+        return self.options, self.selection, self.recipe
+
+    @settings.setter
+    def settings(self, values: tuple[Options, str | None, Recipe | None]) -> None:
+        self.options, self.selection, self.recipe = values
+
+
+class Setting:
+    """Sets one attribute of a scope for a ``with`` block; base of the context managers."""
+
+    def __init__(self, scope: Scope, name: str, value: Any) -> None:
+        self._scope = scope
+        self._name = name
+        self._value = value
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before.append(getattr(self._scope, self._name))
+        setattr(self._scope, self._name, self._new_value(self._before[-1]))
+
+    def __exit__(self, *exc_info: object) -> None:
+        setattr(self._scope, self._name, self._before.pop())
+
+    def _new_value(self, before: Any) -> Any:
+        return self._value

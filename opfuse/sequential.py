@@ -36,8 +36,7 @@ class Sequential(nn.Module):
             _regroup_untraced(self, *children)
         elif cache.key != children:
             self._regroup(children)
-        groups: list[Any] = cache.value
-        return groups
+        return cache.value  # type: ignore[no-any-return]
 
     def _regroup(self, children: tuple[nn.Module | None, ...]) -> None:
         cache = self._cache

@@ -27,8 +27,8 @@ def models():
 
 
 def wrap(chain, how):
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     if how.startswith("ddp"):

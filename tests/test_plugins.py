@@ -216,7 +216,8 @@ def test_a_quantizer_hook_that_fails_is_told(register):
     register(name="bad", quantizer=quantizer, forward_fusions=[fusion("f")])
     plugins.listing()
     with pytest.warns(PluginWarning, match="opfuse_quantizer must return a Quantizer, got int"):
-        assert plugins.manager.quantizer(Quarter(), opfuse.QuantizerRole("input")) is None
+        with pytest.raises(RuntimeError, match="no plugin offers a quantizer for Quarter"):
+            plugins.manager.quantizer(Quarter(), opfuse.QuantizerRole("input"))
     assert states() == {"bad": "failed"}
     assert plugins.manager.sources() == ()
 

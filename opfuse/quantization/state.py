@@ -27,15 +27,19 @@ class QuantizerStates:
 
     def use(self, op: BasicOperation, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
+        from ..plugins import manager
+
         if recipe is None or recipe in self._by_recipe:
             return
-        name, made = type(op).__name__, []
+        made = []
         for mode in _MODES:
             count = op.num_quantizers(mode)
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
-                raise RuntimeError(f"{name} names {len(roles)} {mode} quantizer roles for {count} quantizers")
-            made.append(tuple(_make_quantizer(recipe, role, name) for role in roles))
+                raise RuntimeError(
+                    f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers"
+                )
+            made.append(tuple(manager.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))
 
@@ -104,15 +108,3 @@ class QuantizerStates:
                         f"the checkpoint has {tuple(state[key].shape)}"
                     )
                 target.copy_(state[key])
-
-
-def _make_quantizer(recipe: Recipe, role: Any, op_name: str) -> Quantizer:
-    from ..plugins import manager
-
-    quantizer = manager.quantizer(recipe, role)
-    if quantizer is None:
-        raise RuntimeError(
-            f"no plugin offers a quantizer of {op_name} for {recipe!r} and {role!r}: install and enable the plugin "
-            "that offers this recipe (opfuse plugins lists them)"
-        )
-    return quantizer

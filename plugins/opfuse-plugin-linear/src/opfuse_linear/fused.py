@@ -111,8 +111,12 @@ class BackwardLinear(FusedOperation):
             dy = backward_activation(self._act[0], basic_op_ctxs[-1], dy)
         if self._bias is not None and basic_op_ctxs[self._bias].param_requires_grad[0]:
             grads[self._bias] = (kernels.bias_grad(dy),)
+        scale = 1.0
+        if self._scale:
+            scale = self._scale[0].scale
+            if dy.device.type == "cpu":  # one pass over the gradient is cheaper than two scaled matrix products
+                dy, scale = (dy.mul_(scale) if basic_op_ctxs[-1].owns_grad_output else dy * scale), 1.0
         x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
-        scale = self._scale[0].scale if self._scale else 1.0
         grad_input = grad_weight = None
         if weight is not None:
             addend = None if self._extra is None else basic_op_grad_extra_outputs[self._extra][0]
@@ -157,6 +161,17 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
     return f"{type(env.recipe).__name__} quantizes the linear, and this fusion multiplies plain tensors"
 
 
+def _plain_linear_that_pays(ops: Any, env: Environment) -> bool | str:
+    if not isinstance(ops[-1], Activation) and adds_nothing(env):
+        return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
+    return _plain_linear(ops, env)
+
+
+def adds_nothing(env: Environment) -> bool:
+    """Whether the backward of a linear, with nothing around it, is the same matrix products fused or not."""
+    return env.device.type == "cpu" and not (env.dtype is torch.float32 and kernels.onednn_is_faster())
+
+
 _ACT = Subclasses(Activation)
 
 FORWARD = [
@@ -167,8 +182,8 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_linear, name="linear+bias+activation"),
+    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_linear_that_pays, name="linear+bias+activation"),
     Fusion((Bias, _ACT), BackwardActivationBias, name="activation+bias"),
-    Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_linear, name="linear+scale"),
+    Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_linear_that_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinear, _plain_linear, name="linear+add"),
 ]

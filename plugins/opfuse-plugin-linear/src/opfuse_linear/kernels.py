@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-ONEDNN_MIN_SIZE = 1 << 14
-"""Elements of the left operand below which a call of oneDNN costs more than it saves (it adds about 9 us)."""
+ONEDNN_MIN_SIZE = {torch.float32: 1 << 14, torch.bfloat16: 1 << 10}
+"""Elements of the left operand below which oneDNN, called directly, costs more than it saves.
 
-ONEDNN_MIN_SIZE_BF16 = 1 << 10
-"""The same for a product in bf16 with an activation: there the default library is oneDNN too."""
+In bf16 the default library is oneDNN too, but has no epilogue: only products with something after them are called
+directly.
+"""
 
 ONEDNN_MIN_WIDTH = 8
 """Rows and columns of the result below which the default library's matrix-vector products are faster."""
@@ -46,18 +47,16 @@ def onednn_has_bf16() -> bool:
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
-    if x.dtype is not torch.float32 or is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
+    smallest = ONEDNN_MIN_SIZE.get(x.dtype)
+    if smallest is None or is_compiling() or x.numel() < smallest:
         return False
-    return _suits_onednn(x, weight) and onednn_is_faster()
-
-
-def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.device.type == "cpu"
         and type(x) is Tensor  # a subclass brings its own operations
         and torch._C._get_mkldnn_enabled()
+        and (onednn_is_faster() if x.dtype is torch.float32 else onednn_has_bf16())
     )
 
 
@@ -76,7 +75,9 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension."""
-    return _onednn(x, weight, bias) if _use_onednn(x, weight) else F.linear(x, weight, bias)
+    if (bias is not None or x.dtype is torch.float32) and _use_onednn(x, weight):
+        return _onednn(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
@@ -89,18 +90,15 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" for GELU.
     """
-    if x.dtype is torch.bfloat16:
-        use = not is_compiling() and x.numel() >= ONEDNN_MIN_SIZE_BF16 and _suits_onednn(x, weight) and onednn_has_bf16()
-    else:
-        use = _use_onednn(x, weight)
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form) if use else None
+    if not _use_onednn(x, weight):
+        return None
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
 
 def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """Gradient of ``scale * linear`` with respect to its input: ``scale * grad_output @ weight``."""
-    if _use_onednn(grad_output, weight):
-        grad_input = _onednn(grad_output, weight.t())
-        return grad_input if scale == 1.0 else grad_input.mul_(scale)
+    if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight):
+        return _onednn(grad_output, weight.t())
     if scale != 1.0:
         rows = _scaled_mm(_rows(grad_output), weight, scale)
         return rows.view(*grad_output.shape[:-1], weight.shape[1])
@@ -111,9 +109,7 @@ def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
     """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over all rows."""
     if x.ndim != 2:
         grad_output, x = _rows(grad_output), _rows(x)
-    if _use_onednn(grad_output, x):
-        if scale != 1.0:
-            grad_output = grad_output * scale
+    if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, x):
         (rows, inputs), outputs = x.shape, grad_output.shape[1]
         # oneDNN copies a transposed left operand: better the small one, even if the result must be transposed too
         if rows * inputs + inputs * outputs < rows * outputs:
@@ -140,7 +136,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, s
 
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
     """``addend + grad_output @ weight``."""
-    if _use_onednn(grad_output, weight):
+    if grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight):
         return torch.ops.mkldnn._linear_pointwise.binary(grad_output, addend, weight.t(), None, "add")
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
