@@ -30,7 +30,7 @@ def test_list_operations():
     assert list(chain) == [b, c, d]
     chain[0] = a
     assert list(chain) == [a, c, d]
-    assert list(chain + [b]) == [a, c, d, b] and len(chain) == 3
+    assert list(chain.__add__([b])) == [a, c, d, b] and len(chain) == 3
     chain += [b]
     assert list(chain) == [a, c, d, b]
     with pytest.raises(IndexError):

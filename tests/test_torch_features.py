@@ -311,7 +311,7 @@ def test_frozen_parameters():
         model[0].weight.requires_grad_(False)
         model[2].bias.requires_grad_(False)
         model[4].weight.requires_grad_(False)
-        return step(model) + [model(data()).detach()]
+        return [*step(model), model(data()).detach()]
 
     both(run)
 
