@@ -4,8 +4,8 @@ Run ``python benchmarks/linear_cpu.py``. Each line is one chain, shape, dtype an
 interleaved rounds and says how much faster than the separate ops (all plugins off) something is: the linear plugin,
 the separate ops once more (the spread of the measurement itself), and plain ``torch.nn``. ``--medium`` adds
 ``torch.nn`` under ``torch.set_float32_matmul_precision("medium")``, for information. What is timed is CPU time, which
-with one thread does not count the time that other programs get. With ``--check`` the exit status says whether the plugin reaches
-0.97x everywhere.
+with one thread does not count the time that other programs get. With ``--check`` the exit status says whether the
+plugin reaches 0.97x everywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from opfuse import ops
 GOAL = 0.97
 SHAPES = [(16, 64, 256), (128, 256, 1024), (1024, 256, 1024), (1024, 1024, 4096)]  # tokens, width, hidden
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Work = dict[str, tuple[str | None, str, Callable[[], Any]]]
 PASSES = ("inference", "forward", "forward+backward")
 
 
@@ -42,7 +44,9 @@ class Residual(nn.Module):
         return self.linear(x) + extra
 
 
-def chains(tokens: int, width: int, hidden: int, dtype: torch.dtype) -> Iterator[tuple[str, nn.Module, nn.Module, list[Tensor]]]:
+def chains(
+    tokens: int, width: int, hidden: int, dtype: torch.dtype
+) -> Iterator[tuple[str, nn.Module, nn.Module | None, list[Tensor]]]:
     """The chains of one shape: name, in opfuse, in torch.nn, inputs."""
     torch.manual_seed(0)
     up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -58,7 +62,7 @@ def chains(tokens: int, width: int, hidden: int, dtype: torch.dtype) -> Iterator
     yield "Linear+scale+add", scaled.to(dtype), None, [wide, narrow]
 
 
-def call(fn: Callable[..., Tensor], inputs: list[Tensor], kind: str) -> Callable[[], None]:
+def call(fn: Callable[..., Tensor], inputs: list[Tensor], kind: str) -> Callable[[], Any]:
     """One step of a pass."""
     if kind == "inference":
 
@@ -75,7 +79,7 @@ def call(fn: Callable[..., Tensor], inputs: list[Tensor], kind: str) -> Callable
     return lambda: torch.autograd.grad(fn(*inputs), wanted, grad)
 
 
-def variants(chain: nn.Module, plain: nn.Module | None, inputs: list[Tensor], kind: str, medium: bool):
+def variants(chain: nn.Module, plain: nn.Module | None, inputs: list[Tensor], kind: str, medium: bool) -> Work:
     """What is timed in each round: name -> (plugins, matmul precision, step)."""
     step = call(chain, inputs, kind)
     work = {"separate": ("", "highest", step), "fused": ("linear", "highest", step), "again": ("", "highest", step)}
@@ -86,7 +90,7 @@ def variants(chain: nn.Module, plain: nn.Module | None, inputs: list[Tensor], ki
     return work
 
 
-def measure(work, rounds: int, seconds: float) -> dict[str, list[float]]:
+def measure(work: Work, rounds: int, seconds: float) -> dict[str, list[float]]:
     """CPU time of a call, in microseconds: one sample per variant and round."""
     samples: dict[str, list[float]] = {name: [] for name in work}
     calls = 0
@@ -125,7 +129,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the largest shape, fewer rounds")
     parser.add_argument("--rounds", type=int, help="default 15, with --quick 7")
     parser.add_argument("--threads", type=int, default=1, help="more than one: CPU time counts all of them")
-    parser.add_argument("--shape", metavar="TxWxH", nargs="+", help="tokens x width x hidden, instead of the four shapes")
+    parser.add_argument("--shape", metavar="TxWxH", nargs="+", help="tokens x width x hidden, instead of the four")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--medium", action="store_true", help='also torch.nn with matmul precision "medium"')
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the plugin is below {GOAL}x somewhere")
@@ -133,9 +137,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rounds = options.rounds or (7 if options.quick else 15)
-    print(f"opfuse {opfuse.__version__}, torch {torch.__version__}, {options.threads} thread(s), {rounds} rounds; CPU time")
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "opfuse": opfuse.__version__}
+    print(f"{versions}, {options.threads} thread(s), {rounds} rounds, CPU time")
     names = ("fused", "again", "torch.nn", *(("medium",) if options.medium else ()))
-    print(f"{'chain':17}{'shape':17}{'dtype':6}{'pass':17}{'separate':>12}" + "".join(f"{name:>10}" for name in names))
+    titles = "".join(f"{name:>10}" for name in names)
+    print(f"{'chain':17}{'shape':17}{'dtype':6}{'pass':17}{'separate':>12}{titles}")
     rows = []
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()]
     for tokens, width, hidden in shapes or SHAPES[: -1 if options.quick else None]:
@@ -154,8 +160,8 @@ def main() -> None:
     print(f"below {GOAL}x: {len(slow)} of {len(rows)}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            versions = {"torch": torch.__version__, "python": platform.python_version(), "opfuse": opfuse.__version__}
-            json.dump({"versions": versions, "threads": options.threads, "rounds": rounds, "rows": rows}, file, indent=1)
+            settings = {"versions": versions, "threads": options.threads, "rounds": rounds}
+            json.dump({**settings, "rows": rows}, file, indent=1)
     sys.exit(bool(slow and options.check))
 
 

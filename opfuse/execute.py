@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .op import OperationContext
-from .program import FilledContext, OpState, Program, Step
+from .program import FilledContext, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
@@ -157,24 +157,13 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor |
     return saved, left
 
 
-def _backward_context(state: OpState, index: int, left: dict[int, Any], saved: Any) -> OperationContext:
-    """The context of a basic op in backward: a new one, with what its forward left."""
-    template, _, _, start, stop, shared = state
-    if shared is not None:
-        return shared
-    if stop > start:
-        return FilledContext(template, (), saved[start:stop])
+def _kept_context(left: Any, saved: tuple[Any, ...]) -> OperationContext:
+    """A new context with what an op left on its forward context."""
     ctx = OperationContext()
-    _restore(ctx, left[index], saved)
-    return ctx
-
-
-def _restore(ctx: OperationContext, left: Any, saved: Any) -> None:
-    """Bring what an op left on its forward context to a new one."""
     vars(ctx).update(vars(left))
     start, stop = left.saved_range
     if left.saved_quantized is None:
-        ctx.saved_tensors = saved[start:stop]
+        ctx.saved_tensors = tuple(saved[start:stop])
     else:
         ctx.saved_tensors = tuple(
             [
@@ -182,6 +171,7 @@ def _restore(ctx: OperationContext, left: Any, saved: Any) -> None:
                 for first, last, cls, quantizer, dtype in left.saved_quantized
             ]
         )
+    return ctx
 
 
 def _refuse_overwritten(inputs: Sequence[Tensor], written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:
@@ -218,7 +208,7 @@ def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[
 
 
 def run_backward(
-    program: Program, left: dict[int, Any], saved: Sequence[Any], dy: Any, grad_public: Sequence[Tensor]
+    program: Program, left: dict[int, Any], saved: tuple[Any, ...], dy: Any, grad_public: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run the backward steps.
 
@@ -243,11 +233,13 @@ def run_backward(
         op, start, stop, simple, details = step
         if details.prepare:
             dy = _prepare(step, dy)
+        ctxs = [
+            shared or (FilledContext(template, (), saved[a:b]) if b > a else _kept_context(left[i], saved))
+            for i, (template, _, _, a, b, shared) in enumerate(states[start:stop], start)
+        ]
         if simple:
-            ctx = _backward_context(states[start], start, left, saved)
-            dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
+            dy, grad_params[start] = op.op_backward(ctxs[0], dy)  # type: ignore[operator]
             continue
-        ctxs = [_backward_context(states[i], i, left, saved) for i in range(start, stop)]
         given: Any = ((),) * (stop - start)
         if program.has_extras:
             given = [

@@ -136,7 +136,7 @@ CASES = {
     "act, no bias": Case(lambda: [linear(bias=False), ops.SiLU()], (BACK,), (BACK,)),
     "gated": Case(lambda: [linear(), ops.SwiGLU()], (BACK,), (BACK,)),
     "bias+add": Case(lambda: [linear(), ops.AddExtraInput()], ("linear+bias+add",), (BACK,), True),
-    "add": Case(lambda: [linear(bias=False), ops.AddExtraInput()], ("linear+bias+add",), (), True),
+    "add": Case(lambda: [linear(bias=False), ops.AddExtraInput()], ("linear+bias+add",), (BACK,), True),
     "scale+add": Case(
         lambda: [linear(bias=False), ops.ConstantScale(-0.75), ops.AddExtraInput()],
         ("linear+scale+add",),
@@ -182,7 +182,7 @@ def check_plan(case, chain, inputs):
 
 def run(fn, params, inputs, selection="linear"):
     """Outputs, then gradients of inputs and parameters."""
-    inputs = [x.detach().requires_grad_(x.requires_grad or not x.is_leaf or True) for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]
     with opfuse.plugins.using(selection):
         outputs = fn(*inputs)
     return differentiate(outputs, [*inputs, *params])
@@ -227,8 +227,9 @@ def basic_ops(chain):
     return [basic for op in chain for basic in (op.basic_ops if isinstance(op, opfuse.FusedOperation) else [op])]
 
 
-def check(got, expected, dtype):
+def check(got, expected, dtype, roundings=1):
     rtol, atol = TOLERANCE[dtype]
+    rtol *= roundings
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
@@ -243,8 +244,9 @@ def check_case(case, dtype=torch.float32, shape=(3, IN), layout="contiguous", pr
     kept = [x.clone() for x in inputs]
     params = list(chain.parameters())
     fused = run(chain, params, inputs)
-    check(fused, run(chain, params, inputs, ""), dtype)
-    check(fused, reference(chain, inputs), dtype)
+    roundings = 2 if dtype is torch.float16 else 1  # each op of a chain rounds its result
+    check(fused, run(chain, params, inputs, ""), dtype, roundings)
+    check(fused, reference(chain, inputs), dtype, roundings)
     for x, k in zip(inputs, kept, strict=True):
         assert torch.equal(x, k), "an input was modified"
     return chain, inputs
@@ -382,31 +384,38 @@ def test_without_gradients(case, mode):
     assert not any(y.requires_grad for y in fused)
 
 
-def test_autocast(case):
-    chain, inputs = case.chain(), case.inputs()
-    params = list(chain.parameters())
-
-    def autocast(*inputs):
+def under_autocast(fn):
+    def call(*inputs):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return chain(*inputs)
+            return fn(*inputs)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check_plan(case, chain, [x.clone().requires_grad_() for x in inputs])
+    return call
+
+
+def test_autocast(case):
+    chain = case.chain()
+    x, *extras = case.inputs()
+    inputs = [x, *[extra.bfloat16() for extra in extras]]
+    params = list(chain.parameters())
+    autocast = under_autocast(chain)
+    check_plan(case, autocast, [t.clone().requires_grad_() for t in inputs])
     fused, separate = run(autocast, params, inputs), run(autocast, params, inputs, "")
     assert [t.dtype for t in fused] == [t.dtype for t in separate]
     check(fused, separate, torch.bfloat16)
     check(fused, reference(chain, inputs), torch.bfloat16)
 
 
-def test_an_extra_input_of_another_dtype():
-    chain = opfuse.Sequential(linear(), ops.AddExtraInput())
-    x, extra = torch.randn(3, IN), torch.randn(3, OUT)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        fused = chain(x, extra)
+@pytest.mark.parametrize("name", ["bias+add", "add", "scale+add"])
+def test_autocast_with_a_wider_residual(name):
+    chain, inputs = CASES[name].chain(), CASES[name].inputs()
+    autocast = under_autocast(chain)
+    with torch.no_grad():
+        fused = autocast(*inputs)
         with opfuse.plugins.using(""):
-            separate = chain(x, extra)
+            separate = autocast(*inputs)
     assert fused.dtype is separate.dtype is torch.float32
-    check([fused.detach()], [separate.detach()], torch.bfloat16)
+    check([fused], [separate], torch.bfloat16)
+    check(run(autocast, list(chain.parameters()), inputs), reference(chain, inputs), torch.bfloat16)
 
 
 # What is saved for the backward
@@ -527,16 +536,16 @@ def test_a_scaled_gradient_is_overwritten_only_if_the_chain_owns_it():
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_adding_in_place(middle, compute):
     chain = opfuse.Sequential(linear(bias=not middle), *middle, ops.AddExtraInput(in_place=True))
-    x, extra = torch.randn(3, IN), torch.randn(3, OUT)
+    x, extra = torch.randn(3, IN), torch.randn(3, OUT, dtype=compute)
     results = []
     for selection in ("linear", ""):
         given = extra.clone()
-        with opfuse.plugins.using(selection), torch.autocast("cpu", torch.bfloat16, enabled=compute is torch.bfloat16):
-            y = chain(x, given)
+        with opfuse.plugins.using(selection):
+            y = (under_autocast(chain) if compute is torch.bfloat16 else chain)(x, given)
         assert y.data_ptr() == given.data_ptr()
         results.append([y.detach(), *torch.autograd.grad(y.float().sum(), list(chain.parameters()))])
     check(*results, compute)
-    leaf = extra.clone().requires_grad_()
+    leaf = torch.zeros(3, OUT, requires_grad=True)
     with pytest.raises(RuntimeError, match="must not write into it"):
         chain(x, leaf)
 
@@ -553,9 +562,10 @@ def test_an_extra_input_out_of_a_channel(in_place):
     chain, x = make(), torch.randn(3, IN)
     kept = x.clone()
     forward, backward = fused_steps(chain, x.clone().requires_grad_())
-    assert forward == [BACK, "linear+bias+add"] and "linear+add" in backward + ["linear+add"]
+    assert forward == [BACK, "linear+bias+add"]
+    assert backward == ["activation+bias", "linear+add", BACK]
     params = list(chain.parameters())
-    check(run(chain, params, [x]), run(make_separate := chain, list(make_separate.parameters()), [x], ""), torch.float32)
+    check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert torch.equal(x, kept)
 
 
@@ -646,11 +656,11 @@ def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
             assert fused_steps(gelu, torch.randn(3, IN, dtype=dtype)) == ([BACK], [BACK])
 
 
-def test_on_another_device_nothing_is_declined():
+def test_on_another_device_nothing_is_declined(monkeypatch):
+    monkeypatch.undo()
     chain = CASES["owned"].chain(torch.bfloat16).to("meta")
-    y = chain(torch.randn(3, IN, dtype=torch.bfloat16, device="meta", requires_grad=True))
-    y.sum().backward()
-    assert chain[0].weight.grad.shape == chain[0].weight.shape
+    x = torch.randn(3, IN, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert fused_steps(chain, x) == (sorted(CASES["owned"].forward), [BACK, BACK])
 
 
 @dataclasses.dataclass(frozen=True)

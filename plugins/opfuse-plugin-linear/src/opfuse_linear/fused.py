@@ -41,6 +41,7 @@ class ForwardLinearBias(_ForwardLinear):
     """Linear + bias: the bias goes into the matrix product."""
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         return kernels.linear(x, weight, self._bias(basic_op_ctxs, x.dtype)), self._no_extras
 
@@ -53,6 +54,7 @@ class ForwardLinearBiasActivation(_ForwardLinear):
         self._epilogue = _EPILOGUES.get(type(basic_ops[-1]))
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         act, ctx, bias = self._parts[-1], basic_op_ctxs[-1], self._bias(basic_op_ctxs, x.dtype)
         if self._epilogue is not None and not ctx.requires_grad:
@@ -69,6 +71,7 @@ class ForwardLinearAdd(_ForwardLinear):
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **unused: Any
     ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         bias = self._bias(basic_op_ctxs, x.dtype)
         (extra,) = basic_op_extra_inputs[-1]
@@ -105,18 +108,22 @@ class BackwardLinear(FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Sequence[Any], Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         grads: list[Any] = [None] * len(basic_op_ctxs)
         dy = grad_output
         if self._act:
             dy = backward_activation(self._act[0], basic_op_ctxs[-1], dy)
         if self._bias is not None and basic_op_ctxs[self._bias].param_requires_grad[0]:
             grads[self._bias] = (kernels.bias_grad(dy),)
+        x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
+        operand = weight if x is None else x
+        if operand is not None and dy.dtype is not operand.dtype:  # under autocast, the output may be wider
+            dy = dy.to(operand.dtype)
         scale = 1.0
         if self._scale:
             scale = self._scale[0].scale
             if dy.device.type == "cpu":  # one pass over the gradient is cheaper than two scaled matrix products
                 dy, scale = (dy.mul_(scale) if basic_op_ctxs[-1].owns_grad_output else dy * scale), 1.0
-        x, weight = basic_op_ctxs[self._linear].saved_tensors or ()
         grad_input = grad_weight = None
         if weight is not None:
             addend = None if self._extra is None else basic_op_grad_extra_outputs[self._extra][0]
@@ -142,6 +149,7 @@ class BackwardActivationBias(FusedOperation):
         self._act = (basic_ops[1],)  # a tuple, since looking up a submodule is slow
 
     def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         dy = backward_activation(self._act[0], basic_op_ctxs[1], grad_output)
         grad_bias = kernels.bias_grad(dy) if basic_op_ctxs[0].param_requires_grad[0] else None
         return dy, ((grad_bias,), ()), ((), ())
@@ -161,7 +169,7 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
     return f"{type(env.recipe).__name__} quantizes the linear, and this fusion multiplies plain tensors"
 
 
-def _plain_linear_that_pays(ops: Any, env: Environment) -> bool | str:
+def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
     if not isinstance(ops[-1], Activation) and adds_nothing(env):
         return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
     return _plain_linear(ops, env)
@@ -182,8 +190,8 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_linear_that_pays, name="linear+bias+activation"),
+    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_and_pays, name="linear+bias+activation"),
     Fusion((Bias, _ACT), BackwardActivationBias, name="activation+bias"),
-    Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_linear_that_pays, name="linear+scale"),
+    Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_and_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinear, _plain_linear, name="linear+add"),
 ]

@@ -26,6 +26,9 @@ directly.
 ONEDNN_MIN_WIDTH = 8
 """Rows and columns of the result below which the default library's matrix-vector products are faster."""
 
+ONEDNN_MIN_ADDEND = 1 << 14
+"""Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
+
 
 @functools.cache
 def onednn_is_faster() -> bool:
@@ -126,12 +129,14 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
     if _use_onednn(x, weight):
-        if scale == 1.0:
+        if scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
             return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     elif bias is None and addend.ndim == 2:
         return torch.addmm(addend, x, weight.t(), alpha=scale)
     product = linear(x, weight, bias)
-    return torch.add(addend, product, alpha=scale, out=product)
+    if scale == 1.0:
+        return product.add_(addend)
+    return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
 
 
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
