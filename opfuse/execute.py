@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from .op import OperationContext
-from .program import FilledContext, Program, Step
+from .program import FilledContext, OpState, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
@@ -53,7 +53,7 @@ def run_forward(
                 next_op_input_quantizer=ctx.next_op_input_quantizer,
             )
             continue
-        given = _gather(program, step, extra_inputs, extra_outputs) if program.has_extras else ((),) * (stop - start)
+        given = _gather(program, step, extra_inputs, extra_outputs) if details.has_extras else ((),) * (stop - start)
         x, outputs = op.fuser_forward(
             ctxs[start:stop],
             x,
@@ -62,7 +62,7 @@ def run_forward(
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
         )
-        if program.has_extras:
+        if details.has_extras:
             _keep_outputs(program, step, outputs, extra_outputs)
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
@@ -99,14 +99,13 @@ def _gather(program: Program, step: Step, inputs: Extras, outputs: Extras) -> li
     return gathered
 
 
-def _expect(holds: bool, step: Step, what: str, got: Sequence[Any]) -> None:
-    if not holds:
-        raise RuntimeError(f"{type(step.op).__name__} must give {what}, gave {len(got)}")
+def _refuse(step: Step, what: str, got: Sequence[Any]) -> NoReturn:
+    raise RuntimeError(f"{type(step.op).__name__} must give {what}, gave {len(got)}")
 
 
 def _per_basic_op(step: Step, tensors: Sequence[Any], what: str) -> Iterator[tuple[int, Sequence[Any]]]:
-    count = step.stop - step.start
-    _expect(len(tensors) == count, step, f"{what} for {count} basic ops", tensors)
+    if len(tensors) != step.stop - step.start:
+        _refuse(step, f"{what} for {step.stop - step.start} basic ops", tensors)
     return zip(range(step.start, step.stop), tensors, strict=True)
 
 
@@ -114,8 +113,8 @@ def _keep_outputs(program: Program, step: Step, outputs: Sequence[Sequence[Tenso
     """Check the extra outputs of a step against its ops' declarations and keep them."""
     routing = program.routing
     for i, tensors in _per_basic_op(step, outputs, "extra outputs"):
-        count = routing.ops[i].num_extra_outputs
-        _expect(len(tensors) == count, step, f"{count} extra outputs for {routing.name(i)}", tensors)
+        if len(tensors) != (count := routing.ops[i].num_extra_outputs):
+            _refuse(step, f"{count} extra outputs for {routing.name(i)}", tensors)
         for k, tensor in enumerate(tensors):
             if tensor is None and routing.needed_after((i, k), step.stop):
                 who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
@@ -157,13 +156,18 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor |
     return saved, left
 
 
-def _kept_context(left: Any, saved: tuple[Any, ...]) -> OperationContext:
-    """A new context with what an op left on its forward context."""
-    ctx = OperationContext()
+def _backward_context(state: OpState, index: int, kept: dict[int, Any], saved: tuple[Any, ...]) -> OperationContext:
+    """The context of a basic op in backward: a new one, with what its forward left."""
+    template, _, _, start, stop, shared = state
+    if shared is not None:
+        return shared
+    if stop > start:
+        return FilledContext(template, (), saved[start:stop])
+    ctx, left = OperationContext(), kept[index]
     vars(ctx).update(vars(left))
     start, stop = left.saved_range
     if left.saved_quantized is None:
-        ctx.saved_tensors = tuple(saved[start:stop])
+        ctx.saved_tensors = saved[start:stop]
     else:
         ctx.saved_tensors = tuple(
             [
@@ -233,22 +237,20 @@ def run_backward(
         op, start, stop, simple, details = step
         if details.prepare:
             dy = _prepare(step, dy)
-        ctxs = [
-            shared or (FilledContext(template, (), saved[a:b]) if b > a else _kept_context(left[i], saved))
-            for i, (template, _, _, a, b, shared) in enumerate(states[start:stop], start)
-        ]
         if simple:
-            dy, grad_params[start] = op.op_backward(ctxs[0], dy)  # type: ignore[operator]
+            ctx = _backward_context(states[start], start, left, saved)
+            dy, grad_params[start] = op.op_backward(ctx, dy)  # type: ignore[operator]
             continue
+        ctxs = [_backward_context(states[i], i, left, saved) for i in range(start, stop)]
         given: Any = ((),) * (stop - start)
-        if program.has_extras:
+        if details.has_extras:
             given = [
                 [grad_outputs.get((i, k)) for k in range(routing.ops[i].num_extra_outputs)] for i in range(start, stop)
             ]
         dy, grad_params[start:stop], grads = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=given)
         if len(grad_params) != len(routing.ops):
             raise RuntimeError(f"{type(op).__name__} must give parameter gradients for {stop - start} basic ops")
-        if program.has_extras:
+        if details.has_extras:
             _keep_grads(program, step, grads, grad_inputs, grad_outputs)
     if isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
@@ -269,8 +271,8 @@ def _keep_grads(
     """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
     routing = program.routing
     for i, tensors in _per_basic_op(step, grads, "extra-input gradients"):
-        count = routing.ops[i].num_extra_inputs
-        _expect(len(tensors) == count, step, f"{count} extra-input gradients for {routing.name(i)}", tensors)
+        if len(tensors) != (count := routing.ops[i].num_extra_inputs):
+            _refuse(step, f"{count} extra-input gradients for {routing.name(i)}", tensors)
         for k, grad in enumerate(tensors):
             source = routing.sources.get((i, k))
             if source is None:
@@ -313,8 +315,8 @@ class Pipeline(torch.autograd.Function):
                     "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True). "
                     "Run the forward inside opfuse.options(double_backward=True) to make it differentiable."
                 )
-            if torch.is_autocast_enabled(program.device_type):
-                with torch.autocast(program.device_type, enabled=False):
+            if torch.is_autocast_enabled(program.autocast_device):
+                with torch.autocast(program.autocast_device, enabled=False):
                     return Pipeline.backward(func_ctx, grad_output, *grad_extra_outputs)
         saved = func_ctx.saved_tensors
         return None, None, *run_backward(program, func_ctx.left, saved, grad_output, grad_extra_outputs)

@@ -119,7 +119,7 @@ class OperationFuser:
         device = input.device
         autocast = None
         if compiling or _any_autocast():
-            if torch.is_autocast_enabled(device.type) and input.dtype is not torch.float64:  # as in PyTorch
+            if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
         key = (
             (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
@@ -395,7 +395,7 @@ def _execute(
     program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor], autocast: torch.dtype | None
 ) -> Any:
     if autocast is not None:  # the ops cast themselves
-        with torch.autocast(program.device_type, enabled=False):
+        with torch.autocast(program.autocast_device, enabled=False):
             return _execute(program, kwargs, x, tensors, None)
     if program.requires_grad:
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]

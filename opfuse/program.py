@@ -40,6 +40,7 @@ class StepDetails(NamedTuple):
         takes_quantized: Whether the op takes a quantized tensor.
         width: Last dimension to insist on.
         owns: Whether the incoming gradient may be overwritten (backward only).
+        has_extras: Whether one of its basic ops has extra tensors.
     """
 
     prepare: bool
@@ -47,6 +48,7 @@ class StepDetails(NamedTuple):
     takes_quantized: bool
     width: int | None
     owns: bool
+    has_extras: bool
 
 
 class ContextTemplate(NamedTuple):
@@ -125,7 +127,7 @@ class Program:
     ) -> None:
         self.routing = routing
         self.plan = plan
-        self.device_type = env.device.type
+        self.autocast_device = env.device.type if torch.amp.is_autocast_available(env.device.type) else "cpu"
         self.recipe = env.recipe
         self.requires_grad = env.requires_grad
         self.input_requires_grad = templates[0].input_requires_grad
@@ -234,7 +236,8 @@ class _Run:
         wanted = None
         if env.recipe is not None:
             wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
-        details = StepDetails(prepare, self.cast, wanted is not None, width, owns)
+        extras = any(op.num_extra_inputs or op.num_extra_outputs for op in routing.ops[self.start : self.stop])
+        details = StepDetails(prepare, self.cast, wanted is not None, width, owns, extras)
         return Step(self.op, self.start, self.stop, simple, details)
 
 

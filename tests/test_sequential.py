@@ -308,3 +308,21 @@ def test_channels_are_bound_before_the_first_call():
         ops.MakeExtraOutput().set_extra_output_channel(0, "")
     with pytest.raises(TypeError, match="output_to_caller must be a bool"):
         ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=1)
+
+
+def test_a_chain_on_the_meta_device():
+    chain = opfuse.Sequential(ops.Linear(4, 4, device="meta"), ops.GELU())
+    x = torch.empty(2, 4, device="meta", requires_grad=True)
+    chain(x).sum().backward()
+    assert x.grad.shape == (2, 4) and chain[0].weight.grad.is_meta
+
+
+def test_an_fp32_residual_under_autocast():
+    chain = opfuse.Sequential(ops.Linear(4, 4), ops.AddExtraInput())
+    x, residual = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = chain(x, residual)
+    y.square().sum().backward()
+    reference = nn.functional.linear(x.detach(), chain[0].weight, chain[0].bias) + residual.detach()
+    torch.testing.assert_close(residual.grad, 2 * reference, atol=0.1, rtol=0.05)
+    assert x.grad.dtype is torch.float32

@@ -136,6 +136,8 @@ class BasicLinear(BasicOperation):
         if ctx.quantizers[0]:
             return _quantized_backward(grad_output, x, w)
         assert isinstance(grad_output, Tensor)
+        if ctx.dtype is not None:
+            grad_output = grad_output.to(ctx.dtype)
         return _grad_input(grad_output, w), (_grad_weight(grad_output, x),)
 
 

@@ -104,7 +104,9 @@ def transposed(x):
 
 
 @needs_onednn
-@pytest.mark.parametrize("layout", [lambda x: x, strided, expanded, transposed], ids=["plain", "strided", "expanded", "t"])
+@pytest.mark.parametrize(
+    "layout", [lambda x: x, strided, expanded, transposed], ids=["plain", "strided", "expanded", "t"]
+)
 @pytest.mark.parametrize("lead", [(ROWS,), (4, ROWS // 4), (2, 2, ROWS // 4)], ids=str)
 def test_onednn_gives_what_the_default_library_gives(kernel, lead, layout):
     fn, shapes, reference = kernel
@@ -145,12 +147,12 @@ def test_other_dtypes_stay_with_the_default_library(kernel, dtype):
 
 
 @needs_bf16
-def test_bf16_goes_directly_to_onednn_for_the_epilogue_only(kernel):
+def test_bf16_goes_directly_to_onednn_where_something_follows(kernel):
     fn, shapes, reference = kernel
     args = arguments(shapes, (ROWS,), torch.bfloat16)
     got, calls = calls_of(fn, *args)
-    has_epilogue = fn in (FUNCTIONS["linear"][0], FUNCTIONS["add"][0])
-    assert calls == has_epilogue
+    followed = [FUNCTIONS[name][0] for name in ("linear", "add", "scale, add")]
+    assert calls == (fn in followed)
     check(got, reference(*[a.double() for a in args]))
 
 

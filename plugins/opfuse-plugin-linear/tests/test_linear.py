@@ -718,11 +718,7 @@ def test_under_a_recipe(case, grid, override):
     named = [op for row in rows for op in row["basic_ops"]]
     if {"Bias", "GELU"} <= set(named) or {"Bias", "SwiGLU"} <= set(named):
         assert "activation+bias" in [row["fusion"] for row in rows]
-    check(
-        run(quantized, params, inputs, "linear,grid"),
-        run(quantized, params, inputs, "grid"),
-        torch.float32,
-    )
+    check(run(quantized, params, inputs, "linear,grid"), run(quantized, params, inputs, "grid"), torch.float32)
 
 
 def test_importing_the_plugin_imports_nothing_heavy():

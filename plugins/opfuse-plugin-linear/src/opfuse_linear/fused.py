@@ -40,7 +40,16 @@ class _ForwardLinear(FusedOperation):
 class ForwardLinearBias(_ForwardLinear):
     """Linear + bias: the bias goes into the matrix product."""
 
-    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Ctxs,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         return kernels.linear(x, weight, self._bias(basic_op_ctxs, x.dtype)), self._no_extras
@@ -53,7 +62,16 @@ class ForwardLinearBiasActivation(_ForwardLinear):
         super().__init__(basic_ops)
         self._epilogue = _EPILOGUES.get(type(basic_ops[-1]))
 
-    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Ctxs,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         act, ctx, bias = self._parts[-1], basic_op_ctxs[-1], self._bias(basic_op_ctxs, x.dtype)
@@ -101,6 +119,7 @@ class BackwardLinear(FusedOperation):
         self._extra, linear, self._bias, scale, act = where
         assert linear is not None
         self._linear = linear
+        self._is_plain = self._extra is None and scale is None
         self._scale = () if scale is None else (basic_ops[scale],)
         self._act = () if act is None else (basic_ops[act],)  # tuples, since looking up a submodule is slow
         self._no_extras = ((),) * len(basic_ops)
@@ -124,6 +143,9 @@ class BackwardLinear(FusedOperation):
             scale = self._scale[0].scale
             if dy.device.type == "cpu":  # one pass over the gradient is cheaper than two scaled matrix products
                 dy, scale = (dy.mul_(scale) if basic_op_ctxs[-1].owns_grad_output else dy * scale), 1.0
+        if self._is_plain and x is not None and weight is not None and dy.ndim == 2 and kernels.is_small(dy):
+            grads[self._linear] = (dy.t().mm(x),)
+            return dy.mm(weight), grads, self._no_extras
         grad_input = grad_weight = None
         if weight is not None:
             addend = None if self._extra is None else basic_op_grad_extra_outputs[self._extra][0]

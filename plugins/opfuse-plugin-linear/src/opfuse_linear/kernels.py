@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-ONEDNN_MIN_SIZE = {torch.float32: 1 << 14, torch.bfloat16: 1 << 10}
+ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
 
-In bf16 the default library is oneDNN too, but has no epilogue: only products with something after them are called
-directly.
+In bf16 the default library is oneDNN too, but without epilogue: only products with something after them are called
+directly, and small ones add their bias afterwards, since a kernel of their own costs more than an addition.
 """
+
+ONEDNN_MIN_ACTIVATION_BF16 = 1 << 10
+"""The same for a product in bf16 with an activation."""
 
 ONEDNN_MIN_WIDTH = 8
 """Rows and columns of the result below which the default library's matrix-vector products are faster."""
@@ -48,13 +51,13 @@ def onednn_has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _use_onednn(x: Tensor, weight: Tensor) -> bool:
+def _use_onednn(x: Tensor, weight: Tensor, min_size: int = ONEDNN_MIN_SIZE) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
-    smallest = ONEDNN_MIN_SIZE.get(x.dtype)
-    if smallest is None or is_compiling() or x.numel() < smallest:
+    if is_compiling() or x.numel() < min_size:
         return False
     return (
-        x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
+        (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
+        and x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.device.type == "cpu"
         and type(x) is Tensor  # a subclass brings its own operations
@@ -76,11 +79,28 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether a product with an fp32 ``x`` is over before a better way to do it is found."""
+    return not is_compiling() and x.dtype is torch.float32 and x.numel() < ONEDNN_MIN_SIZE
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension."""
+    if is_small(x):
+        return F.linear(x, weight, bias)
     if (bias is not None or x.dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
+    return _default_linear(x, weight, bias)
+
+
+def _default_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None and _adds_afterwards(x):
+        return F.linear(x, weight).add_(bias)
     return F.linear(x, weight, bias)
+
+
+def _adds_afterwards(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and not is_compiling() and x.device.type == "cpu"
 
 
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
@@ -93,7 +113,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" for GELU.
     """
-    if not _use_onednn(x, weight):
+    if not _use_onednn(x, weight, ONEDNN_MIN_ACTIVATION_BF16 if x.dtype is torch.bfloat16 else ONEDNN_MIN_SIZE):
         return None
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
@@ -128,12 +148,12 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    if _use_onednn(x, weight):
-        if scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
-    elif bias is None and addend.ndim == 2:
+    direct = _use_onednn(x, weight)
+    if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
+    if not direct and bias is None and addend.ndim == 2 and not _adds_afterwards(x):
         return torch.addmm(addend, x, weight.t(), alpha=scale)
-    product = linear(x, weight, bias)
+    product = _onednn(x, weight, bias) if direct else _default_linear(x, weight, bias)
     if scale == 1.0:
         return product.add_(addend)
     return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
