@@ -179,9 +179,8 @@ class OperationFuser:
 
     def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
         """Make, and keep, the program for a key."""
-        grads, dtype, device, autocast, training, recipe, options, selection, *_, compiling, kwargs, extras = key[
-            :_KEY_LENGTH
-        ]
+        plain = key[:_KEY_LENGTH]
+        grads, dtype, device, autocast, training, recipe, options, selection, *_, compiling, kwargs, extras = plain
         self._check_tensors(dtype, device, autocast, extras or ())
         self._check_kwargs(kwargs)
         alignment = _row_alignment(input)
