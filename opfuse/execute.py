@@ -14,6 +14,7 @@ from .program import FilledContext, OpState, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
+_functorch_active = torch._C._are_functorch_transforms_active
 Kwargs = Sequence[dict[str, Any]]
 Extras = dict[Slot, Tensor | None]
 
@@ -132,13 +133,13 @@ def _collect_saved(program: Program, ctxs: Sequence[Any]) -> tuple[list[Tensor |
     saved: list[Tensor | None] = []
     for index, count in program.saving:
         to_save = ctxs[index].to_save
-        if to_save is None:
-            saved += [None] * count
-            continue
-        if len(to_save) != count:
-            raise RuntimeError(
-                f"{program.routing.name(index)} declares {count} saved tensors, its forward saved {len(to_save)}"
-            )
+        if to_save is None and not ctxs[index].requires_grad:
+            to_save = (None,) * count
+        if to_save is None or len(to_save) != count:
+            who = next(step for step in program.plan.forward if 0 <= index - step.start < len(step.basic_ops))
+            by = f"{who.op} ({who.distribution or 'no plugin'})"
+            what = f"{program.routing.name(index)} declares {count} saved tensors"
+            raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save or ())} for it")
         saved += to_save
     left: dict[int, Any] = {}
     for index in program.keeping:
@@ -256,7 +257,7 @@ def run_backward(
         dy = dy.dequantize()
     flat: list[Tensor | None] = [dy if program.input_requires_grad else None]
     for i, count in program.num_params_of:
-        of_op = grad_params[i] or (None,) * count
+        of_op = (None,) * count if grad_params[i] is None else tuple(grad_params[i])
         if len(of_op) != count:
             raise RuntimeError(f"{routing.name(i)} must give {count} parameter gradients, gave {len(of_op)}")
         flat += of_op
@@ -288,7 +289,7 @@ class Pipeline(torch.autograd.Function):
     @staticmethod
     def forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor) -> Any:
         """Run the forward steps and keep what the backward steps need."""
-        given = tensors[program.num_params :] if program.has_extras and not is_compiling() else ()
+        given = tensors[program.num_params :] if program.writes_extras and not is_compiling() else ()
         versions = [tensor._version for tensor in given] if given else []
         y, extra_outputs, ctxs = run_forward(program, kwargs, x, tensors)
         saved, func_ctx.left = _collect_saved(program, ctxs)
@@ -310,10 +311,10 @@ class Pipeline(torch.autograd.Function):
         """Run the backward steps on new contexts."""
         program: Program = func_ctx.program
         if not is_compiling():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or _functorch_active():
                 raise RuntimeError(
-                    "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True). "
-                    "Run the forward inside opfuse.options(double_backward=True) to make it differentiable."
+                    "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True) nor batched "
+                    "(vectorize=True). Run the forward inside opfuse.options(double_backward=True) to make it able to."
                 )
             if torch.is_autocast_enabled(program.autocast_device):
                 with torch.autocast(program.autocast_device, enabled=False):
@@ -334,6 +335,8 @@ def run_without_grad(program: Program, kwargs: Kwargs | None, x: Tensor, tensors
 
 def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
     """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
+    if program.recipe is not None:
+        raise RuntimeError(f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}")
     for index, op in enumerate(program.routing.ops):
         if not op.differentiable:
             raise RuntimeError(

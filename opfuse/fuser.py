@@ -112,12 +112,17 @@ class OperationFuser:
         tensors: list[Tensor] = []
         for module, name in routing.param_sources:
             param = None if compiling else module._parameters.get(name)
-            tensors.append(getattr(module, name) if param is None else param)
+            if param is None:
+                param = getattr(module, name)
+                if param is None:
+                    raise TypeError(f"{self._name()} expected a tensor as {type(module).__name__}.{name}, got None")
+            tensors.append(param)
         if extra_inputs:
+            if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
+                got = [type(tensor).__name__ for tensor in extra_inputs]
+                raise TypeError(f"{self._name()} expected tensors as extra inputs, got {', '.join(got)}")
             tensors += extra_inputs
-        scope = manager.scope
-        device = input.device
-        autocast = None
+        scope, device, autocast = manager.scope, input.device, None
         if compiling or _any_autocast():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
@@ -269,8 +274,6 @@ class OperationFuser:
                 param = module._parameters.get(name)  # a parametrized one is not computed just to look at it
                 who = f"{routing.name(i)} of {self._name()}"
                 if param is None:
-                    if name in module._parameters:
-                        raise TypeError(f"{who} expected a parameter as {name}, got None")
                     continue
                 if param.device != device:
                     raise ValueError(f"{who} has its {name} on {param.device}, the input is on {device}")

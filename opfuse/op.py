@@ -180,7 +180,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _own_fuser(self) -> OperationFuser:
         """The fuser behind ``op(x)``, kept as long as the op."""
-        if is_compiling() or self._cache.value is None:
+        if is_compiling() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value  # type: ignore[no-any-return]
 
@@ -188,8 +188,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 def _make_own_fuser(op: FusibleOperation) -> None:
     from .fuser import OperationFuser
 
-    if op._cache.value is None:
-        op._cache.value = OperationFuser([op], owner=op)
+    if op._cache.key is not op:  # new, or a shallow copy that shares the cache
+        op._cache.key, op._cache.value = op, OperationFuser([op], owner=op)
 
 
 _make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

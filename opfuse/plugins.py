@@ -191,8 +191,8 @@ class PluginManager:
             self._changed()
 
     def _changed(self) -> None:
-        self.generation += 1
         self._sources = {}
+        self.generation += 1  # last: who sees the new number sees the new fusions
 
     # Loading
 
@@ -239,10 +239,13 @@ class PluginManager:
             for recipes in self._call(record, "opfuse_recipes"):
                 record.recipes.update(_checked_recipes(recipes))
             record.state = "loaded"
-        except Exception as error:
+        except BaseException as error:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin, record.hooks, record.fusions = None, (), ()
+            if not isinstance(error, (Exception, SystemExit)):  # interrupted: next time again
+                record.state = "found"
+                raise
             self._fail(record, stage, error)
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
@@ -259,7 +262,7 @@ class PluginManager:
                     raise TypeError(f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}")
                 yield fusion
 
-    def _fail(self, record: PluginRecord, stage: str, error: Exception) -> None:
+    def _fail(self, record: PluginRecord, stage: str, error: BaseException) -> None:
         record.state = "failed"
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():

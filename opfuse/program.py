@@ -135,6 +135,7 @@ class Program:
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
         self.has_extras = routing.has_extras
+        self.writes_extras = any(getattr(op, "in_place", False) for op in routing.ops)
         self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
         self.double_backward = bool(env.options.get("double_backward"))
         self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)

@@ -120,8 +120,8 @@ class Sequential(nn.Module):
         return str(max((int(key) + 1 for key in self._modules if key.isdecimal()), default=0))
 
     def __getitem__(self, index: int | slice) -> Any:
-        modules = list(self._modules.values())
-        return Sequential(*modules[index]) if isinstance(index, slice) else modules[index]  # type: ignore[arg-type]
+        items = list(self._modules.items())
+        return Sequential(dict(items[index])) if isinstance(index, slice) else items[index][1]  # type: ignore[arg-type]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
         self.add_module(self._keys(index)[0], module)
@@ -129,6 +129,8 @@ class Sequential(nn.Module):
     def __delitem__(self, index: int | slice) -> None:
         for key in self._keys(index):
             del self._modules[key]
+        if all(key.isdecimal() for key in self._modules):  # as torch.nn.Sequential numbers them
+            self._modules = dict(zip(map(str, range(len(self))), self._modules.values(), strict=True))
 
     def __len__(self) -> int:
         return len(self._modules)

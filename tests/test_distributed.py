@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
+import data_parallel
 import fusing
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing import spawn
-
-import opfuse
-from opfuse import ops
-from opfuse.op import op_class
-
-WIDTH = 16
-WRAPPINGS = ("ddp", "ddp compiled", "fsdp root", "fsdp each op", "fsdp compiled")
-
-
-def models():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU("tanh"), nn.Linear(WIDTH, WIDTH))
-    chain = opfuse.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH))
-    chain.load_state_dict(plain.state_dict())
-    return chain, plain
-
-
-def wrap(chain, how):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    if how.startswith("ddp"):
-        wrapped = DistributedDataParallel(chain)
-    else:
-        mesh = init_device_mesh("cpu", (2,))
-        if how == "fsdp each op":
-            for op in (chain[0], chain[2]):
-                fully_shard(op, mesh=mesh)
-            assert type(chain[0]) is not ops.Linear and op_class(chain[0]) is ops.Linear
-        wrapped = fully_shard(chain, mesh=mesh)
-    return torch.compile(wrapped, backend="aot_eager") if how.endswith("compiled") else wrapped
-
-
-def worker(rank, file, variant):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
-    try:
-        with fusing.fusions(variant):
-            for how in WRAPPINGS:
-                chain, plain = models()
-                plain(batch).square().mean().backward()
-                model = wrap(chain, how)
-                optimizer = torch.optim.AdamW(chain.parameters())
-                for _ in range(2):
-                    optimizer.zero_grad()
-                    model(batch[rank * 4 : rank * 4 + 4]).square().mean().backward()
-                for got, expected in zip(chain.parameters(), plain.parameters(), strict=True):
-                    grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
-                    torch.testing.assert_close(grad, expected.grad, msg=lambda text, how=how: f"{how}: {text}")
-                optimizer.step()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.parametrize("variant", list(fusing.VARIANTS))
 def test_data_parallel(tmp_path, variant):
-    spawn(worker, (tmp_path / "init", variant), nprocs=2)
+    spawn(data_parallel.worker, (tmp_path / "init", variant), nprocs=2)

@@ -78,8 +78,8 @@ class BasicLinear(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew; on the meta device nothing is drawn."""
-        if self.weight.numel():
+        """Draw the weight anew, unless a ``Linear`` holds it; on the meta device nothing is drawn."""
+        if "_owner" not in self.__dict__ and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def extra_repr(self) -> str:

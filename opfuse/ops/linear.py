@@ -51,8 +51,9 @@ class Bias(BasicOperation):
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Set the bias to zero."""
-        nn.init.zeros_(self.bias)
+        """Set the bias to zero, unless a ``Linear`` holds it."""
+        if "_owner" not in self.__dict__:
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         """The size."""
@@ -142,9 +143,8 @@ class Linear(FusedOperation):
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is drawn."""
-        linear = self._basic(0)
-        assert isinstance(linear, BasicLinear)
-        linear.reset_parameters()
+        if self.weight.numel():
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self._reset_bias()
 
     def _reset_bias(self) -> None:

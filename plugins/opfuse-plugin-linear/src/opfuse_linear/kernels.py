@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 ONEDNN_MIN_SIZE = 1 << 14
@@ -61,6 +62,8 @@ def _use_onednn(x: Tensor, weight: Tensor, min_size: int = ONEDNN_MIN_SIZE) -> b
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.device.type == "cpu"
         and type(x) is Tensor  # a subclass brings its own operations
+        and type(weight) in (Tensor, Parameter)
+        and x.layout is torch.strided
         and torch._C._get_mkldnn_enabled()
         and (onednn_is_faster() if x.dtype is torch.float32 else onednn_has_bf16())
     )
