@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -131,7 +130,10 @@ def explain_command(target: str, as_json: bool) -> None:
     _check_selection()
     with _quiet_stdout():
         model, *inputs = _load(target)
-        explanation = explain(model, *inputs)
+        try:
+            explanation = explain(model, *inputs)
+        except Exception as error:
+            raise _UserError(f"{target}: {type(model).__name__} raised {type(error).__name__}: {error}") from error
     click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else str(explanation))
 
 
@@ -150,24 +152,12 @@ def _load(target: str) -> tuple[Any, ...]:
             raise _UserError(f"{name!r} has no attribute {path!r}")
         value = getattr(value, attribute)
     if callable(value) and not isinstance(value, nn.Module):
-        _check_arguments(value, (), f"{target} takes arguments, expected a function without")
-        value = value()
+        try:
+            value = value()
+        except Exception as error:
+            raise _UserError(f"{target}() raised {type(error).__name__}: {error}") from error
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not parts or not callable(parts[0]) or isinstance(parts[0], type):
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
-    model = parts[0].forward if isinstance(parts[0], nn.Module) else parts[0]
-    what = f"{len(parts) - 1} inputs" if len(parts) != 2 else "1 input"
-    _check_arguments(model, parts[1:], f"{target} gives {type(parts[0]).__name__} and {what}")
     return parts
-
-
-def _check_arguments(function: Any, arguments: tuple[Any, ...], otherwise: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: nothing is known
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise _UserError(f"{otherwise}: {error}") from None

@@ -14,7 +14,6 @@ from .program import FilledContext, OpState, Program, Step
 from .quantization import QuantizedTensor
 from .routing import Slot
 
-_functorch_active = torch._C._are_functorch_transforms_active
 Kwargs = Sequence[dict[str, Any]]
 Extras = dict[Slot, Tensor | None]
 
@@ -255,7 +254,7 @@ def run_backward(
             _keep_grads(program, step, grads, grad_inputs, grad_outputs)
     if isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
-    flat: list[Tensor | None] = [dy if program.input_requires_grad else None]
+    flat: list[Tensor | None] = [dy if states[0].template.input_requires_grad else None]
     for i, count in program.num_params_of:
         of_op = (None,) * count if grad_params[i] is None else tuple(grad_params[i])
         if len(of_op) != count:
@@ -311,10 +310,10 @@ class Pipeline(torch.autograd.Function):
         """Run the backward steps on new contexts."""
         program: Program = func_ctx.program
         if not is_compiling():
-            if torch.is_grad_enabled() or _functorch_active():
+            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
-                    "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True) nor batched "
-                    "(vectorize=True). Run the forward inside opfuse.options(double_backward=True) to make it able to."
+                    "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
+                    "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"
                 )
             if torch.is_autocast_enabled(program.autocast_device):
                 with torch.autocast(program.autocast_device, enabled=False):

@@ -244,8 +244,11 @@ def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) 
     lines += _describe_steps("forward", plan.forward, indent)
     none = [f"{indent}backward: none, {no_grad}"]
     lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
+    shown = [r for r in plan.refused if not (r.distribution and f" of {r.distribution}" in r.reason)]
+    alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
     lines += [f"{indent}refused"] if plan.refused else []
-    alike = Counter(dataclasses.replace(refusal, start=0) for refusal in plan.refused)  # wherever they are
+    if count := len(plan.refused) - len(shown):
+        lines += _wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
         lines += _describe_refusal(refusal, times, indent + "  ")
     return lines

@@ -99,7 +99,9 @@ class OperationFuser:
         routing = self._routing
         compiling = is_compiling()
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(self._describe_extras(len(extra_inputs)))
+            wanting = ", ".join(routing.name(i) for i, _ in routing.external_inputs) or "no op takes one"
+            got = f"{len(extra_inputs)} ({wanting})"
+            raise ValueError(f"{self._name()} expected {self.num_extra_inputs} extra inputs, got {got}")
         if not isinstance(input, Tensor):
             raise TypeError(f"{self._name()} expected a tensor, got {type(input).__name__}")
         if any(_hooks_of(self._hookable)) if compiling else any(self._hooks):
@@ -119,8 +121,8 @@ class OperationFuser:
             tensors.append(param)
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                got = [type(tensor).__name__ for tensor in extra_inputs]
-                raise TypeError(f"{self._name()} expected tensors as extra inputs, got {', '.join(got)}")
+                types = ", ".join(type(tensor).__name__ for tensor in extra_inputs)
+                raise TypeError(f"{self._name()} expected tensors as extra inputs, got {types}")
             tensors += extra_inputs
         scope, device, autocast = manager.scope, input.device, None
         if compiling or _any_autocast():
@@ -299,10 +301,6 @@ class OperationFuser:
                 if takes is not None and name not in takes:
                     who, known = f"{self._routing.name(i)} of {self._name()}", ", ".join(takes) or "none"
                     raise TypeError(f"{who} does not take the keyword argument {name!r}; it takes {known}")
-
-    def _describe_extras(self, got: int) -> str:
-        wanting = ", ".join(self._routing.name(i) for i, _ in self._routing.external_inputs) or "no op takes one"
-        return f"{self._name()} expected {self.num_extra_inputs} extra inputs, got {got} ({wanting})"
 
     def _name(self) -> str:
         """The chain as error messages call it."""

@@ -456,16 +456,11 @@ class FusedOperation(FusibleOperation):
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The first basic op's."""
-        return self._basic(0).get_input_quantizer()
+        return self.basic_ops[0].get_input_quantizer()  # type: ignore[no-any-return,operator]
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The last basic op's."""
-        return self._basic(-1).get_grad_output_quantizer()
-
-    def _basic(self, index: int) -> BasicOperation:
-        op = self.basic_ops[index]
-        assert isinstance(op, BasicOperation)
-        return op
+        return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""

@@ -130,7 +130,6 @@ class Program:
         self.autocast_device = env.device.type if torch.amp.is_autocast_available(env.device.type) else "cpu"
         self.recipe = env.recipe
         self.requires_grad = env.requires_grad
-        self.input_requires_grad = templates[0].input_requires_grad
         self.forward, self.backward = tuple(steps[0]), tuple(steps[1])
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
