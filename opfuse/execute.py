@@ -310,7 +310,7 @@ class Pipeline(torch.autograd.Function):
         """Run the backward steps on new contexts."""
         program: Program = func_ctx.program
         if not is_compiling():
-            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad_output):
                 raise RuntimeError(
                     "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
                     "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 
@@ -450,3 +451,101 @@ def test_overwriting_what_another_op_saved_is_refused():
     with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
         opfuse.Sequential(ops.Reshape((2,)), *chain, ops.Reshape((1, 2)))(h, h.view(2))
     chain(h, h.detach().clone()).sum().backward()
+
+
+# What must not pass silently
+
+
+def test_a_forward_fusion_that_saves_nothing_is_named():
+    class Forgetful(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return nn.functional.linear(input_, basic_op_ctxs[0].params[0], basic_op_ctxs[1].params[0]), [(), ()]
+
+    class Plugin:
+        @opfuse.hookimpl
+        def opfuse_forward_fusions(self):
+            return [opfuse.Fusion((ops.BasicLinear, ops.Bias), Forgetful)]
+
+    record = opfuse.plugins.register(Plugin(), name="forgetful", distribution="opfuse-plugin-forgetful", version="2")
+    try:
+        text = r"op 0 \(BasicLinear\) declares 2 saved tensors, but the forward of Forgetful \(opfuse-plugin-forgetful\) saved 0"
+        with opfuse.plugins.using("forgetful"):
+            chain = opfuse.Sequential(ops.Linear(2, 2))
+            with torch.no_grad():
+                chain(torch.ones(1, 2))
+            with pytest.raises(RuntimeError, match=text):
+                chain(torch.ones(1, 2))
+    finally:
+        opfuse.plugins.remove(record)
+
+
+@pytest.mark.parametrize("grads", [[], [None, None], ()])
+def test_an_op_that_gives_the_wrong_number_of_gradients(grads):
+    class Wrong(Foreign):
+        def op_backward(self, ctx, grad_output):
+            return grad_output, grads
+
+    y = opfuse.Sequential(Wrong())(torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=rf"op 0 \(Wrong\) must give 1 parameter gradients, gave {len(grads)}"):
+        y.sum().backward()
+
+
+def test_a_parameter_or_extra_input_that_is_no_tensor():
+    linear = ops.Linear(2, 2)
+    linear.bias = None
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(TypeError, match=r"chain \[Linear\] expected a tensor as Linear.bias, got None"):
+            linear(torch.ones(1, 2))
+    with pytest.raises(TypeError, match="expected tensors as extra inputs, got int"):
+        opfuse.Sequential(ops.AddExtraInput())(torch.ones(1, 2), 3)
+
+
+def test_batched_gradients_work_or_say_what_does():
+    chain, x = chain_and_input()
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"batched \(vectorize=True\), unless .*double_backward=True"):
+        torch.autograd.functional.jacobian(chain, x, vectorize=True)
+    with opfuse.options(double_backward=True):
+        fast = torch.autograd.functional.jacobian(chain, x, vectorize=True)
+    torch.testing.assert_close(fast, torch.autograd.functional.jacobian(chain, x))
+
+
+def test_an_extra_input_made_in_inference_mode():
+    with torch.inference_mode():
+        extra = torch.ones(1, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    opfuse.Sequential(ops.AddExtraInput())(x, extra).sum().backward()
+    assert x.grad.eq(1).all()
+
+
+def test_a_shallow_copy_uses_its_own_parameters():
+    linear = ops.BasicLinear(2, 2)
+    x = torch.ones(1, 2)
+    assert linear(x).abs().sum() > 0
+    twin = copy.copy(linear)
+    twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in linear._parameters.items()}
+    assert twin(x).abs().sum() == 0
+    assert linear(x).abs().sum() > 0
+
+
+def test_resetting_every_module_draws_like_torch():
+    def reset(model):
+        torch.manual_seed(7)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return list(model.parameters())
+
+    plain = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    chain = opfuse.Sequential(ops.Linear(3, 4), ops.LayerNorm(4))
+    for a, b in zip(reset(plain), reset(chain), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_forward_sees_new_fusions_with_the_new_generation(monkeypatch):
+    manager._sources["stale"] = ()
+    seen = []
+    generation = property(lambda self: 0, lambda self, number: seen.append(dict(self._sources)))
+    monkeypatch.setattr(type(manager), "generation", generation, raising=False)
+    manager._changed()
+    assert seen == [{}]

@@ -525,3 +525,33 @@ def test_a_distribution_with_broken_metadata(tmp_path, monkeypatch):
     ):
         assert [record.name for record in manager.active(None)] == ["mine"]
     assert [record.state for record in manager.records] == ["loaded", "failed"]
+
+
+def test_an_interrupted_load_is_tried_again(register):
+    class Interrupted:
+        times = 0
+
+        @opfuse.hookimpl
+        def opfuse_forward_fusions(self):
+            self.times += 1
+            if self.times == 1:
+                raise KeyboardInterrupt
+            return []
+
+    register(Interrupted(), name="interrupted")
+    with opfuse.plugins.using("interrupted"):
+        with pytest.raises(KeyboardInterrupt):
+            opfuse.plugins.listing()
+        assert [row["state"] for row in opfuse.plugins.listing()] == ["loaded"]
+
+
+def test_a_plugin_that_exits_is_a_failure(register):
+    class Exits:
+        @opfuse.hookimpl
+        def opfuse_forward_fusions(self):
+            raise SystemExit(3)
+
+    register(Exits(), name="exits", distribution="opfuse-plugin-exits", version="4")
+    with opfuse.plugins.using("exits"):
+        with pytest.warns(opfuse.PluginWarning, match=r"opfuse-plugin-exits 4\) failed at hook call: SystemExit: 3"):
+            assert [row["state"] for row in opfuse.plugins.listing()] == ["failed"]

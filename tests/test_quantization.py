@@ -368,3 +368,16 @@ def test_checkpoint_with_a_recipe_inside_a_compiled_region():
     expected, x.grad = x.grad, None
     torch.compile(region, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+# Second derivatives would differentiate the rounding
+
+
+def test_second_derivatives_and_functorch_under_a_recipe_are_refused():
+    chain, x = two_linears()
+    text = "second derivatives and functorch transforms do not pass the rounding of Rounding"
+    with opfuse.autocast(recipe=Rounding()):
+        with opfuse.options(double_backward=True), pytest.raises(RuntimeError, match=text):
+            chain(x)
+        with pytest.raises(RuntimeError, match=text):
+            torch.func.grad(lambda x: chain(x).sum())(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -326,3 +328,14 @@ def test_an_fp32_residual_under_autocast():
     reference = nn.functional.linear(x.detach(), chain[0].weight, chain[0].bias) + residual.detach()
     torch.testing.assert_close(residual.grad, 2 * reference, atol=0.1, rtol=0.05)
     assert x.grad.dtype is torch.float32
+
+
+def test_names_are_those_of_torch_after_editing():
+    def edit(cls, linear):
+        chain = cls(linear(2, 2), linear(2, 2), linear(2, 2))
+        named = cls(OrderedDict(a=linear(2, 2), b=linear(2, 2)))
+        part = list(chain[1:].state_dict())
+        del chain[0]
+        return part, list(chain.state_dict()), list(named[1:].state_dict())
+
+    assert edit(opfuse.Sequential, ops.Linear) == edit(nn.Sequential, nn.Linear)

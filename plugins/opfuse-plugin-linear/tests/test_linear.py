@@ -727,3 +727,24 @@ def test_importing_the_plugin_imports_nothing_heavy():
         "assert new == {'opfuse_linear'}, new; assert 'triton' not in sys.modules and 'numpy.testing' not in new"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_sparse_inputs_and_weight_subclasses_take_the_default_path():
+    class Wrapped(torch.Tensor):
+        """A weight with operations of its own."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is not torch.nn.functional.linear:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            x, weight, *rest = args
+            return func(x, weight.as_subclass(torch.Tensor) * 2, *rest, **(kwargs or {}))
+
+    x = torch.eye(256)
+    linear = opfuse.ops.BasicLinear(256, 256)
+    chain = opfuse.Sequential(linear, opfuse.ops.Bias(256))
+    with torch.no_grad():
+        torch.testing.assert_close(chain(x.to_sparse()), chain(x))
+        plain = chain(x)
+        linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Wrapped))
+        torch.testing.assert_close(chain(x), 2 * plain)
