@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import opfuse_linear.fused
+import opfuse_linear.kernels
 import pytest
 import torch
 from torch.nn import functional as F
@@ -37,6 +38,11 @@ class Cubic(ops.Activation):
 
     def derivative(self, x):
         return 1 + 0.3 * x**2
+
+
+@pytest.fixture(autouse=True)
+def no_size_is_too_small(monkeypatch):
+    monkeypatch.setattr(opfuse_linear.kernels, "MIN_FEATURES", 0)
 
 
 def gated(function):
@@ -644,6 +650,7 @@ def test_deepcopy(case):
 
 def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
     monkeypatch.undo()
+    monkeypatch.setattr(opfuse_linear.kernels, "MIN_FEATURES", 0)
     for faster in (True, False):
         monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda faster=faster: faster)
         for dtype in DTYPES:
@@ -748,3 +755,12 @@ def test_sparse_inputs_and_weight_subclasses_take_the_default_path():
         plain = chain(x)
         linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Wrapped))
         torch.testing.assert_close(chain(x), 2 * plain)
+
+
+def test_few_features_are_left_to_the_ops_in_backward(monkeypatch):
+    monkeypatch.undo()
+    chain = opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Bias(8 * 2), ops.SiLU())
+    data = opfuse.explain(chain, torch.randn(4, 16, requires_grad=True)).to_dict()
+    assert not [step["fusion"] for step in data["backward"] if step["fusion"]]
+    reasons = {row["reason"] for row in data["refused"] if row["pass"] == "backward"}
+    assert "16 features are too few for it to pay on a CPU" in reasons

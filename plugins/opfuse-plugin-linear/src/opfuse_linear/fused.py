@@ -194,7 +194,16 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
     if not isinstance(ops[-1], Activation) and adds_nothing(env):
         return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
+    features = max(op.in_features or 0 for op in ops)
+    if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
+        return f"{features} features are too few for it to pay on a CPU"
     return _plain_linear(ops, env)
+
+
+def _pays(ops: Any, env: Environment) -> bool | str:
+    if env.device.type == "cpu" and ops[0].in_features < kernels.MIN_FEATURES:
+        return f"{ops[0].in_features} features are too few for it to pay on a CPU"
+    return True
 
 
 def adds_nothing(env: Environment) -> bool:
@@ -213,7 +222,7 @@ FORWARD = [
 
 BACKWARD = [
     Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_and_pays, name="linear+bias+activation"),
-    Fusion((Bias, _ACT), BackwardActivationBias, name="activation+bias"),
+    Fusion((Bias, _ACT), BackwardActivationBias, _pays, name="activation+bias"),
     Fusion((BasicLinear, ConstantScale), BackwardLinear, _plain_and_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinear, _plain_linear, name="linear+add"),
 ]

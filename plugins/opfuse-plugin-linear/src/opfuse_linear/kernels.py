@@ -34,6 +34,10 @@ ONEDNN_MIN_ADDEND = 1 << 14
 """Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
 
 
+MIN_FEATURES = 32
+"""Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is all Python."""
+
+
 @functools.cache
 def onednn_is_faster() -> bool:
     """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
