@@ -136,7 +136,7 @@ class _Recompute:
 
 
 def _forward_state(fuser: OperationFuser) -> Iterator[tuple[Quantizer, str]]:
-    for op in fuser._basic_ops:
+    for op in fuser._routing.ops:
         for quantizer in op._quantizers.of(manager.scope.recipe)[0]:
             for name in quantizer.state_names:
                 yield quantizer, name

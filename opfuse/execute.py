@@ -178,23 +178,30 @@ def _backward_context(state: OpState, index: int, kept: dict[int, Any], saved: t
     return ctx
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
 def _refuse_overwritten(inputs: Sequence[Tensor], written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:
     """Refuse what autograd's check of saved tensors misses, since it starts when the forward is over.
 
     Of the saved tensors that share memory with a written one, those that came in were saved before.
     """
-
-    def root(tensor: Tensor) -> Tensor | None:
-        return tensor._base if tensor._is_view() else tensor
-
-    came_in = {id(root(tensor)) for tensor in inputs}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in written}
+    came_in = {id(tensor._base if tensor._is_view() else tensor) for tensor in inputs}
+    memory = {_memory(tensor) for tensor in written}
     for tensor in saved:
-        if tensor is not None and id(root(tensor)) in came_in and tensor.untyped_storage().data_ptr() in memory:
+        root = tensor._base if tensor is not None and tensor._is_view() else tensor
+        if tensor is not None and id(root) in came_in and _memory(tensor) in memory:
             raise RuntimeError(
                 "an in-place op overwrote an extra input that the backward of another op of the chain needs: "
                 "pass in_place=False, or a copy"
             )
+
+
+def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> list[Tensor | None]:
+    """Copy what shares memory with another gradient without being it: autograd would keep both as ``.grad``."""
+    shared = [grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads]
+    return [grad.clone() if grad is not None and copy else grad for grad, copy in zip(grads, shared, strict=True)]
 
 
 def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
@@ -212,7 +219,7 @@ def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[
 
 
 def run_backward(
-    program: Program, left: dict[int, Any], saved: tuple[Any, ...], dy: Any, grad_public: Sequence[Tensor]
+    program: Program, left: dict[int, Any], saved: tuple[Any, ...], grad_output: Any, grad_public: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run the backward steps.
 
@@ -220,13 +227,13 @@ def run_backward(
         program: What to run.
         left: The contexts that the forward left, by op, where its declarations do not suffice.
         saved: What it saved.
-        dy: Gradient of the chain's output.
+        grad_output: Gradient of the chain's output.
         grad_public: Gradients of the extra outputs that the caller got.
 
     Returns:
         The gradients of the input, of the parameters, and of the extra inputs that the caller gave.
     """
-    routing = program.routing
+    routing, dy = program.routing, grad_output
     grad_params: list[Any] = [None] * len(routing.ops)
     grad_inputs: Extras = {}
     grad_outputs: Extras = {}
@@ -254,15 +261,17 @@ def run_backward(
             _keep_grads(program, step, grads, grad_inputs, grad_outputs)
     if isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
-    flat: list[Tensor | None] = [dy if states[0].template.input_requires_grad else None]
+    ends: list[Tensor | None] = [dy if states[0].template.input_requires_grad else None]
+    if program.has_extras:
+        ends += [grad_inputs.get(slot) for slot in routing.external_inputs]
+        ends = ends if is_compiling() else _separate(ends, {_memory(grad_output): grad_output})
+    flat = ends[:1]
     for i, count in program.num_params_of:
         of_op = (None,) * count if grad_params[i] is None else tuple(grad_params[i])
         if len(of_op) != count:
             raise RuntimeError(f"{routing.name(i)} must give {count} parameter gradients, gave {len(of_op)}")
         flat += of_op
-    if program.has_extras:
-        flat += [grad_inputs.get(slot) for slot in routing.external_inputs]
-    return flat
+    return flat + ends[1:]
 
 
 def _keep_grads(

@@ -23,7 +23,6 @@ from .routing import Routing, flatten
 from .scope import Environment
 
 _CACHE_SIZE = 64
-_any_autocast = torch._C._is_any_autocast_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
@@ -75,10 +74,6 @@ class OperationFuser:
         steps = self._latest.backward[::-1] if self._latest else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
-    @property
-    def _basic_ops(self) -> list[BasicOperation]:
-        return list(self._routing.ops)
-
     # Calling
 
     def run(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs | None = None) -> Any:
@@ -125,7 +120,7 @@ class OperationFuser:
                 raise TypeError(f"{self._name()} expected tensors as extra inputs, got {types}")
             tensors += extra_inputs
         scope, device, autocast = manager.scope, input.device, None
-        if compiling or _any_autocast():
+        if compiling or torch._C._is_any_autocast_enabled():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
         key = (

@@ -36,11 +36,6 @@ class QuantizedTensor:
         """Shape of the original tensor."""
         return self.data.shape
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the data."""
-        return self.data.device
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Everything to keep for the backward."""
         return self.data, self.scale

@@ -1,0 +1,380 @@
+"""What the core promises whatever the cover: what is saved, what is kept, what lasts, and in which thread."""
+
+import copy
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import chains
+import pytest
+import torch
+from rounding import Rounding, RoundingPlugin
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+from opfuse.plugins import manager
+
+SEEDS = range(100)
+SUPPORT = pathlib.Path(__file__).parent / "support"
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with opfuse.plugins.using(""):
+        yield
+    torch.set_num_threads(threads)
+
+
+# What is saved
+
+
+def expected_saved(op, x, y, extras, wants_input, wants_params):
+    """The tensors that an op must leave, by the names it declares, None where no gradient needs them."""
+    wants_weight = bool(wants_params) and wants_params[0]
+    scaled, norm = isinstance(op, ops.ScaledActivation), isinstance(op, (ops.LayerNorm, ops.RMSNorm))
+    dims = tuple(range(-len(op.normalized_shape), 0)) if norm else (-1,)
+    wants_scales = scaled and (op._extra_input_channels[0] is not None or extras[0].requires_grad)
+    wants_x = wants_weight if isinstance(op, ops.BasicLinear) else wants_input or wants_weight or wants_scales
+    values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
+    if wants_input:
+        values["weight"] = getattr(op, "weight", None)
+        values["scales"] = extras[0] if scaled else None
+        if isinstance(op, ops.Dropout) and op.training and op.p:
+            values["mask"] = y != 0
+    if norm or isinstance(op, ops.L2Normalization):
+        mean = x.mean(dims, keepdim=True)
+        centered = x - mean if isinstance(op, ops.LayerNorm) else x
+        square = centered.square()
+        square = square.mean(dims, keepdim=True) if norm else square.sum(-1, keepdim=True)
+        values |= {"mean": mean, "rstd": torch.rsqrt(square + op.eps)} if wants_x else {"mean": None, "rstd": None}
+    return [values[name] for name in op.saved_names]
+
+
+class Watching(chains.Forwarding):
+    """Keeps what each basic op got, and what it left."""
+
+    seen: list
+
+    def __init__(self, basic_ops):
+        super().__init__(basic_ops)
+        for op in self.basic_ops:
+            plain = type(op).fuser_forward
+
+            def watched(ctxs, x, *, op=op, plain=plain, **given):
+                result = plain(op, ctxs, x, **given)
+                kept = [x, result[0], *given["basic_op_extra_inputs"][0]]
+                self.seen.append((op, ctxs[0], *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept]))
+                return result
+
+            op.__dict__["fuser_forward"] = watched
+
+
+def test_forward_fusions_save_what_is_declared(monkeypatch):
+    classes = set()
+    for seed in range(300):
+        drawn = chains.RandomChain(seed, cuts=False)
+        monkeypatch.setattr(Watching, "seen", [], raising=False)
+        handle = opfuse.register_forward_fusion(lambda basic, *, recipe: [Watching(basic)])
+        try:
+            y, *_ = drawn.forward()
+        finally:
+            handle.unregister()
+        wants, declared, behind = drawn.x.requires_grad, [], []
+        for op, ctx, x, out, *extras in Watching.seen:
+            params = [getattr(op, name) for name in op.param_names]
+            wants_params = [p.requires_grad for p in params]
+            publics = [e for e, channel in zip(extras, op._extra_input_channels, strict=True) if channel is None]
+            needed = wants or any(t.requires_grad for t in (*params, *publics))
+            assert (ctx.requires_grad, ctx.input_requires_grad) == (needed, wants)
+            if not needed:
+                assert ctx.to_save is None
+            expected = (
+                expected_saved(op, x, out, extras, wants, wants_params) if needed else [None] * len(op.saved_names)
+            )
+            for name, got, wanted in zip(op.saved_names, ctx.to_save or expected, expected, strict=True):
+                assert (got is None) == (wanted is None), (seed, op, name)
+                if name == "mask" and got is not None:
+                    got, wanted = x * got / (1 - op.p), out
+                if got is not None and got.numel():
+                    torch.testing.assert_close(got.detach(), wanted.detach(), equal_nan=True)
+            if needed or not op.context_names:  # those with a context of their own come last, if they left something
+                (behind if op.context_names else declared).extend(expected)
+            wants, classes = needed, classes | {type(op).__name__}
+        if wants:
+            (node,) = nodes_of([y])
+            assert [t is None for t in node.saved_tensors] == [t is None for t in declared + behind], seed
+    built_in = {n for n in ops.__all__ if issubclass(getattr(ops, n), opfuse.BasicOperation)}
+    bases = {"Activation", "GatedActivation", "ScaledActivation"}
+    assert built_in - classes == bases | {"AllGather", "AllReduce", "ReduceScatter"}
+
+
+def nodes_of(outputs):
+    """The autograd nodes of every chain behind the outputs."""
+    todo, seen = [y.grad_fn for y in outputs], {}
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen[node] = node
+            todo += [following for following, _ in node.next_functions]
+    return [node for node in seen if hasattr(node, "program")]
+
+
+@pytest.mark.parametrize("style", [chains.intervals, chains.patterns])
+def test_backward_twice_is_bitwise_the_same_and_changes_no_context(style):
+    kept = 0
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        leaves = [t for t in drawn.leaves() if t.requires_grad]
+        with chains.covers(seed, style=style):
+            outputs = [y for y in drawn.forward() if y.requires_grad]
+        if not outputs:
+            continue
+        contexts = [ctx for node in nodes_of(outputs) for ctx in node.left.values()]
+        contexts += [state.shared for node in nodes_of(outputs) for state in node.program.states if state.shared]
+        before = [dict(vars(ctx)) for ctx in contexts]
+        first, second = (torch.autograd.grad(outputs, leaves, drawn.weights(outputs), retain_graph=True) for _ in "12")
+        assert all(map(torch.equal, first, second)), seed
+        assert [vars(ctx) for ctx in contexts] == before
+        kept += len(contexts)
+    assert kept
+
+
+# Plans
+
+
+def test_plans_do_not_depend_on_the_order_of_registration():
+    plan = chains.plan_in_some_order(0)
+    for seed in range(1, 12):
+        other = chains.plan_in_some_order(seed)
+        assert (other, hash(other), str(other)) == (plan, hash(plan), str(plan))
+    assert {step.fusion.split()[0] for step in (*plan.forward, *plan.backward) if step.fusion} == {
+        "joint",
+        "forward",
+        "backward",
+    }
+
+
+def test_plans_are_the_same_in_a_fresh_process():
+    code = "import chains; print(chains.plan_in_some_order(5))"
+    environ = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    runs = [{"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2", "OPFUSE_FUSION_LIMIT": "2"}]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env={**environ, **more}, text=True, stdout=subprocess.PIPE)
+        for more in runs
+    ]
+    whole, limited = (process.communicate(timeout=60)[0].rstrip("\n") for process in processes)
+    assert whole == str(chains.plan_in_some_order(0))
+    assert limited == str(chains.plan_in_some_order(0, fusion_limit=2)) != whole
+
+
+def fused_steps(chain):
+    """The fusions of every plan, in the order in which a limit counts them."""
+    found = []
+    for group in chain._module_groups:
+        plan = group._latest.plan
+        forward = [s for s in plan.forward if s.fusion]
+        backward = [s for s in plan.backward[::-1] if s.fusion and s.op != "Joint"]
+        found += [s for s in forward if s.op == "Joint"] + [s for s in forward if s.op != "Joint"] + backward
+    return found
+
+
+def test_bisecting_with_the_fusion_limit():
+    counts = []
+    for seed in range(30):
+        drawn = chains.RandomChain(seed, cuts=False)
+        leaves = [t for t in drawn.leaves() if t.requires_grad]
+        weights = drawn.weights(drawn.forward())
+
+        def step(drawn=drawn, leaves=leaves, weights=weights):
+            outputs = drawn.forward()
+            pairs = [(y, w) for y, w in zip(outputs, weights, strict=True) if y.requires_grad]
+            grads = ()
+            if pairs:
+                grads = torch.autograd.grad([y for y, _ in pairs], leaves, [w for _, w in pairs])
+            return [*outputs, *grads], fused_steps(drawn.chain)
+
+        expected, _ = step()
+        with chains.covers(seed, style=(chains.intervals, chains.patterns)[seed % 2]):
+            _, full = step()
+            counts.append(len(full))
+            for limit in range(len(full) + 2):
+                with opfuse.options(fusion_limit=limit):
+                    got, taken = step()
+                assert taken == full[:limit], (seed, limit)
+                for a, b in zip(got, expected, strict=True):
+                    torch.testing.assert_close(a, b)
+    assert max(counts) >= 5
+
+
+# Settings
+
+
+def test_settings_are_of_one_thread_and_end_with_an_exception():
+    record = manager.register(RoundingPlugin(), name="rounding", distribution="rounding-plugin")
+    barrier, failures = threading.Barrier(2, timeout=20), []
+
+    def work(number):
+        before = manager.scope.settings
+        try:
+            for depth in range(20):
+                with pytest.raises(ZeroDivisionError), opfuse.plugins.using("rounding"):
+                    with opfuse.options(**{"test.number": number}), opfuse.options(fusion_limit=depth):
+                        with opfuse.autocast(recipe=Rounding(step=number + 1.0)):
+                            barrier.wait()
+                            options, selection, recipe = manager.scope.settings
+                            assert dict(options) == {"test.number": number, "fusion_limit": depth}
+                            assert (selection, recipe) == ("rounding", Rounding(step=number + 1.0))
+                            barrier.wait()
+                            raise ZeroDivisionError
+                assert manager.scope.settings == before
+        except BaseException as error:
+            barrier.abort()
+            failures.append(error)
+
+    here = manager.scope.settings
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        manager.remove(record)
+    assert not failures and manager.scope.settings == here
+
+
+class FailsLater(ops.Identity):
+    """Raises in every forward but the first."""
+
+    calls = 0
+
+    def op_forward(self, ctx, input_, **unused):
+        self.calls += 1
+        if self.calls > 1:
+            raise ZeroDivisionError
+        return input_
+
+
+def test_an_exception_while_recomputing_restores_settings_and_state():
+    record = manager.register(RoundingPlugin(), name="rounding", distribution="rounding-plugin")
+    recipe, linear = Rounding(levels=8), ops.Linear(4, 4)
+    chain = opfuse.Sequential(linear, FailsLater(), ops.GELU())
+    try:
+        with opfuse.plugins.using("rounding"), opfuse.autocast(recipe=recipe), opfuse.options(fusion_limit=3):
+            x = 5 * torch.ones(2, 4, requires_grad=True)
+            y = checkpoint(chain, x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+        quantizer = linear.basic_ops[0]._quantizers.of(recipe)[0][0]
+        state = quantizer.uses.clone(), quantizer.amax.clone()
+        with opfuse.options(**{"test.outside": 1}):
+            outside = manager.scope.settings
+            with pytest.raises(ZeroDivisionError):
+                y.sum().backward()
+            assert manager.scope.settings == outside and manager.scope.recorder is None
+        assert all(map(torch.equal, state, (quantizer.uses, quantizer.amax))) and state[1].item() == 5
+    finally:
+        manager.remove(record)
+
+
+# Memory, size and threads
+
+
+class Births(TorchDispatchMode):
+    """Weak references to every tensor that comes out of an operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.tensors += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("kinds", [(), ("forward", "backward"), ("joint",)])
+def test_nothing_lives_on_after_the_backward(kinds):
+    basic = [ops.Linear(4, 8), ops.GELU(), ops.MakeExtraOutput().set_extra_output_channel(0, "c"), ops.SwiGLU()]
+    more = [ops.LayerNorm(4), ops.Dropout(0.5), ops.Linear(4, 8), ops.AddExtraInput().set_extra_input_channel(0, "c")]
+    chain = opfuse.Sequential(*basic, *more, ops.Reshape((-1,)))
+    with chains.covers(0, kinds):
+        for _ in range(2):
+            x, births = torch.randn(3, 4), Births()
+            births.tensors.append(weakref.ref(x))
+            with births:
+                y, extra = chain(x)
+                (y.sum() + extra.sum()).backward()
+            alive = {t.untyped_storage().data_ptr() for t in (y, extra, *[p.grad for p in chain.parameters()])}
+            del x
+            gc.collect()
+            left = [ref().untyped_storage().data_ptr() for ref in births.tensors if ref() is not None]
+            assert len(births.tensors) > 20 and set(left) <= alive
+            chain.zero_grad()
+
+
+@pytest.mark.parametrize("kinds", [(), tuple(chains.KINDS)])
+@pytest.mark.parametrize("style", [chains.intervals, chains.patterns])
+def test_a_long_chain(kinds, style):
+    some = [ops.Bias(4), ops.GELU(), ops.Identity(), ops.ConstantScale(1.5), ops.RMSNorm(4), ops.SiLU()]
+    chain = opfuse.Sequential(*[copy.deepcopy(op) for _ in range(50) for op in some])
+    x = torch.randn(2, 4, requires_grad=True)
+    start = time.perf_counter()
+    with chains.covers(0, kinds, style=style):
+        chain(x).sum().backward()
+    assert time.perf_counter() - start < 5
+    (fuser,) = chain._module_groups
+    assert len(fuser._routing.ops) == 300 and (len(fuser._forward_ops) < 300) == bool(kinds)
+    got, x.grad = x.grad, None
+    chain(x).sum().backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+def test_two_threads_train_as_one_does():
+    def train(chain, results):
+        optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(15):
+            x, extra = torch.randn(2, 4, 4, generator=generator)
+            optimizer.zero_grad()
+            chain(x, extra).square().mean().backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in chain.parameters()])
+
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(4, 8), ops.SwiGLU(), ops.AddExtraInput(), ops.RMSNorm(4), ops.Linear(4, 1))
+    with chains.covers(3):
+        copies, alone, results = [copy.deepcopy(chain) for _ in range(2)], [], []
+        train(chain, alone)
+        threads = [threading.Thread(target=train, args=(twin, results)) for twin in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 2
+    for other in results:
+        assert all(map(torch.equal, other, alone[0]))
+
+
+# Known to fail
+
+
+def test_in_place_without_rows():
+    chain = opfuse.Sequential(ops.BasicLinear(2, 2), ops.AddExtraInput(in_place=True))
+    assert chain(torch.ones(0, 2), torch.ones(0, 2)).shape == (0, 2)
+
+
+def test_gradients_of_two_leaves_do_not_share_memory():
+    x, extra = torch.ones(4, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    chain = opfuse.Sequential(ops.Reshape((2, 2)), ops.AddExtraInput(), ops.ConstantScale(1.0))
+    for _ in range(2):
+        chain(x, extra).sum().backward()
+    assert x.grad.eq(2).all() and extra.grad.eq(2).all()

@@ -1,0 +1,130 @@
+"""Random chains under random covers: the same outputs and gradients as plain torch, and nothing else is touched."""
+
+import chains
+import fusing
+import pytest
+import torch
+
+SEEDS = range(150)
+COVERS = {**{f"any {kind}": (kind,) for kind in chains.KINDS}, "any": tuple(chains.KINDS)}
+SETTINGS = [*fusing.VARIANTS, *COVERS, "competing"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def setting(name, seed):
+    if name in fusing.VARIANTS:
+        return fusing.fusions(name)
+    if name == "competing":
+        return chains.covers(seed, style=chains.patterns)
+    return chains.covers(seed, COVERS[name])
+
+
+def same(got, expected, what):
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_outputs_and_gradients(name):
+    fused = 0
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        expected, wanted = drawn.reference()
+        weights = drawn.weights(expected)
+        with setting(name, seed):
+            outputs = drawn.forward()
+            chains.backward(outputs, weights)
+        chains.backward(expected, weights)
+        same([y.detach() for y in outputs], [y.detach() for y in expected], f"seed {seed}, outputs")
+        assert [y.requires_grad for y in outputs] == [y.requires_grad for y in expected], seed
+        for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
+            assert (leaf.grad is None) == (other.grad is None), (seed, number)
+            if leaf.grad is not None:
+                same(leaf.grad, other.grad, f"seed {seed}, gradient {number}")
+        fused += any(type(op).__module__ in ("chains", "fusing") for op in steps_of(drawn))
+    assert fused > len(SEEDS) / 2 if name not in fusing.VARIANTS else bool(fused) == (name != "unfused")
+
+
+def steps_of(drawn):
+    for group in drawn.chain._module_groups:
+        if hasattr(group, "_forward_ops"):
+            for op, _ in [*group._forward_ops, *group._backward_ops]:
+                yield op
+
+
+@pytest.mark.parametrize("name", ["unfused", "any"])
+def test_without_grad_it_is_the_same(name):
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        with setting(name, seed):
+            expected = drawn.forward()
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    outputs = drawn.forward()
+                assert all(map(torch.equal, outputs, expected)), seed
+
+
+@pytest.mark.parametrize("name", ["unfused", "any", "competing"])
+def test_gradients_and_saved_tensors_are_left_alone(name):
+    for seed in SEEDS:
+        drawn, saved = chains.RandomChain(seed), []
+
+        def keep(tensor, saved=saved):
+            saved.append((tensor, tensor.clone()))
+            return tensor
+
+        with setting(name, seed):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                outputs = drawn.forward()
+            inputs = [(t, t.detach().clone()) for t in drawn.leaves()]
+            weights = drawn.weights(outputs)
+            given = [(w, w.clone()) for w in weights]
+            chains.backward(outputs, weights)
+        for tensor, before in (*saved, *given, *inputs):
+            assert torch.equal(tensor, before), seed
+
+
+@pytest.mark.parametrize("name", ["unfused", "joint", "any"])
+def test_some_outputs_are_not_used(name):
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        expected, wanted = drawn.reference()
+        chosen = [
+            number for number in range(len(expected)) if number % 2 == seed % 2 and expected[number].requires_grad
+        ]
+        if not chosen or len(expected) == 1:
+            continue
+        weights = drawn.weights(expected)
+        with setting(name, seed):
+            outputs = drawn.forward()
+            chains.backward([outputs[n] for n in chosen], [weights[n] for n in chosen])
+        chains.backward([expected[n] for n in chosen], [weights[n] for n in chosen])
+        for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
+            zero = torch.zeros_like(leaf)  # one autograd function gives zeros where torch gives None
+            assert other.grad is None or leaf.grad is not None
+            same(
+                zero if leaf.grad is None else leaf.grad,
+                zero if other.grad is None else other.grad,
+                f"seed {seed}, gradient {number}",
+            )
+
+
+@pytest.mark.parametrize("name", ["unfused", "any"])
+def test_gradients_add_up_over_two_steps(name):
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        expected, wanted = drawn.reference()
+        weights = drawn.weights(expected)
+        chains.backward(expected, weights)
+        with setting(name, seed):
+            for _ in range(2):
+                chains.backward(drawn.forward(), drawn.weights(expected))
+        for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
+            if leaf.requires_grad:
+                same(leaf.grad, 2 * other.grad, f"seed {seed}, gradient {number}")
