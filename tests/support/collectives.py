@@ -21,6 +21,7 @@ def run(rank, size, path):
         _check_layouts(rank, size)
         _check_inside_a_chain(rank, size)
         _check_errors()
+        dist.barrier()  # neither leaves while the other still reads from it
     finally:
         dist.destroy_process_group()
 

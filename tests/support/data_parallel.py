@@ -60,5 +60,6 @@ def worker(rank, file, variant):
                     grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
                     torch.testing.assert_close(grad, expected.grad, msg=lambda text, how=how: f"{how}: {text}")
                 optimizer.step()
+        torch.distributed.barrier()  # neither leaves while the other still reads from it
     finally:
         torch.distributed.destroy_process_group()
