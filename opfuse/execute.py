@@ -179,7 +179,7 @@ def _backward_context(state: OpState, index: int, kept: dict[int, Any], saved: t
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _refuse_overwritten(inputs: Sequence[Tensor], written: Sequence[Tensor], saved: Sequence[Tensor | None]) -> None:

@@ -339,3 +339,13 @@ def test_names_are_those_of_torch_after_editing():
         return part, list(chain.state_dict()), list(named[1:].state_dict())
 
     assert edit(opfuse.Sequential, ops.Linear) == edit(nn.Sequential, nn.Linear)
+
+
+def test_extra_inputs_under_a_fake_tensor_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        chain = opfuse.Sequential(ops.Linear(4, 4), ops.AddExtraInput())
+        x, extra = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+        chain(x, extra).sum().backward()
+        assert x.grad.shape == extra.grad.shape == (2, 4)
