@@ -85,7 +85,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         ctxs[index].params = ()
     for index, _, _ in program.saving:
         ctxs[index].to_save = None
-    program.give_back(ctxs)
+    if not program.compiling:
+        program.give_back(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)
 
 
@@ -102,7 +103,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         the input, of the parameters, and of the extra inputs that the caller gave.
     """
     program: Program = func_ctx.program
-    if not is_dynamo_compiling():
+    tracing = is_dynamo_compiling()  # by compiled autograd too, which then meets a program that was not made for it
+    if not tracing:
         if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_output):
             raise RuntimeError(
                 "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
@@ -113,7 +115,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
                 return run_backward(func_ctx, grad_output, *grad_extra_outputs)
     saved = func_ctx.saved_tensors
     try:
-        ctxs = program.unused.pop() if program.unused else program.new_contexts()
+        ctxs = program.unused.pop() if program.unused and not tracing else program.new_contexts()
     except IndexError:  # another thread was quicker
         ctxs = program.new_contexts()
     for index, start, stop in program.saving:
@@ -150,7 +152,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         flat += of_op
     for index, _, _ in program.saving:
         ctxs[index].saved_tensors = None
-    program.give_back(ctxs)
+    if not tracing:
+        program.give_back(ctxs)
     return (*flat, *ends)
 
 

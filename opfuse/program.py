@@ -117,11 +117,10 @@ class Program:
         return [_filled(template) for template in self.templates]
 
     def give_back(self, contexts: list[OperationContext]) -> None:
-        """Keep the contexts for another pass, since making one costs as much as an op; while tracing, do not."""
-        if not self.compiling:
-            for i in self.keeping:
-                contexts[i] = _filled(self.templates[i])
-            self.unused.append(contexts)
+        """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
+        for i in self.keeping:
+            contexts[i] = _filled(self.templates[i])
+        self.unused.append(contexts)
 
 
 def _filled(template: dict[str, Any]) -> OperationContext:
