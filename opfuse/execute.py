@@ -45,7 +45,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
     for index, first, last in program.params:
         ctxs[index].params = tensors[first:last]
     extras = ForwardExtras(program, tensors) if program.has_extras else None
-    for run, start, stop, simple, prepared, wired in program.forward_calls:
+    for run, start, stop, simple, prepared, wired, nothing in program.forward_calls:
         if prepared is not None:
             x = _prepare(prepared, x)
         ctx = ctxs[start]
@@ -60,7 +60,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         x, outputs = run(
             ctxs[start:stop],
             x,
-            basic_op_extra_inputs=((),) * (stop - start) if wired is None else extras.given(wired),  # type: ignore[union-attr]
+            basic_op_extra_inputs=nothing if wired is None else extras.given(wired),  # type: ignore[union-attr]
             prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
@@ -76,7 +76,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             if to_save is None or len(to_save) != stop - start:
                 to_save = _saved_nothing(program, index, stop - start, ctxs[index])
             saved += to_save
-        func_ctx.left = _keep_contexts(program, ctxs, saved) if program.keeping else {}
+        if program.keeping:
+            func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
             extras.refuse_overwritten(x, saved)
         func_ctx.save_for_backward(*saved)
@@ -125,13 +126,13 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     extras = BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     dy = grad_output
     grads: list[Any] = [None] * len(ctxs)
-    for run, start, stop, simple, prepared, wired in program.backward_calls:
+    for run, start, stop, simple, prepared, wired, nothing in program.backward_calls:
         if prepared is not None:
             dy = _prepare(prepared, dy)
         if simple:
             dy, grads[start] = run(ctxs[start], dy)
             continue
-        given = ((),) * (stop - start) if wired is None else extras.given(wired)  # type: ignore[union-attr]
+        given = nothing if wired is None else extras.given(wired)  # type: ignore[union-attr]
         dy, grads[start:stop], grad_extras = run(ctxs[start:stop], dy, basic_op_grad_extra_outputs=given)
         if len(grads) != len(ctxs):
             who = type(run.__self__).__name__  # type: ignore[attr-defined]

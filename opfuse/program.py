@@ -51,12 +51,13 @@ class Step(NamedTuple):
     def call(self, direction: str) -> Call:
         """What a loop needs of it."""
         method = getattr(self.op, ("op_" if self.simple else "fuser_") + direction)
-        prepared = self if self.prepare is not None else None
-        return method, self.start, self.stop, self.simple, prepared, self if self.has_extras else None
+        prepared, wired = self if self.prepare is not None else None, self if self.has_extras else None
+        return method, self.start, self.stop, self.simple, prepared, wired, ((),) * (self.stop - self.start)
 
 
-Call = tuple[Callable[..., Any], int, int, bool, "Step | None", "Step | None"]
-"""A step in a loop: the bound method, which basic ops, ``simple``, and the step if it prepares, and if it has extras.
+Call = tuple[Callable[..., Any], int, int, bool, "Step | None", "Step | None", tuple[tuple[()], ...]]
+"""A step in a loop: the bound method, which basic ops, ``simple``, the step if it prepares, the step if it has extras,
+and no extra tensors for each basic op.
 
 A plain tuple and a bound method, since unpacking a named tuple and looking up a module's attribute are slow.
 """

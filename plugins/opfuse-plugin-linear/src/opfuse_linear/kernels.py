@@ -94,8 +94,9 @@ def is_small(x: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``."""
-    if x.dtype is torch.float32 and type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE:
-        return F.linear(x, weight, bias if bias is None or bias.dtype is torch.float32 else bias.float())
+    dtype = x.dtype
+    if dtype is torch.float32 and not is_dynamo_compiling() and type(x) is Tensor and x.numel() < ONEDNN_MIN_SIZE:
+        return F.linear(x, weight, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
     bias = bias if bias is None else bias.to(x.dtype)
     if (bias is not None or x.dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
