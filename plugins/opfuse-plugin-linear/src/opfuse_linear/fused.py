@@ -98,6 +98,11 @@ class ForwardLinearAdd(FusedOperation):
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         scale = scaling[0].scale if scaling else 1.0
         extra: Any = basic_op_extra_inputs[-1][0]
+        if has_bias and kernels.is_small(x) and extra.dtype is x.dtype:  # adding afterwards is as fast
+            y = kernels.linear(x, weight, bias)
+            if check_extra(basic_op_ctxs[-1], extra, y.shape):
+                return extra.detach().add_(y), no_extras
+            return y.add_(extra), no_extras
         if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
         if extra.dtype is not x.dtype:
