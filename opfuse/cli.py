@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import pathlib
 import sys
 import textwrap
 import warnings
@@ -161,3 +162,22 @@ def _load(target: str) -> tuple[Any, ...]:
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
     return parts
+
+
+# New plugins
+
+
+@main.command(short_help="Write a new plugin.")
+@click.argument("name")
+@click.option("--into", metavar="DIR", default=".", help="The folder for the new one; default: the current one.")
+def new(name: str, into: str) -> None:
+    """Write a complete plugin into a new folder opfuse-plugin-NAME.
+
+    It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
+    """
+    from .testing import scaffold
+
+    try:
+        click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
+    except (ValueError, OSError) as error:
+        raise _UserError(str(error)) from None
