@@ -41,6 +41,11 @@ class PlanStep:
     distribution: str | None = None
     version: str | None = None
 
+    @property
+    def owner(self) -> str:
+        """Who gave a fused step."""
+        return f"{self.distribution} {self.version}" if self.distribution else "registered in code"
+
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
