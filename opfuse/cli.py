@@ -105,7 +105,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     starts = ["".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
     lines = [starts[0] + "FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
-        lines += _wrap(", ".join(row["fusions"]) or "-", start, " " * len(start))
+        fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
+        lines += _wrap(", ".join(fusions) or "-", start, " " * len(start))
         if row["error"]:
             lines += _wrap(" ".join(row["error"].split()), "    ", "    ")
     return lines

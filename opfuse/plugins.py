@@ -342,16 +342,20 @@ class PluginManager:
             self._changed()
 
     def listing(self) -> list[dict[str, Any]]:
-        """Every plugin with its state, after loading what the selection in force leaves. JSON-able."""
+        """Every plugin with its state, after loading what the selection in force leaves. JSON-able.
+
+        ``fusions`` has the names of a plugin's fusions, and for each the passes it has one for.
+        """
         self.active(self.scope.selection)
         selection = Selection.parse(self.scope.selection)
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
-            fusions = [fusion_name(fusion) for _, fusion in record.fusions]
             row: dict[str, Any] = {"name": record.name, "distribution": record.distribution, "version": record.version}
-            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
-            rows.append(row | {"fusions": fusions, "error": record.error})
+            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks), "fusions": {}}
+            for kind, fusion in record.fusions:
+                row["fusions"].setdefault(fusion_name(fusion), []).append(kind)
+            rows.append(row | {"error": record.error})
         return rows
 
 

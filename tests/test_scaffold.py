@@ -134,7 +134,12 @@ def test_it_is_found_and_fuses(installed):
     expected = {"name": "out-of-the-box", "distribution": "opfuse-plugin-out-of-the-box", "version": "0.1.0"}
     assert row == {
         **expected,
-        **{"state": "loaded", "hooks": ["opfuse_forward_fusions"], "fusions": ["bias+activation"], "error": None},
+        **{
+            "state": "loaded",
+            "hooks": ["opfuse_forward_fusions"],
+            "fusions": {"bias+activation": ["forward"]},
+            "error": None,
+        },
     }
     (installed[0] / "model.py").write_text(
         "import torch, opfuse\n"
