@@ -104,10 +104,10 @@ def test_a_box_spans_its_ops(explanation, tmp_path):
     assert (joint[2], joint[4]) == (back[2], back[4]) == (ops[3][2], ops[4][4])
     assert (grad[2], grad[4]) == (ops[6][2], ops[7][4])
     casts = [box for box in found if box[0] == "cast"]
-    forward = [box for box in casts if box[1] == long[1]]  # before the linear that reads it
-    backward = [box for box in casts if box[1] == grad[1]]  # behind the linear whose gradient it is
-    assert [ops[4][4] < box[2] and box[4] < ops[5][2] for box in forward[1:]] == [True]
-    assert [ops[5][4] < box[2] and box[4] < ops[6][2] for box in backward[1:]] == [True]
+    (forward,) = [box for box in casts if box[1] == long[1]]  # before the linear that reads it
+    last, first = [box for box in casts if box[1] == grad[1]]  # behind the linears whose gradient it is
+    for box, index in ((forward, 4), (last, 5), (first, 1)):
+        assert ops[index][4] < box[2] and box[4] < ops[index + 1][2]
 
 
 def test_nothing_overlaps_or_is_cut_off(explanation, tmp_path):
