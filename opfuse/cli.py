@@ -176,9 +176,9 @@ def new(name: str, into: str) -> None:
 
     It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
     """
-    from .testing import scaffold
-
     try:
+        from .testing import scaffold
+
         click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
-    except (ValueError, OSError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise _UserError(str(error)) from None

@@ -151,27 +151,16 @@ def test_it_is_found_and_fuses(installed):
 
 
 def test_its_tests_pass(installed):
-    assert " passed" in python(
-        installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests/test_kernels.py"
-    )
+    assert " passed" in python(installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests")
 
 
 def test_its_kernel_passes_them_interpreted(installed):
     pytest.importorskip("triton", reason="Triton is not installed")
     pytest.importorskip("numpy", reason="numpy is not installed")
-    out = python(
-        installed,
-        "-m",
-        "pytest",
-        "-W",
-        "error",
-        "-p",
-        "no:cacheprovider",
-        "-rs",
-        "tests/test_kernels.py",
-        TRITON_INTERPRET="1",
-    )
-    assert " passed" in out and "no GPU, and Triton does not interpret" not in out
+    quiet = ["-W", "error", "-W", "ignore::RuntimeWarning"]  # numpy's, of infinity times zero
+    arguments = ["-m", "pytest", *quiet, "-p", "no:cacheprovider", "-rs", "tests"]
+    out = python(installed, *arguments, TRITON_INTERPRET="1")
+    assert " passed" in out and "no GPU, and Triton does not interpret" not in out and "TRITON_INTERPRET=1" not in out
 
 
 # The same shape everywhere
@@ -187,7 +176,7 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     monkeypatch.setattr(opfuse.plugins.manager, "records", [])
     written = scaffold.write(folder.name, tmp_path)
     extra = files(folder) - files(written)
-    assert files(written) - files(folder) <= {"tests/test_conformance.py"}
+    assert files(written) <= files(folder)
     assert all(path.startswith("tests/test_") for path in extra), extra
     assert (folder / "LICENSE").read_bytes() == (written / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 

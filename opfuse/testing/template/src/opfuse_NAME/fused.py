@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,21 +10,25 @@ from torch import Tensor
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
 from opfuse.ops import Activation, Bias
 
-from . import kernels
-
 
 class BiasActivation(FusedOperation):
-    """Bias + activation: the sum goes through memory only if the activation's backward needs it."""
+    """Bias + activation: the sum is written only if the activation's backward reads it."""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        from . import kernels  # now that the fusion is used: this imports Triton
+
+        self._kernel = kernels.bias_activation
 
     def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
-        """The output, and no extra outputs. Leaves for the backward what the two ops would."""
+        """The output, and no extra outputs. Leaves for the backward what the ops would."""
         bias_ctx, ctx = basic_op_ctxs
-        (bias,) = bias_ctx.params  # the values of this call: never read self.basic_ops[0].bias
+        (bias,) = bias_ctx.params  # of this call: never self.basic_ops[0].bias
+        dtype = ctx.dtype or input_.dtype  # autocast may ask for another one
         keep = ctx.requires_grad and ctx.input_requires_grad
-        dtype = ctx.dtype or input_.dtype  # autocast may ask the activation for another dtype
-        output, hidden = kernels.bias_activation(input_, bias, self.basic_ops[1], dtype=dtype, keep=keep)
+        output, hidden = self._kernel(input_, bias, self.basic_ops[1], dtype=dtype, keep=keep)
         if ctx.requires_grad:
-            ctx.save_for_backward(hidden)  # Activation.saved_names: ("input",); Bias saves nothing
+            ctx.save_for_backward(hidden)  # as Activation does; Bias saves nothing
         return output, [(), ()]
 
 

@@ -24,13 +24,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel computes in."""
 
 ACTIVATIONS = {ReLU: "relu", SiLU: "silu", GELU: "gelu"}
-"""What the kernel calls the activations it knows: exactly these classes, since a subclass may compute another thing."""
+"""What the kernel calls the activations it knows: these classes, not what is derived."""
 
 
 def bias_activation(
     x: Tensor, bias: Tensor, activation: Any, *, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``, which is a new tensor."""
+    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``."""
     if runs_on_triton(x, bias, activation, dtype):
         return _launch(x, bias, ACTIVATIONS[type(activation)], keep)
     hidden = (x + bias).to(x.dtype).to(dtype)
@@ -45,7 +45,7 @@ def runs_on_triton(x: Tensor, bias: Tensor, activation: Any, dtype: torch.dtype)
         and type(activation) in ACTIVATIONS
         and x.dtype is dtype
         and {x.dtype, bias.dtype} <= set(DTYPES)
-        and {type(x), type(bias)} <= {Tensor, Parameter}  # a subclass brings its own operations
+        and {type(x), type(bias)} <= {Tensor, Parameter}  # subclasses have their ways
         and x.is_contiguous()
         and bias.is_contiguous()
         and x.numel() > 0
@@ -53,8 +53,8 @@ def runs_on_triton(x: Tensor, bias: Tensor, activation: Any, dtype: torch.dtype)
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, in Python (``TRITON_INTERPRET=1``), to test them."""
-    return triton is not None and not isinstance(bias_activation_kernel, triton.JITFunction)
+    """Whether Triton runs kernels in Python, to test them (``TRITON_INTERPRET=1``)."""
+    return triton is not None and not isinstance(_kernel, triton.JITFunction)
 
 
 def _launch(x: Tensor, bias: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -66,16 +66,14 @@ def _launch(x: Tensor, bias: Tensor, activation: str, keep: bool) -> tuple[Tenso
     height = 4096 // width
     grid = (triton.cdiv(rows, height), triton.cdiv(features, width))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        bias_activation_kernel[grid](
-            x, bias, y, hidden, rows, features, ACTIVATION=activation, KEEP=keep, HEIGHT=height, WIDTH=width
-        )
+        _kernel[grid](x, bias, y, hidden, rows, features, activation, keep, HEIGHT=height, WIDTH=width)
     return y, hidden
 
 
 if triton is not None:
 
     @triton.jit
-    def bias_activation_kernel(
+    def _kernel(
         x_ptr,
         bias_ptr,
         y_ptr,
@@ -87,19 +85,20 @@ if triton is not None:
         HEIGHT: tl.constexpr,
         WIDTH: tl.constexpr,
     ):
-        """One tile of ``HEIGHT`` rows and ``WIDTH`` features; the last ones of the grid are cut off by the mask."""
+        """One tile of ``HEIGHT`` rows and ``WIDTH`` features, masked where it ends."""
         row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
         feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
         inside = (row < rows) & (feature < features)
         at = row.to(tl.int64) * features + feature
         x = tl.load(x_ptr + at, inside)
         bias = tl.load(bias_ptr + feature, feature < features)
-        hidden = (x.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)  # the separate ops round here too
+        hidden = x.to(tl.float32) + bias.to(tl.float32)
+        hidden = hidden.to(x.dtype)  # rounded, as between the separate ops
         if KEEP:
             tl.store(hidden_ptr + at, hidden, inside)
         h = hidden.to(tl.float32)
         if ACTIVATION == "relu":
-            y = tl.where(h < 0, 0.0, h)  # NaN stays NaN, which tl.maximum would lose
+            y = tl.where(h < 0, 0.0, h)  # keeps NaN, which tl.maximum loses
         elif ACTIVATION == "silu":
             y = h * tl.sigmoid(h)
         else:  # GELU in its tanh form, since (1 + tanh(u)) / 2 = sigmoid(2 u)
