@@ -151,6 +151,8 @@ class Case:
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to bf16.
         wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
+        residual: Extra inputs come out of a channel, from the first extra output.
+        hidden: Extra outputs go into channels that nobody reads.
         device: Where it runs.
     """
 
@@ -164,6 +166,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     autocast: bool = False
     wide: bool = False
+    residual: bool = False
+    hidden: bool = False
     device: str = "cpu"
 
     def __repr__(self) -> str:
@@ -192,7 +196,13 @@ class Case:
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
         with torch.random.fork_rng([]):
-            return [op() for op in (*self.before, *self.ops, *self.after)]
+            basic = [op() for op in (*self.before, *self.ops, *self.after)]
+        for op in basic if self.residual or self.hidden else ():
+            for k in range(op.num_extra_outputs):
+                op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
+            for k in range(op.num_extra_inputs if self.residual else 0):
+                op.set_extra_input_channel(k, "residual")
+        return basic
 
     def first_width(self) -> int:
         """Features of the input: what the first op that insists on some takes, or what the others need."""
@@ -222,9 +232,10 @@ class Case:
         width = self.first_width()
         leaves["input"] = lay_out(draw((*self.rows, width), self.dtype), self.layout)
         extra_dtype = torch.bfloat16 if self.autocast and not self.wide else self.dtype
-        for shape in _extra_shapes(basic, (*self.rows, width)):
+        for shape in () if self.residual else extra_shapes(basic, (*self.rows, width)):
             leaves[f"extra {len(leaves) - 1}"] = lay_out(draw(shape, extra_dtype), self.layout)
-        writable = [getattr(op, "in_place", False) for op in basic for _ in range(op.num_extra_inputs)]
+        inputs = [] if self.residual else [op for op in basic for _ in range(op.num_extra_inputs)]
+        writable = [getattr(op, "in_place", False) for op in inputs]
         for number, op in enumerate(basic):
             own = torch.float32 if self.wide and half and not op.params_in_compute_dtype else self.dtype
             for name, param in op.named_parameters():
@@ -268,7 +279,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return part.copy_(tensor)
 
 
-def _extra_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def extra_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The shapes of the extra inputs: scales have one per row, all others the shape of the op's input."""
     for op in basic:
         for _ in range(op.num_extra_inputs):

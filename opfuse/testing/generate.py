@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
+from ..fuser import OperationFuser
 from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
 from ..scope import Environment
-from .cases import Case, CubicActivation, CubicGLU, Op, Subject, next_width
+from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 Makers = Mapping[type, Callable[[int], Any]]
@@ -123,12 +125,14 @@ class Chains:
         subject: The fusion.
         plain: One case per structure.
         all: These, and one for every other class and variant.
+        residual: Chains whose extra input comes out of a channel of the same chain.
         declined: Why the fusion is not used for the structures that are left out, by structure.
     """
 
     subject: Subject
     plain: tuple[Case, ...]
     all: tuple[Case, ...]
+    residual: tuple[Case, ...]
     declined: dict[str, str]
 
 
@@ -145,6 +149,7 @@ def make_chains(
     """
     given = [Case(subject, tuple(example), device=device) for example in examples]
     plain, every, declined = list(given), list(given), {}
+    residual: list[Case] = []
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     for elements in structures(pattern):
         reason: str | None = "no op could be made; tell how with `makers`"
@@ -155,12 +160,28 @@ def make_chains(
                 odd = [Case(subject, ops, device=device) for ops in chains(elements, 2 * width - 1, makers or {})[:1]]
                 plain.append(accepted[0])
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
+                residual += _residual(accepted[0], elements, makers or {})
                 break
             reason = refusal(cases[0]) if cases else reason
         else:
             names = [getattr(element, "__name__", str(element)) for element in elements]
             declined[" + ".join(names)] = str(reason)
-    return Chains(subject, tuple(plain), tuple(dict.fromkeys(every)), declined)
+    return Chains(subject, tuple(plain), tuple(dict.fromkeys(every)), tuple(residual), declined)
+
+
+def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
+    """Cases whose extra input is the chain's own input, out of a channel: linears are square, so that shapes fit."""
+    square: Makers = {**makers, built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width)}
+    for ops in chains(elements, case.first_width(), square):
+        if not any(op.cls.num_extra_inputs for op in ops):
+            continue
+        forks = any(op.cls.num_extra_outputs for op in ops)
+        found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
+        shape = (*found.rows, found.first_width())
+        if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(before=())) is None:
+            with contextlib.suppress(ValueError):  # a channel that is read before it is written
+                OperationFuser(found.with_(residual=True).basic_ops())
+                yield found.with_(residual=True)
 
 
 def refusal(case: Case) -> str | None:

@@ -53,7 +53,7 @@ def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, An
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
     for name in ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET"):
         environ.pop(name, None)
-    command = [sys.executable, "-c", _REPORT, plugin, json.dumps([repr(case) for case in cases])]
+    command = [sys.executable, "-c", _REPORT, plugin, json.dumps([repr(case.with_(subject=None)) for case in cases])]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")

@@ -11,7 +11,7 @@ import torch
 from .cases import Case, where
 from .checks import CHECKS, Check
 from .generate import Chains
-from .running import Declined, Failure
+from .running import Declined, Failure, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) 
     for _ in range(20):
         for smaller in _smaller(case, others):
             try:
+                separate(smaller)
                 run(check.name, smaller)
             except Failure as found:
                 case, failure = smaller, found

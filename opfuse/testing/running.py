@@ -79,6 +79,8 @@ class Plans:
             reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == subject.name]
             if reasons:
                 raise Declined(reasons[0])
+        if (case.before or case.after) and not isinstance(subject.fusion, Fusion):
+            raise Declined("a fusion function decides for itself which chains it takes")
         raise Failure("it is not used for its own chain, and says no reason")
 
 
@@ -157,7 +159,8 @@ def blamed(case: Case) -> Iterator[None]:
     except (Failure, Declined):
         raise
     except Exception as error:
-        raise Failure(f"it raised {type(error).__name__}: {error}") from error
+        text = str(error).strip()
+        raise Failure(f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}") from error
 
 
 @functools.lru_cache(maxsize=1024)

@@ -31,6 +31,7 @@ def difference(
     rounded: Tensor | None = None,
     dtype: torch.dtype | None = None,
     gemm: bool = False,
+    roundings: int = 1,
 ) -> str | None:
     """What is wrong with ``got``, as a sentence, or None.
 
@@ -40,6 +41,7 @@ def difference(
         rounded: The same from the separate ops in the dtype of ``got``: twice their own error is allowed.
         dtype: The dtype it was computed in; default: that of ``got``.
         gemm: Whether it comes out of a matrix product.
+        roundings: How many roundings the relative tolerance is for.
     """
     if got.shape != expected.shape:
         return f"has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
@@ -56,7 +58,7 @@ def difference(
     got, expected = torch.where(finite, got, 0.0), torch.where(finite, expected, 0.0)
     rtol, atol = tolerance(dtype or torch.float64, gemm=gemm)
     largest = expected.abs().max().item()
-    allowed = atol + rtol * largest
+    allowed = atol + rtol * largest * roundings
     if rounded is not None:
         own = torch.where(finite, rounded.detach().cpu().double(), 0.0) - expected
         allowed = max(allowed, 2 * own.abs().max().item())

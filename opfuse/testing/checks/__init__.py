@@ -3,9 +3,9 @@
 from . import features, memory, planning, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
-ORDER = """condition same_plan pattern runs unmodified saved_state output gradients requires_grad aliasing grad_input
-repeatable follows_values nan_and_inf errors neighbours refusals without_grad autocast gradcheck recipe saved_bytes
-released deepcopy checkpoint compile opcheck""".split()
+ORDER = """condition pattern same_plan runs unmodified_inputs saved_state unmodified_gradients output gradients aliasing
+requires_grad grad_input repeatable follows_values nan_and_inf errors neighbours refusals saved_bytes released
+without_grad autocast gradcheck recipe deepcopy checkpoint opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 """Every check of a fusion, by name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..cases import Case
+from ..generate import Chains
 from ..reference import describe
 from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
 from .registry import check, plain, surrounded
@@ -29,9 +31,25 @@ def _unchanged(copies: dict[str, tuple[Tensor, Tensor]], who: str) -> None:
             raise Failure(f"its {who} modifies {name}")
 
 
-@check(surrounded)
-def unmodified(case: Case) -> None:
-    """Inputs, parameters, incoming gradients and saved tensors stay as they are, unless the op says in-place."""
+def _with_residuals(chains: Chains) -> Iterator[Case]:
+    yield from surrounded(chains)
+    yield from chains.residual
+
+
+@check(_with_residuals)
+def unmodified_inputs(case: Case) -> None:
+    """The forward leaves inputs and parameters as they are, unless the op says in-place."""
+    fused(case, grads=False)
+    with only(case.subject), blamed(case):
+        built = case.build()
+        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
+        built(*built.inputs())
+    _unchanged(before, "forward")
+
+
+@check(_with_residuals)
+def unmodified_gradients(case: Case) -> None:
+    """The backward leaves incoming gradients, saved tensors, outputs, inputs and parameters as they are."""
     fused(case, grads=False)
     saved: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -42,11 +60,9 @@ def unmodified(case: Case) -> None:
     with only(case.subject), blamed(case):
         built = case.build()
         given = built.inputs()
-        leaves = {describe(case, name): leaf for name, leaf in built.leaves.items()}
-        before = _copies(leaves)
+        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = built(*given)
-        _unchanged(before, "forward")
         left = _copies({f"output {k}": y for k, y in enumerate(outputs)})
         weights = case.weights(outputs)
         incoming = _copies({f"the incoming gradient of output {k}": w for k, w in enumerate(weights)})
@@ -66,7 +82,13 @@ def _shared(result: Result) -> set[tuple[str, str]]:
     return {(a, b) for (a, x), (b, y) in pairs if aliases(x, {"other": y})}
 
 
-@check(surrounded)
+def _few_rows(chains: Chains) -> Iterator[Case]:
+    yield from surrounded(chains)
+    yield from (case.with_(rows=rows) for case in chains.plain for rows in ((), (1,), (1, 1)))
+    yield from chains.residual
+
+
+@check(_few_rows)
 def aliasing(case: Case) -> None:
     """Outputs and gradients share memory only where those of the separate ops do, and never with another call's."""
     result = fused(case)

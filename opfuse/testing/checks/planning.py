@@ -27,13 +27,18 @@ from .registry import check, every, first, plain
 @check(every)
 def pattern(case: Case) -> None:
     """The fusion is used for every chain of its own pattern, or says why not."""
+    _plan(case).require(case)
+
+
+def _plan(case: Case) -> Plans:
+    """The plan of a case, whatever becomes of its run."""
     with only(case.subject), Plans() as plans, blamed(case):
         try:
             forward(case)
         except Exception:
             if not plans.plans:
                 raise
-        plans.require(case)
+    return plans
 
 
 @check(plain)
@@ -197,9 +202,7 @@ def same_plan(case: Case) -> None:
     """The same chain gets the same plan whenever it is planned, whatever was planned before."""
     plans = []
     for _ in range(3):
-        with only(case.subject), Plans() as seen, blamed(case):
-            forward(case)
-        plans.append(seen.plans)
+        plans.append(_plan(case).plans)
     if not plans[0] == plans[1] == plans[2]:
         other = next(plan for plan in plans if plan != plans[0])
         text = "\n".join(f"planned {when}:\n{plan[0]}" for when, plan in (("first", plans[0]), ("again", other)))
@@ -208,9 +211,9 @@ def same_plan(case: Case) -> None:
 
 @check(every)
 def runs(case: Case) -> None:
-    """Both passes run without an error."""
+    """The forward runs without an error."""
     try:
         separate(case)
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
-    fused(case)
+    fused(case, grads=False)

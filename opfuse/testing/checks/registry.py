@@ -87,6 +87,7 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield case.with_(rows=(127,), dtype=torch.bfloat16)
         yield case.with_(wide=True, dtype=torch.bfloat16)
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    yield from chains.residual
 
 
 def frozen(chains: Chains) -> Iterator[Case]:

@@ -102,13 +102,18 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
                 needs = "although no gradient needs it" if other is None else "although a gradient needs it"
                 raise Failure(f"{what} is {'None' if mine is None else 'a tensor'}, {needs}")
             continue
-        compare(case, what, mine, other, other.double())
+        for attribute in ("dtype", "shape"):
+            if getattr(mine, attribute) != getattr(other, attribute):
+                values = [getattr(t, attribute) for t in (mine, other)]
+                values = [tuple(value) if isinstance(value, torch.Size) else value for value in values]
+                raise Failure(f"{what} has {attribute} {values[0]} instead of {values[1]}")
         if got["aliases"][k] != expected["aliases"][k]:
             shares = " and ".join(got["aliases"][k]) or "nothing"
             raise Failure(
                 f"{what} shares memory with {shares}, the basic op's with "
                 f"{' and '.join(expected['aliases'][k]) or 'nothing'}"
             )
+        compare(case, what, mine, other, other.double())
     for name, value in expected["context"].items():
         if got["context"][name] != value:
             raise Failure(f"it leaves {name}={got['context'][name]!r} in the context of {who} instead of {value!r}")
@@ -117,13 +122,24 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
 def _differentiable(chains: Chains) -> Iterator[Case]:
     yield from numeric(chains)
     yield from map(joined, chains.plain)
+    yield from (case.with_(hidden=True) for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops))
 
 
 @check(_differentiable)
 def gradients(case: Case) -> None:
     """The gradients of input, parameters and extra inputs, against the separate ops in fp64."""
     expected, truth = _pair(case)
-    got = fused(case)
+    shapes: list[str] = []
+
+    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
+        for basic, grads in zip(op.basic_ops, result[1], strict=True):
+            for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
+                if grad is not None and grad.shape != getattr(basic, name).shape:
+                    shapes.append(f"{tuple(grad.shape)} for {name} of {type(basic).__name__}")
+
+    got = fused(watched(case, None, look))
+    if shapes:
+        raise Failure(f"its backward returns a gradient of shape {shapes[0]}, which autograd must add up")
     compare_grads(case, got, expected, truth)
     if len(got.outputs) > 1:
         got, expected = fused(case, only_main=True), separate(case, None, True)
