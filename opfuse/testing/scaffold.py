@@ -57,6 +57,6 @@ def welcome(folder: Path) -> str:
     return f"""Wrote {folder}. It works as it is:
 
   cd {folder}
-  python -m pip install -e . pytest numpy
+  python -m pip install -e .
   python -m opfuse plugins
   python -m pytest"""

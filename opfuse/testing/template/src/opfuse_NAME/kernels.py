@@ -41,7 +41,7 @@ def runs_on_triton(x: Tensor, bias: Tensor, activation: Any, dtype: torch.dtype)
     """Whether the kernel takes this call, rather than the twin."""
     return (
         triton is not None
-        and (x.device.type == "cuda" or is_interpreted())
+        and x.device.type == ("cpu" if is_interpreted() else "cuda")
         and type(activation) in ACTIVATIONS
         and x.dtype is dtype
         and {x.dtype, bias.dtype} <= set(DTYPES)
