@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import scope
 from .fuser import OperationFuser, _functorch_active, _hook_kind
 from .op import FusibleOperation, op_class
 from .plan import FusionPlan, PlanStep, Refusal
@@ -115,9 +114,15 @@ class _Record(NamedTuple):
 class Recorder:
     """Collects the plans of the calls made while it is in the thread's scope."""
 
-    def __init__(self, outer: scope.Recorder | None = None) -> None:
+    def __init__(self) -> None:
         self.calls: list[_Record] = []
-        self._outer = outer
+        self._outer = manager.scope.recorder
+
+    def __enter__(self) -> None:
+        manager.scope.recorder = self
+
+    def __exit__(self, *exc_info: object) -> None:
+        manager.scope.recorder = self._outer
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Called by a fuser for every call."""
@@ -195,15 +200,10 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("opfuse.explain cannot be traced by torch.compile or torch.export: call it outside")
-    before = manager.scope.recorder
-    recorder = Recorder(before)
+    recorder = Recorder()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        manager.scope.recorder = recorder
-        try:
-            model(*inputs, **kwargs)
-        finally:
-            manager.scope.recorder = before
+    with torch.random.fork_rng(devices), recorder:
+        model(*inputs, **kwargs)
     places = _locate(model)
     calls = []
     for fuser, plan, grad_enabled, unfused in recorder.calls:

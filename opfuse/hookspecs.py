@@ -42,7 +42,6 @@ def opfuse_forward_fusions() -> list[FusionLike]:
         def opfuse_forward_fusions():
             return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLU)]
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -66,7 +65,6 @@ def opfuse_backward_fusions() -> list[FusionLike]:
         def opfuse_backward_fusions():
             return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLUGrad)]
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -93,7 +91,6 @@ def opfuse_joint_fusions() -> list[FusionLike]:
         def opfuse_joint_fusions():
             return [opfuse.Fusion((opfuse.ops.ConstantScale,) * 2, TwiceScaled)]
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -116,7 +113,6 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
         def opfuse_recipes():
             return {"rounding": Rounding}
     """
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -145,4 +141,3 @@ def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
         def opfuse_quantizer(recipe, role):
             return RoundingQuantizer(recipe.step) if isinstance(recipe, Rounding) else None
     """
-    raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from .plan import FusionPlan, PlanStep
@@ -23,53 +23,50 @@ path {{ stroke: #9ca3af; stroke-width: 1.5; fill: none }} circle {{ fill: #9ca3a
 
 def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
     """An SVG image of plans below each other, each under lines of text."""
-    plans = [plan for _, plan in chains]
-    columns = [
-        _width([label for plan in plans for step in plan.forward for label in _labels(step)] + ["forward"]),
-        _width([name for plan in plans for step in plan.forward for name in step.basic_ops] + ["ops"]),
-        _width([label for plan in plans for step in plan.backward for label in _labels(step)] + ["backward"]),
-    ]
-    spans, x = [], float(_MARGIN)
-    for width in columns:
-        spans.append((x, width))
-        x += width + _BETWEEN
+    forward = [step for _, plan in chains for step in plan.forward]
+    backward = [step for _, plan in chains for step in plan.backward]
+    columns = {
+        "forward": [label for step in forward for label in _labels(step)],
+        "ops": [name for step in forward for name in step.basic_ops],
+        "backward": [label for step in backward for label in _labels(step)],
+    }
+    spans: dict[str, tuple[float, float]] = {}
+    right = float(_MARGIN)
+    for heading, texts in columns.items():
+        spans[heading] = right, max(map(len, [heading, *texts])) * _CHAR + 20
+        right += spans[heading][1] + _BETWEEN
     body: list[str] = []
     y = float(_MARGIN)
     for titles, plan in chains:
         for number, line in enumerate(titles):
             body.append(_text(_MARGIN, y + 12, line, "small" if number else "title"))
             y += _LINE
-        for (left, width), heading in zip(spans, ("forward", "ops", "backward"), strict=True):
-            body.append(_text(left + width / 2, y + 16, heading, "small middle"))
+        body += [_text(x + width / 2, y + 12, heading, "small middle") for heading, (x, width) in spans.items()]
         y = _chain(body, plan, spans, y + 28) + _MARGIN
-    width = max([x - _BETWEEN, *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles)]) + _MARGIN
+    width = max([right - _BETWEEN, *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles)]) + _MARGIN
     head = _HEAD.format(f"{width:g}", f"{y:g}", f"{width - 2:g}", f"{y - 2:g}")
     return "\n".join([head, *body, "</svg>\n"])
 
 
-def _chain(body: list[str], plan: FusionPlan, spans: Sequence[tuple[float, float]], y: float) -> float:
+def _chain(body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, float]], y: float) -> float:
     """Draw one plan from ``y`` down; returns where it ends."""
-    names = [name for step in plan.forward for name in step.basic_ops]
     forward = [(step.start, step.start + len(step.basic_ops), step) for step in plan.forward]
-    after = [step.start + len(step.basic_ops) for step in (*plan.backward[1:], *plan.backward[-1:])]
-    backward = [  # the gradient is cast where it enters the next step: behind that step's last op
-        (step.start, step.start + len(step.basic_ops), step) if step.basic_ops else (end, end, step)
-        for step, end in zip(plan.backward, after, strict=True)
-    ]
+    backward: list[tuple[int, int, PlanStep]] = []
+    for step in plan.backward[::-1]:  # a gradient is cast where it enters the next step: behind that step's last op
+        end = step.start + len(step.basic_ops) if step.basic_ops else backward[-1][1]
+        backward.append((step.start if step.basic_ops else end, end, step))
     casts = {start for start, _, step in (*forward, *backward) if not step.basic_ops}
     edges, tops = [], []
-    for index in range(len(names) + 1):
+    for index, name in enumerate([*(name for step in plan.forward for name in step.basic_ops), None]):
         height = _CAST if index in casts else _GAP
         edges.append(y + height / 2)
-        y += height
-        if index < len(names):
-            tops.append(y)
-            body += _box(spans[1], y, y + _ROW, "op", [names[index]])
-            y += _ROW
-    y += _GAP
-    for steps, span, kind in ((forward, spans[0], "forward"), (backward, spans[2], "backward")):
-        x = span[0] + span[1] / 2
-        ends = [edge for start, stop, _ in steps for edge in (edges[start], edges[stop])]
+        tops.append(y + height)
+        if name is not None:
+            body += _box(spans["ops"], tops[-1], tops[-1] + _ROW, "op", [name])
+        y = tops[-1] + _ROW
+    for kind, steps in (("forward", forward), ("backward", backward)):
+        x = spans[kind][0] + spans[kind][1] / 2
+        ends = [edges[index] for start, stop, _ in steps for index in (start, stop)]
         if not ends:
             body.append(_text(x, (edges[0] + edges[-1]) / 2, "none", "small middle"))
             continue
@@ -77,12 +74,12 @@ def _chain(body: list[str], plan: FusionPlan, spans: Sequence[tuple[float, float
         body.append(f'<path d="M{x:g} {tail:g}V{tip:g}m-4 {back}l4 {-back}l4 {back}"/>')
         for start, stop, step in steps:
             if not step.basic_ops:
-                body += _box(span, edges[start] - 12, edges[start] + 12, "cast", _labels(step))
+                body += _box(spans[kind], edges[start] - 12, edges[start] + 12, "cast", _labels(step))
             elif step.fusion:
-                body += _box(span, tops[start], tops[stop - 1] + _ROW, kind, _labels(step))
+                body += _box(spans[kind], tops[start], tops[stop - 1] + _ROW, kind, _labels(step))
             else:
                 body.append(f'<circle cx="{x:g}" cy="{tops[start] + _ROW / 2:g}" r="3"/>')
-    return y
+    return edges[-1] + 2 * _GAP
 
 
 def _labels(step: PlanStep) -> list[str]:
@@ -91,13 +88,9 @@ def _labels(step: PlanStep) -> list[str]:
     return [] if step.basic_ops else [step.op]
 
 
-def _width(texts: Iterable[str]) -> float:
-    return max(map(len, texts)) * _CHAR + 20
-
-
 def _box(span: tuple[float, float], top: float, bottom: float, kind: str, lines: Sequence[str]) -> list[str]:
     x, width = span
-    y = (top + bottom - 16 * len(lines)) / 2 + 12
+    y = (top + bottom) / 2 + 12 - 8 * len(lines)
     box = f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{bottom - top:g}"/>'
     styles = ("middle" if kind == "op" else "title middle", "small middle")
     return [box, *(_text(x + width / 2, y + 16 * i, line, styles[i]) for i, line in enumerate(lines))]
