@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
+from ..errors import PluginWarning
 from ..fusion import FusionLike, fusion_name
 from ..op import BasicOperation
 from ..plugins import manager, using
@@ -91,8 +93,9 @@ class Subject(NamedTuple):
 
 
 def subjects(plugin: str) -> list[Subject]:
-    """Every fusion that a plugin offers."""
-    with using(plugin):
+    """Every fusion that a plugin offers; none if it does not load, which the checks of the plugin report."""
+    with using(plugin), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
         return [Subject(plugin, kind, fusion) for record in manager.active(plugin) for kind, fusion in record.fusions]
 
 
@@ -208,8 +211,9 @@ class Case:
         """Features of the input: what the first op that insists on some takes, or what the others need."""
         ratio = 1
         for op in self.basic_ops():
-            if op.in_features is not None:
-                return op.in_features * ratio
+            insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
+            if insists is not None and insists > 0:
+                return insists * ratio
             ratio *= op.feature_ratio or 1
         return 8 * ratio
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
-from ..fuser import OperationFuser
 from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
 from ..scope import Environment
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
+from .running import separate
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 Makers = Mapping[type, Callable[[int], Any]]
@@ -178,10 +177,8 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         forks = any(op.cls.num_extra_outputs for op in ops)
         found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
         shape = (*found.rows, found.first_width())
-        if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(before=())) is None:
-            with contextlib.suppress(ValueError):  # a channel that is read before it is written
-                OperationFuser(found.with_(residual=True).basic_ops())
-                yield found.with_(residual=True)
+        if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(residual=True)) is None:
+            yield found.with_(residual=True)
 
 
 def refusal(case: Case) -> str | None:
@@ -189,7 +186,12 @@ def refusal(case: Case) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    env, ops = environment(case.device), tuple(case.basic_ops())
+    try:
+        separate(case)
+    except Exception as error:
+        return f"the separate ops raise {type(error).__name__}: {error}"
+    env, start = environment(case.device), len(case.before)
+    ops = tuple(case.basic_ops()[start : start + len(case.ops)])
     try:
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:

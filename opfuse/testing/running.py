@@ -212,7 +212,7 @@ def _calling(op: FusedOperation, plain: Any, callback: Any) -> Any:
 
 
 class OneByOne(FusedOperation):
-    """Runs its basic ops one after the other, in either pass: a sound fused op for any chain."""
+    """The forward of its basic ops, one after the other."""
 
     kwarg_names = None
 
@@ -229,23 +229,3 @@ class OneByOne(FusedOperation):
             )
             outputs.append(given)
         return input_, outputs
-
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Tensor | None, Any, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        params: list[Any] = []
-        extras: list[Any] = []
-        grad: Any = grad_output
-        for op, ctx, given in list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs, strict=True))[::-1]:
-            if not ctx.requires_grad:  # a joint fusion may reach before the first op that trains
-                params.append(None)
-                extras.append((None,) * op.num_extra_inputs)  # type: ignore[operator]
-                continue
-            ctx.owns_grad_output = False
-            grad, (grads,), (more,) = op.fuser_backward(  # type: ignore[operator]
-                [ctx], grad, basic_op_grad_extra_outputs=[given]
-            )
-            params.append(grads)
-            extras.append(more)
-        return grad, params[::-1], extras[::-1]

@@ -12,10 +12,10 @@ import torch
 from .cases import Op, Subject, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains
+from .machine import Tier, prepare, tiers
 from .processes import PLUGIN_CHECKS
 from .report import Outcome, run_all
 from .running import Failure
-from .tiers import Tier, prepare, tiers
 
 
 class FusionSuite:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from chains import Forwarding
 from torch.nn import functional as F
 
 import opfuse
 from opfuse.fusion import Fusion, Maybe, Subclasses
 from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, ReLU
-from opfuse.testing import OneByOne, Op
+from opfuse.testing import Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ class SavesBeforeTheFirstGradient(Forward):
 
 
 @faulty("saved_bytes", "it keeps .* bytes for the backward, the separate ops keep", "joint", BasicLinear, Bias)
-class KeepsTooMuch(OneByOne):
+class KeepsTooMuch(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         result = super().fuser_forward(basic_op_ctxs, input_, **given)
         if basic_op_ctxs[0].requires_grad and isinstance(input_, torch.Tensor):
@@ -156,7 +157,7 @@ class KeepsTooMuch(OneByOne):
 
 
 @faulty("without_grad", "under no_grad it saves tensors", "joint", BasicLinear, Bias)
-class SavesWithoutGrad(OneByOne):
+class SavesWithoutGrad(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         result = super().fuser_forward(basic_op_ctxs, input_, **given)
         if not basic_op_ctxs[0].requires_grad:
@@ -350,7 +351,7 @@ class SwallowsNaN(Pointwise):
 
 
 @faulty("autocast", "the output has dtype torch.float32 instead of torch.bfloat16", "joint", BasicLinear)
-class IgnoresAutocast(OneByOne):
+class IgnoresAutocast(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         basic_op_ctxs[0].dtype = None
         return super().fuser_forward(basic_op_ctxs, input_, **given)
@@ -510,7 +511,7 @@ class SwallowsErrors(Forward):
         try:
             return super().fuser_forward(basic_op_ctxs, input_)
         except RuntimeError:
-            return OneByOne.fuser_forward(
+            return Forwarding.fuser_forward(
                 self, basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()], basic_op_kwargs=[{}, {}],
                 prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
             )  # fmt: skip
@@ -568,6 +569,9 @@ class Gelu(opfuse.FusedOperation):
 def opfuse_forward_fusions():
     return [opfuse.Fusion([opfuse.ops.GELU], Gelu)]
 """
+
+SOUND = "import opfuse, torch\n" + _FUSION
+"""A sound plugin, as one module."""
 
 DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {  # name -> check, message, entry points, module
     "imports_triton": ("imports", "imports triton", "opfuse.v1", "import opfuse, triton\n" + _FUSION),
