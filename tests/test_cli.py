@@ -240,9 +240,9 @@ def test_help_and_version():
     for arguments in ((), ("--help",)):
         result = call(*arguments)
         assert result.exit_code == 0
-        assert {"plugins", "explain"} <= set(result.stdout.split())
+        assert {"plugins", "explain", "new"} <= set(result.stdout.split())
     assert call("--version").stdout == f"opfuse {opfuse.__version__}\n"
-    for command in ("plugins", "explain"):
+    for command in ("plugins", "explain", "new"):
         assert call(command, "--help").exit_code == 0
     assert call("unknown").exit_code == 2
 
