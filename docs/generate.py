@@ -53,7 +53,7 @@ incoming gradient itself or a new tensor, *shared* may alias something that the 
 incoming gradient only where its context says `owns_grad_output`, which follows from this column. Under a recipe the
 input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise.
 
-The dtype of what is saved, and when an entry is None, is in each op's description in the {{doc}}`reference`.
+What dtype an entry has is in each op's description in the {{doc}}`reference`.
 
 ## Ops of your own
 
