@@ -45,7 +45,7 @@ class options(Setting):
             hash(value)
         if values.get("fusion_limit", 0) < 0:
             raise ValueError(f"option fusion_limit must not be negative, got {values['fusion_limit']}")
-        super().__init__(manager.scope, "options", values)
+        super().__init__(manager.scope, 0, values)
 
     def _new_value(self, before: Options) -> Options:
         return tuple(sorted({**dict(before), **self._value}.items()))
@@ -79,7 +79,7 @@ class autocast(Setting):
             raise TypeError(f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}")
         if enabled and recipe is None:
             raise ValueError("autocast: the core has no default recipe, pass recipe=... (offered by a plugin)")
-        super().__init__(manager.scope, "recipe", recipe if enabled else None)
+        super().__init__(manager.scope, 2, recipe if enabled else None)
 
 
 class _Forward:

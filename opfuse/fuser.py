@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_without_grad
+from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .fusion import Fusion, FusionLike
 from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
 from .plan import check_expansion, choose, warn_about
 from .plugins import Registration, manager
 from .program import Program, compile_program
 from .routing import Routing, flatten
-from .scope import Environment
+from .scope import Environment, Options, Settings
 
 _CACHE_SIZE = 64
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -51,8 +51,11 @@ class OperationFuser:
         units = dict.fromkeys([*self.ops, *self._routing.ops])
         self._hookable = [unit for unit in units if unit is not owner]
         self._hooks = [hooks for unit in self._hookable for hooks in _hook_dicts(unit)]
+        # looking up an attribute of a module is slow
+        self._param_dicts = [(module._parameters, module, name) for module, name in self._routing.param_sources]
+        self._op_dicts = [vars(op) for op in self.ops]
         self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._latest: Program | None = None
+        self._last: tuple[Any, Program | None] = (None, None)
         self._lock = threading.RLock()
         self._prepares = [
             (i, op)
@@ -61,6 +64,10 @@ class OperationFuser:
         ]
         for op in self._routing.ops:
             op.pre_first_fuser_forward()
+
+    @property
+    def _latest(self) -> Program | None:
+        return self._last[1]
 
     # The latest plan, in Transformer Engine's form
 
@@ -107,8 +114,8 @@ class OperationFuser:
                 f"got shape {tuple(input.shape)}"
             )
         tensors: list[Tensor] = []
-        for module, name in routing.param_sources:
-            param = None if compiling else module._parameters.get(name)
+        for params, module, name in self._param_dicts:
+            param = None if compiling else params.get(name)
             if param is None:
                 param = getattr(module, name)
                 if param is None:
@@ -123,39 +130,38 @@ class OperationFuser:
         if compiling or torch._C._is_any_autocast_enabled():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
+        settings = _differentiable(scope.settings) if _functorch_active() else scope.settings
         key = (
             (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
             input.dtype,
             device,
             autocast,
-            tuple([op.training for op in self.ops]),
-            scope.recipe,
-            (*scope.options, ("double_backward", True)) if _functorch_active() else scope.options,
-            scope.selection,
+            tuple([op.training for op in self.ops] if compiling else [op["training"] for op in self._op_dicts]),
             manager.generation,
             torch.are_deterministic_algorithms_enabled(),
             compiling,
             tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
             tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
+            settings,
         )
         if compiling:
-            program = getattr(self, _plan_untraced(self, *key))
+            program = getattr(self, _plan_untraced(self, *settings, *key[:-1]))
         else:
-            program = self._programs.get(key)
-            if program is None or program is not self._latest:
+            last, program = self._last
+            if key != last or program is None:
                 program = self._program(key, input)
         for index, op in self._prepares:
-            op.pre_fuser_forward(requires_grad=program.states[index].template.requires_grad)
+            op.pre_fuser_forward(requires_grad=program.templates[index]["requires_grad"])
         if scope.recorder is not None:
             scope.recorder.record(self, program.plan)
         if program.double_backward:
-            return run_differentiable(program, basic_op_kwargs, input, tuple(tensors))
+            return run_differentiable(program, basic_op_kwargs, input, tensors)
         if compiling or autocast is not None:
             return _execute(program, basic_op_kwargs, input, tensors, autocast)
         try:
             if program.requires_grad:
                 return apply_eager(program, basic_op_kwargs, input, *tensors)
-            return run_without_grad(program, basic_op_kwargs, input, tuple(tensors))
+            return run_forward(None, program, basic_op_kwargs, input, *tensors)
         except Exception:
             self._check_tensors(input.dtype, device, None, extra_inputs)  # says more than a kernel can
             raise
@@ -169,20 +175,19 @@ class OperationFuser:
         if program is _BY_ALIGNMENT:
             key = (*key, _row_alignment(input))
             program = self._programs.get(key)
-        if program is self._latest and program is not None:
-            return program
         with self._lock:
             if program is None:
                 program = self._plan(key, input)
             elif key in self._programs:
                 self._programs.move_to_end(key)
-        self._latest = program
+        by_alignment = self._programs.get(key) is _BY_ALIGNMENT  # then this program is not for every such call
+        self._last = None if by_alignment else key, program
         return program
 
     def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
         """Make, and keep, the program for a key."""
         plain = key[:_KEY_LENGTH]
-        grads, dtype, device, autocast, training, recipe, options, selection, *_, compiling, kwargs, extras = plain
+        grads, dtype, device, autocast, training, *_, compiling, kwargs, extras, settings = plain
         self._check_tensors(dtype, device, autocast, extras or ())
         self._check_kwargs(kwargs)
         alignment = _row_alignment(input)
@@ -190,16 +195,16 @@ class OperationFuser:
             device=device,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             dtype=autocast or dtype,
-            recipe=recipe,
+            recipe=settings[2],
             training=any(training),
             requires_grad=grads is not None and any(grads),
             row_alignment=alignment,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            options=dict(options),
+            options=dict(settings[0]),
             compiling=compiling,
         )
         scope = manager.scope
-        before, scope.settings = scope.settings, (options, selection, recipe)  # while tracing they are not set
+        before, scope.settings = scope.settings, settings  # while tracing they are not set
         try:
             program, by_alignment = self._compile(
                 env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs
@@ -345,15 +350,19 @@ class OperationFuser:
 
 
 _BY_ALIGNMENT: Any = object()  # in place of a program: one is kept per row alignment
-_KEY_LENGTH = 13
+_KEY_LENGTH = 11
+
+
+def _differentiable(settings: Settings) -> Settings:
+    return ((*settings[0], ("double_backward", True)), *settings[1:])
 
 
 def _row_alignment(input: Tensor | None) -> int:
     return math.gcd(input.shape[:-1].numel(), 16) if input is not None and input.ndim else 1
 
 
-def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
-    """Plan while ``torch.compile`` traces: the call is a constant of the graph.
+def _plan_untraced(fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any) -> str:
+    """Plan while ``torch.compile`` traces: the call is a constant of the graph, and so is each argument.
 
     Returns:
         The fuser's attribute that holds the program, where traced code can read it by a name it can guard.
@@ -366,7 +375,7 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
                     f"{fuser._name()}: spectral_norm on {name} updates its state whenever the parameter is read, "
                     "which torch.compile does not see; run this chain in eager mode"
                 )
-    program = fuser._program(key, None)
+    program = fuser._program((*key, (options, selection, recipe)), None)
     name = f"_traced_{id(program)}"
     setattr(fuser, name, program)
     return name
@@ -394,7 +403,7 @@ def _execute(
             return _execute(program, kwargs, x, tensors, None)
     if program.requires_grad:
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-    return run_without_grad(program, kwargs, x, tuple(tensors))
+    return run_forward(None, program, kwargs, x, *tensors)
 
 
 def _hook_dicts(module: nn.Module) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .quantization.state import QuantizerStates
 
@@ -31,8 +31,9 @@ class OperationContext:
     """What one basic op leaves in forward for its backward: an open bag of attributes.
 
     The fuser fills in the documented attributes before ``op_forward`` runs. An op may add any attribute;
-    tensors go through :meth:`save_for_backward`. The backward gets a *new* context with the same
-    attributes, so nothing written in forward is ever mutated.
+    tensors go through :meth:`save_for_backward`. The backward gets another context with the same
+    attributes, so nothing written in forward is ever mutated. Keep no reference to a context: that of an op
+    that declares what it leaves is cleared when the pass is over, and serves a later one.
 
     Attributes:
         requires_grad: Whether this op takes part in the backward at all.
@@ -180,7 +181,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _own_fuser(self) -> OperationFuser:
         """The fuser behind ``op(x)``, kept as long as the op."""
-        if is_compiling() or self._cache.key is not self:
+        if is_dynamo_compiling() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value  # type: ignore[no-any-return]
 

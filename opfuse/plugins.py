@@ -391,7 +391,7 @@ class using(Setting):
 
     def __init__(self, selection: str | None) -> None:
         Selection.parse(selection)
-        super().__init__(manager.scope, "selection", selection)
+        super().__init__(manager.scope, 1, selection)
 
 
 manager = PluginManager()

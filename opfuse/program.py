@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,104 +14,64 @@ from .routing import Routing
 from .scope import Environment
 
 
+class Preparation(NamedTuple):
+    """What happens to a tensor before it enters a step.
+
+    Attributes:
+        cast: The quantizer to cast it with.
+        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
+        width: Last dimension to insist on.
+    """
+
+    cast: Quantizer | None
+    takes_quantized: bool
+    width: int | None
+
+
 class Step(NamedTuple):
-    """One call of one op over ``ops[start:stop]``; loops unpack the first five, the rest is rarely needed.
+    """One call of one op over ``ops[start:stop]``.
 
     Attributes:
         op: A basic op, or the fused op that stands for several.
         start, stop: Which basic ops.
         simple: Whether ``op_forward`` / ``op_backward`` can be called directly.
-        details: The rest.
+        prepare: What happens to the incoming tensor first, if anything does.
+        has_extras: Whether one of its basic ops has extra tensors.
+        owns: Whether the incoming gradient may be overwritten (backward only).
     """
 
     op: FusibleOperation
     start: int
     stop: int
     simple: bool
-    details: StepDetails
-
-
-class StepDetails(NamedTuple):
-    """What a step does beyond calling its op.
-
-    Attributes:
-        prepare: Whether the incoming tensor needs a look: ``cast``, ``width``, or dequantizing.
-        cast: The quantizer to cast the incoming tensor with.
-        takes_quantized: Whether the op takes a quantized tensor.
-        width: Last dimension to insist on.
-        owns: Whether the incoming gradient may be overwritten (backward only).
-        has_extras: Whether one of its basic ops has extra tensors.
-    """
-
-    prepare: bool
-    cast: Quantizer | None
-    takes_quantized: bool
-    width: int | None
-    owns: bool
+    prepare: Preparation | None
     has_extras: bool
+    owns: bool
+
+    def call(self, direction: str) -> Call:
+        """What a loop needs of it."""
+        method = getattr(self.op, ("op_" if self.simple else "fuser_") + direction)
+        prepared, wired = self if self.prepare is not None else None, self if self.has_extras else None
+        return method, self.start, self.stop, self.simple, prepared, wired, ((),) * (self.stop - self.start)
 
 
-class ContextTemplate(NamedTuple):
-    """What the fuser writes on the context of one basic op; see :class:`OperationContext`."""
+Call = tuple[Callable[..., Any], int, int, bool, "Step | None", "Step | None", tuple[tuple[()], ...]]
+"""A step in a loop: the bound method, which basic ops, ``simple``, the step if it prepares, the step if it has extras,
+and no extra tensors for each basic op.
 
-    requires_grad: bool
-    input_requires_grad: bool
-    param_requires_grad: tuple[bool, ...]
-    dtype: torch.dtype | None
-    backward_override: str | None
-    prev_op_grad_output_quantizer: Quantizer | None
-    next_op_input_quantizer: Quantizer | None
-    quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]
-    owns_grad_output: bool
-
-
-class FilledContext(OperationContext):
-    """A context filled in by the fuser."""
-
-    def __init__(self, template: ContextTemplate, params: tuple[Any, ...], saved: tuple[Any, ...] | None) -> None:
-        (
-            self.requires_grad,
-            self.input_requires_grad,
-            self.param_requires_grad,
-            self.dtype,
-            self.backward_override,
-            self.prev_op_grad_output_quantizer,
-            self.next_op_input_quantizer,
-            self.quantizers,
-            self.owns_grad_output,
-        ) = template
-        self.params = params
-        self.saved_tensors = saved
-        self.to_save = None
-
-
-class OpState(NamedTuple):
-    """What a program knows about one basic op's context.
-
-    Attributes:
-        template: What the fuser writes on it.
-        first, last: Which tensors are the op's parameters.
-        start, stop: Which saved tensors are its; ``stop < start`` where its declarations do not say how many,
-            and its forward context is kept.
-        shared: A context for every call's backward, where the op's declarations say that it leaves nothing.
-    """
-
-    template: ContextTemplate
-    first: int
-    last: int
-    start: int
-    stop: int
-    shared: FilledContext | None
+A plain tuple and a bound method, since unpacking a named tuple and looking up a module's attribute are slow.
+"""
 
 
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
-        states: Per basic op, what concerns its context.
-        saving: ``(op, number of saved tensors)`` where the declarations say how many.
-        keeping: The ops whose forward contexts are kept.
-        num_params_of: ``(op, number of parameters)`` where there are some.
+        templates: Per basic op, what the fuser writes on its context; see :class:`OperationContext`.
+        params: ``(op, first, last)``: which tensors are its parameters, where it has some.
+        saving: ``(op, start, stop)``: which saved tensors are its, where the declarations say how many.
+        keeping: The ops that may leave anything, so that their forward contexts are kept.
+        unused: Contexts that earlier passes gave back, without what those left on them.
     """
 
     def __init__(
@@ -119,7 +79,7 @@ class Program:
         routing: Routing,
         plan: FusionPlan,
         env: Environment,
-        templates: Sequence[ContextTemplate],
+        templates: Sequence[dict[str, Any]],
         steps: tuple[Sequence[Step], Sequence[Step]],
         *,
         boundary: int,
@@ -131,25 +91,44 @@ class Program:
         self.recipe = env.recipe
         self.requires_grad = env.requires_grad
         self.forward, self.backward = tuple(steps[0]), tuple(steps[1])
+        self.forward_calls = tuple(step.call("forward") for step in self.forward)
+        self.backward_calls = tuple(step.call("backward") for step in self.backward)
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
         self.has_extras = routing.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in routing.ops)
         self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
         self.double_backward = bool(env.options.get("double_backward"))
-        self.num_params_of = tuple((i, b - a) for i, (a, b) in enumerate(routing.param_ranges) if b > a)
-        states, position = [], 0
-        for i, (op, template, (first, last)) in enumerate(
-            zip(routing.ops, templates, routing.param_ranges, strict=True)
-        ):
-            declared = op.saved_names is not None and not op.context_names and i not in free
-            count = len(op.saved_names or ()) if declared else -1
-            shared = FilledContext(template, (), ()) if count == 0 else None
-            states.append(OpState(template, first, last, position, position + count, shared))
-            position += max(count, 0)
-        self.states = tuple(states)
-        self.saving = tuple((i, s.stop - s.start) for i, s in enumerate(states) if s.stop > s.start)
-        self.keeping = tuple(i for i, s in enumerate(states) if s.stop < s.start)
+        self.compiling = env.compiling
+        self.templates = tuple(templates)
+        self.input_requires_grad = bool(templates) and templates[0]["input_requires_grad"]
+        self.params = tuple((i, first, last) for i, (first, last) in enumerate(routing.param_ranges) if last > first)
+        saving, keeping, position = [], [], 0
+        for i, op in enumerate(routing.ops):
+            if op.saved_names is None or op.context_names or i in free:
+                keeping.append(i)
+            elif op.saved_names:
+                saving.append((i, position, position + len(op.saved_names)))
+                position += len(op.saved_names)
+        self.saving, self.keeping = tuple(saving), tuple(keeping)
+        self.unused: list[list[OperationContext]] = []
+
+    def new_contexts(self) -> list[OperationContext]:
+        """One context per basic op, for one pass."""
+        return [_filled(template) for template in self.templates]
+
+    def give_back(self, contexts: list[OperationContext]) -> None:
+        """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
+        for i in self.keeping:
+            contexts[i] = _filled(self.templates[i])
+        self.unused.append(contexts)
+
+
+def _filled(template: dict[str, Any]) -> OperationContext:
+    ctx = OperationContext()
+    for name, value in template.items():
+        setattr(ctx, name, value)
+    return ctx
 
 
 def compile_program(
@@ -184,9 +163,9 @@ def compile_program(
     for run in backward:
         owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
         backward_steps.append(run.step(routing, kwargs, env, owns=owns, forward=False))
-    owned = {i for step in backward_steps if step.details.owns for i in range(step.start, step.stop)}
+    owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
     templates = [
-        ContextTemplate(
+        dict(
             requires_grad=env.requires_grad and i >= boundary,
             input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
             param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
@@ -208,7 +187,7 @@ def compile_program(
 
 def _leaves_owned(step: Step) -> bool:
     """Whether the gradient that a backward step returns belongs to the chain."""
-    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.details.owns)
+    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.owns)
 
 
 class _Run:
@@ -232,13 +211,12 @@ class _Run:
             and not kwargs[self.start]
         )
         width = routing.later_widths.get(self.start) if forward else None
-        prepare = env.recipe is not None or width is not None
-        wanted = None
-        if env.recipe is not None:
+        prepare = None
+        if env.recipe is not None or width is not None:
             wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
+            prepare = Preparation(self.cast, wanted is not None, width)
         extras = any(op.num_extra_inputs or op.num_extra_outputs for op in routing.ops[self.start : self.stop])
-        details = StepDetails(prepare, self.cast, wanted is not None, width, owns, extras)
-        return Step(self.op, self.start, self.stop, simple, details)
+        return Step(self.op, self.start, self.stop, simple, prepare, extras, owns)
 
 
 def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:

@@ -60,43 +60,54 @@ def _options_from_environ() -> Options:
     return (("fusion_limit", int(text) if text.isdecimal() else text),)  # text is refused by the first plan
 
 
+Settings = tuple[Options, str | None, "Recipe | None"]
+"""Options, plugin selection and recipe: a plain tuple, which ``torch.compile`` can rebuild."""
+
+
 class Scope(threading.local):
     """The settings of one thread. Class attributes are the defaults; a context sets instance attributes.
 
-    Everything but ``recorder`` is part of a plan's key. Read in forward only: a plan carries what its
-    backward needs.
+    The settings are part of a plan's key, read in forward only: a plan carries what its backward needs.
     """
 
-    options: Options = _options_from_environ()
-    selection: str | None = os.environ.get("OPFUSE_PLUGINS")
-    recipe: Recipe | None = None
+    settings: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
     recorder: Recorder | None = None
 
     @property
-    def settings(self) -> tuple[Options, str | None, Recipe | None]:
-        """Options, plugin selection and recipe together."""
-        return self.options, self.selection, self.recipe
+    def options(self) -> Options:
+        """The options of planning."""
+        return self.settings[0]
 
-    @settings.setter
-    def settings(self, values: tuple[Options, str | None, Recipe | None]) -> None:
-        self.options, self.selection, self.recipe = values
+    @property
+    def selection(self) -> str | None:
+        """Which plugins, as the user wrote it."""
+        return self.settings[1]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The quantization recipe."""
+        return self.settings[2]
 
 
 class Setting:
-    """Sets one attribute of a scope for a ``with`` block; base of the context managers."""
+    """Changes one of a scope's settings for a ``with`` block; base of the context managers."""
 
-    def __init__(self, scope: Scope, name: str, value: Any) -> None:
+    def __init__(self, scope: Scope, index: int, value: Any) -> None:
         self._scope = scope
-        self._name = name
+        self._index = index
         self._value = value
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before.append(getattr(self._scope, self._name))
-        setattr(self._scope, self._name, self._new_value(self._before[-1]))
+        self._before.append(self._scope.settings[self._index])
+        self._set(self._new_value(self._before[-1]))
 
     def __exit__(self, *exc_info: object) -> None:
-        setattr(self._scope, self._name, self._before.pop())
+        self._set(self._before.pop())
+
+    def _set(self, value: Any) -> None:
+        settings: Any = self._scope.settings
+        self._scope.settings = (*settings[: self._index], value, *settings[self._index + 1 :])
 
     def _new_value(self, before: Any) -> Any:
         return self._value

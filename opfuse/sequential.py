@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .fuser import OperationFuser
 from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
@@ -32,7 +32,7 @@ class Sequential(nn.Module):
     def _module_groups(self) -> list[Any]:
         """The current children: one fuser for each run of fusible ops, other modules as they are."""
         cache, children = self._cache, tuple(self._modules.values())
-        if is_compiling():
+        if is_dynamo_compiling():
             _regroup_untraced(self, *children)
         elif cache.key != children:
             self._regroup(children)

@@ -164,7 +164,7 @@ def test_strict(register, monkeypatch):
 
 @pytest.mark.parametrize("command", [("plugins", "--json"), ("plugins",), ("explain", "x:y")])
 def test_a_malformed_selection(command, monkeypatch):
-    monkeypatch.setattr(plugins.manager.scope, "selection", "a,-b")
+    monkeypatch.setattr(plugins.manager.scope, "settings", ((), "a,-b", None))
     result = call(*command)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [

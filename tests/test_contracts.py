@@ -139,14 +139,58 @@ def test_backward_twice_is_bitwise_the_same_and_changes_no_context(style):
             outputs = [y for y in drawn.forward() if y.requires_grad]
         if not outputs:
             continue
-        contexts = [ctx for node in nodes_of(outputs) for ctx in node.left.values()]
-        contexts += [state.shared for node in nodes_of(outputs) for state in node.program.states if state.shared]
+        contexts = [ctx for node in nodes_of(outputs) for ctx in getattr(node, "left", {}).values()]
         before = [dict(vars(ctx)) for ctx in contexts]
         first, second = (torch.autograd.grad(outputs, leaves, drawn.weights(outputs), retain_graph=True) for _ in "12")
         assert all(map(torch.equal, first, second)), seed
         assert [vars(ctx) for ctx in contexts] == before
         kept += len(contexts)
     assert kept
+
+
+def test_contexts_serve_again_and_hold_nothing_between_calls():
+    chain = opfuse.Sequential(opfuse.ops.Linear(4, 4), opfuse.ops.GELU(), opfuse.ops.Identity())
+    x = torch.randn(3, 4, requires_grad=True)
+    alive = weakref.WeakSet()
+    for _ in range(3):
+        y = chain(x)
+        alive.add(y)
+        y.sum().backward()
+        del y
+    program = chain._module_groups[0]._latest
+    (contexts,) = program.unused  # forward and backward take turns
+    assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
+    assert not alive
+    first, second = chain(x), chain(x)
+    torch.autograd.backward([first, second], [torch.ones_like(first)] * 2)
+    assert len(program.unused) == 1
+    with torch.no_grad():
+        chain(x)
+    (contexts,) = chain._module_groups[0]._latest.unused
+    assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
+
+
+class Undeclared(opfuse.ops.Identity):
+    """Declares nothing, and leaves a note on every context."""
+
+    saved_names = None
+
+    def op_forward(self, ctx, input_, **unused):
+        assert not hasattr(ctx, "note")
+        ctx.note = input_.shape
+        return input_
+
+    def op_backward(self, ctx, grad_output):
+        assert ctx.note == grad_output.shape
+        return grad_output, ()
+
+
+def test_a_context_that_may_hold_anything_serves_once():
+    chain = opfuse.Sequential(opfuse.ops.Linear(4, 4), Undeclared())
+    for rows in (2, 3, 2):
+        chain(torch.randn(rows, 4)).sum().backward()
+        with torch.no_grad():
+            chain(torch.randn(rows, 4))
 
 
 # Plans

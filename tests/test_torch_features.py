@@ -8,6 +8,7 @@ import io
 import fusing
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +108,18 @@ def test_compile_over_row_counts():
             train_step(plain, list(plain.parameters()), data(rows)),
         )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # raised inside torch
+def test_compiled_autograd():
+    chain, plain = pair()
+    for _ in range(2):  # the second time the contexts of the first are there to be used
+        for model in (chain, plain):
+            model.zero_grad()
+            loss = model(data()).square().sum()
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                loss.backward()
+        check([p.grad for p in chain.parameters()], [p.grad for p in plain.parameters()])
 
 
 def test_compile_without_grad():

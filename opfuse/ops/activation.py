@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext
@@ -90,13 +91,12 @@ class Activation(BasicOperation):
         """The input in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs (for fusions too)."""
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x if ctx.input_requires_grad else None)
+            ctx.to_save = (x if ctx.input_requires_grad else None,)
         return x
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """The gradient of the input; overwrites ``grad_output`` where it may."""
-        assert ctx.saved_tensors is not None
-        (x,) = ctx.saved_tensors
+        (x,) = ctx.saved_tensors  # type: ignore[misc]
         if x is None:
             return None, ()
         if grad_output.dtype is not x.dtype:
@@ -107,10 +107,12 @@ class Activation(BasicOperation):
 
 def _backward_kernel(kernel: Any, *constants: Any, **options: Any) -> Callable[..., Tensor]:
     """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself."""
-    allocating, writing = kernel.default, kernel.grad_input
+    traced = kernel.default, kernel.grad_input
+    eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
 
     def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See :meth:`Activation.backward_value`."""
+        allocating, writing = traced if is_dynamo_compiling() else eager
         if out is None:
             return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
         return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]

@@ -116,29 +116,29 @@ class BasicLinear(BasicOperation):
         dtype = ctx.dtype
         if ctx.quantizers[0]:
             return _quantized_operands(ctx, input_, weight, dtype or input_.dtype)
-        assert isinstance(input_, Tensor)
-        x, w = (input_, weight) if dtype is None else (input_.to(dtype), weight.to(dtype))
+        x: Any = input_
+        if dtype is not None:
+            x, weight = x.to(dtype), weight.to(dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x if ctx.param_requires_grad[0] else None, w if ctx.input_requires_grad else None)
-        return x, w
+            ctx.to_save = (x if ctx.param_requires_grad[0] else None, weight if ctx.input_requires_grad else None)
+        return x, weight
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
-        x, w = self.operands(ctx, input_)
+        x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> tuple[Tensor | None, Grads]:
         """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype, which autograd casts at the end."""
-        assert ctx.saved_tensors is not None
-        x, w = ctx.saved_tensors
+        x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.quantizers[0]:
             return _quantized_backward(grad_output, x, w)
-        assert isinstance(grad_output, Tensor)
-        if ctx.dtype is not None:
-            grad_output = grad_output.to(ctx.dtype)
-        return _grad_input(grad_output, w), (_grad_weight(grad_output, x),)
+        dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
+        if dy.ndim == 2:  # the same in fewer steps
+            return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
+        return _grad_input(dy, w), (_grad_weight(dy, x),)
 
 
 def _grad_input(grad_output: Tensor, w: Tensor | None) -> Tensor | None:

@@ -525,7 +525,7 @@ def test_a_gradient_is_overwritten_only_if_the_chain_owns_it(act, owns):
 
 def test_a_scaled_gradient_is_overwritten_only_if_the_chain_owns_it():
     basic = [ops.BasicLinear(IN, OUT), ops.ConstantScale(0.5)]
-    op = opfuse_linear.fused.BackwardLinear(basic)
+    op = opfuse_linear.fused.BackwardLinearScale(basic)
     for owns in (True, False):
         ctxs = [opfuse.OperationContext() for _ in basic]
         for ctx in ctxs:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn import functional as F
 
@@ -73,8 +73,9 @@ def _use_onednn(x: Tensor, weight: Tensor, min_size: int = ONEDNN_MIN_SIZE) -> b
     )
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, name: str = "none", form: str = "") -> Tensor:
+    bias = bias if bias is None else bias.to(x.dtype)
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -88,13 +89,15 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def is_small(x: Tensor) -> bool:
     """Whether a product with an fp32 ``x`` is over before a better way to do it is found."""
-    return not is_compiling() and x.dtype is torch.float32 and x.numel() < ONEDNN_MIN_SIZE
+    return x.dtype is torch.float32 and type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` over the last dimension."""
-    if is_small(x):
-        return F.linear(x, weight, bias)
+    """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``."""
+    dtype = x.dtype
+    if dtype is torch.float32 and not is_dynamo_compiling() and type(x) is Tensor and x.numel() < ONEDNN_MIN_SIZE:
+        return F.linear(x, weight, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
+    bias = bias if bias is None else bias.to(x.dtype)
     if (bias is not None or x.dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
     return _default_linear(x, weight, bias)
@@ -122,7 +125,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
     """
     if not _use_onednn(x, weight, ONEDNN_MIN_ACTIVATION_BF16 if x.dtype is torch.bfloat16 else ONEDNN_MIN_SIZE):
         return None
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
+    return _onednn(x, weight, bias, name, form)
 
 
 def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
@@ -148,6 +151,34 @@ def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
     return grad_output.t().mm(x) if scale == 1.0 else _scaled_mm(grad_output.t(), x, scale)
 
 
+def linear_grads(
+    grad_output: Tensor, x: Tensor | None, weight: Tensor | None, *, scale: float = 1.0, addend: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``scale * linear`` with respect to its input, plus ``addend``, and to its weight.
+
+    Args:
+        grad_output: Gradient of the output; it is cast to the operands' dtype.
+        x: The input; None: the gradient of the weight is not needed.
+        weight: The weight; None: the gradient of the input is not needed.
+        scale: The scale; 1 with an addend.
+        addend: Of the input's shape.
+    """
+    operand = weight if x is None else x
+    if operand is not None and grad_output.dtype is not operand.dtype:  # under autocast, the output may be wider
+        grad_output = grad_output.to(operand.dtype)
+    if x is not None and weight is not None and grad_output.ndim == 2 and scale == 1.0 and addend is None:
+        if is_small(grad_output):
+            return grad_output.mm(weight), grad_output.t().mm(x)
+    grad_weight = None if x is None else linear_wgrad(grad_output, x, scale)
+    if weight is None:
+        return None, grad_weight
+    if addend is None:
+        return linear_dgrad(grad_output, weight, scale), grad_weight
+    if addend.dtype is grad_output.dtype:
+        return linear_dgrad_add(grad_output, weight, addend), grad_weight
+    return linear_dgrad(grad_output, weight) + addend, grad_weight
+
+
 def bias_grad(grad_output: Tensor) -> Tensor:
     """Gradient of a bias: the sum over all rows, never an alias of ``grad_output``."""
     return grad_output.sum(0) if grad_output.ndim == 2 else _rows(grad_output).sum(0)
@@ -156,6 +187,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
     direct = _use_onednn(x, weight)
+    bias = bias if bias is None else bias.to(x.dtype)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     if not direct and bias is None and addend.ndim == 2 and not _adds_afterwards(x):

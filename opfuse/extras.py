@@ -1,0 +1,153 @@
+"""Extra tensors on their way through a chain: from the caller, between ops by channels, and back to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+if TYPE_CHECKING:
+    from .program import Program, Step
+    from .routing import Slot
+
+
+class ForwardExtras:
+    """The extra inputs and outputs of one forward pass.
+
+    Args:
+        program: What is run.
+        tensors: The parameters, then the extra inputs that the caller gave.
+    """
+
+    def __init__(self, program: Program, tensors: Sequence[Tensor]) -> None:
+        self._program, self._routing = program, program.routing
+        self._given = tensors[program.num_params :]
+        self._inputs: dict[Slot, Any] = dict(zip(self._routing.external_inputs, self._given, strict=True))
+        self._outputs: dict[Slot, Any] = {}
+        watched = program.writes_extras and program.requires_grad and not program.compiling
+        self._versions = [tensor._version for tensor in self._given] if watched else None
+
+    def given(self, step: Step) -> list[list[Tensor | None]]:
+        """The extra inputs of each basic op of a step; None where the producer is inside the step."""
+        gathered = []
+        for i in range(step.start, step.stop):
+            slots: list[Tensor | None] = []
+            for k in range(self._routing.ops[i].num_extra_inputs):
+                source = self._routing.sources.get((i, k))
+                if source is None:
+                    slots.append(self._inputs[i, k])
+                else:
+                    slots.append(None if step.start <= source[0] else self._outputs[source])
+            gathered.append(slots)
+        return gathered
+
+    def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]]) -> None:
+        """Check the extra outputs of a step against its ops' declarations and keep them."""
+        routing = self._routing
+        for i, tensors in _per_basic_op(step, outputs, "extra outputs"):
+            if len(tensors) != (count := routing.ops[i].num_extra_outputs):
+                _refuse(step, f"{count} extra outputs for {routing.name(i)}", tensors)
+            for k, tensor in enumerate(tensors):
+                if tensor is None and routing.needed_after((i, k), step.stop):
+                    who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
+                    raise RuntimeError(f"{who}, which is used outside of it")
+                self._outputs[i, k] = tensor
+
+    def refuse_overwritten(self, x: Tensor, saved: Sequence[Tensor | None]) -> None:
+        """Refuse what autograd's check of saved tensors misses, since it starts when the forward is over.
+
+        Of the saved tensors that share memory with a written one, those that came in were saved before.
+        """
+        if self._versions is None:
+            return
+        written = [t for t, version in zip(self._given, self._versions, strict=True) if t._version != version]
+        if not written:
+            return
+        came_in = {id(tensor._base if tensor._is_view() else tensor) for tensor in (x, *self._given)}
+        memory = {_memory(tensor) for tensor in written}
+        for tensor in saved:
+            root = tensor._base if tensor is not None and tensor._is_view() else tensor
+            if tensor is not None and id(root) in came_in and _memory(tensor) in memory:
+                raise RuntimeError(
+                    "an in-place op overwrote an extra input that the backward of another op of the chain needs: "
+                    "pass in_place=False, or a copy"
+                )
+
+    def beside(self, output: Tensor, func_ctx: Any) -> Any:
+        """The output with the extra outputs that the caller gets, if there are some."""
+        slots = self._routing.public_outputs
+        if not slots:
+            return output
+        public = [self._outputs[slot] for slot in slots]
+        if func_ctx is not None and self._program.has_silent_outputs:
+            silent = [t for (i, _), t in zip(slots, public, strict=True) if i < self._program.boundary]
+            func_ctx.mark_non_differentiable(*silent)
+        return (output, *public)
+
+
+class BackwardExtras:
+    """The gradients of extra tensors in one backward pass.
+
+    Args:
+        program: What is run.
+        grad_output: Gradient of the chain's output.
+        grad_public: Gradients of the extra outputs that the caller got.
+    """
+
+    def __init__(self, program: Program, grad_output: Tensor, grad_public: Sequence[Tensor]) -> None:
+        self._routing = program.routing
+        self._grad_output = grad_output
+        self._of_inputs: dict[Slot, Any] = {}
+        self._of_outputs: dict[Slot, Any] = dict(zip(self._routing.public_outputs, grad_public, strict=True))
+
+    def given(self, step: Step) -> list[list[Tensor | None]]:
+        """The gradients of the extra outputs of each basic op of a step."""
+        ops = self._routing.ops
+        return [
+            [self._of_outputs.get((i, k)) for k in range(ops[i].num_extra_outputs)]
+            for i in range(step.start, step.stop)
+        ]
+
+    def keep(self, step: Step, grads: Sequence[Sequence[Tensor | None]]) -> None:
+        """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
+        routing = self._routing
+        for i, tensors in _per_basic_op(step, grads, "extra-input gradients"):
+            if len(tensors) != (count := routing.ops[i].num_extra_inputs):
+                _refuse(step, f"{count} extra-input gradients for {routing.name(i)}", tensors)
+            for k, grad in enumerate(tensors):
+                source = routing.sources.get((i, k))
+                if source is None:
+                    self._of_inputs[i, k] = grad
+                elif source[0] < step.start and grad is not None:
+                    before = self._of_outputs.get(source)
+                    self._of_outputs[source] = grad if before is None else before + grad
+
+    def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients before and behind those of the parameters, no two of them sharing memory."""
+        ends = [dx, *[self._of_inputs.get(slot) for slot in self._routing.external_inputs]]
+        if not is_dynamo_compiling():
+            ends = _separate(ends, {_memory(self._grad_output): self._grad_output})
+        return [None, None, *ends[:1]], ends[1:]
+
+
+def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> list[Tensor | None]:
+    """Copy what shares memory with another gradient without being it: autograd would keep both as ``.grad``."""
+    shared = [grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads]
+    return [grad.clone() if grad is not None and copy else grad for grad, copy in zip(grads, shared, strict=True)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _per_basic_op(step: Step, tensors: Sequence[Any], what: str) -> Iterator[tuple[int, Sequence[Any]]]:
+    if len(tensors) != step.stop - step.start:
+        _refuse(step, f"{what} for {step.stop - step.start} basic ops", tensors)
+    return zip(range(step.start, step.stop), tensors, strict=True)
+
+
+def _refuse(step: Step, what: str, got: Sequence[Any]) -> NoReturn:
+    raise RuntimeError(f"{type(step.op).__name__} must give {what}, gave {len(got)}")
