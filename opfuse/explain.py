@@ -104,18 +104,11 @@ def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
 # Recording
 
 
-class _Record(NamedTuple):
-    fuser: OperationFuser
-    plan: FusionPlan
-    grad_enabled: bool
-    unfused: str
-
-
 class Recorder:
     """Collects the plans of the calls made while it is in the thread's scope."""
 
     def __init__(self) -> None:
-        self.calls: list[_Record] = []
+        self.calls: list[tuple[OperationFuser, Call]] = []
         self._outer = manager.scope.recorder
 
     def __enter__(self) -> None:
@@ -126,7 +119,8 @@ class Recorder:
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Called by a fuser for every call."""
-        self.calls.append(_Record(fuser, plan, torch.is_grad_enabled(), _why_unfused()))
+        ops = tuple(op_class(op).__name__ for op in fuser.ops)
+        self.calls.append((fuser, Call("", "", ops, plan, torch.is_grad_enabled(), _why_unfused())))
         if self._outer is not None:
             self._outer.record(fuser, plan)
 
@@ -204,13 +198,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices), recorder:
         model(*inputs, **kwargs)
-    places = _locate(model)
-    calls = []
-    for fuser, plan, grad_enabled, unfused in recorder.calls:
-        path, owner, cut = places.get(fuser, _Place("", "", ""))
-        ops = tuple(op_class(op).__name__ for op in fuser.ops)
-        calls.append(Call(path, owner, ops, plan, grad_enabled, unfused, cut))
-    return Explanation(tuple(calls))
+    places = {fuser: place._asdict() for fuser, place in _locate(model).items()}
+    return Explanation(tuple(dataclasses.replace(call, **places.get(fuser, {})) for fuser, call in recorder.calls))
 
 
 # Text

@@ -1,24 +1,19 @@
-"""A plan as a picture: the basic ops from top to bottom, beside them what the passes fuse. SVG, written by hand."""
+"""A plan as a picture: the basic ops from top to bottom, beside them what the passes fuse.
+
+``picture.svg`` is the empty page, with the styles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from string import Template
 from xml.sax.saxutils import escape
 
 from .plan import FusionPlan, PlanStep
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
-_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}">
-<style>
-text {{ font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1f2937 }}
-.middle {{ text-anchor: middle }} .title {{ font-weight: bold }} .small {{ font-size: 11px; fill: #4b5563 }}
-rect {{ stroke-width: 1.5; rx: 6px }} .page {{ fill: #ffffff; stroke: #e5e7eb; rx: 10px }}
-.op {{ fill: #f3f4f6; stroke: #9ca3af }} .forward {{ fill: #dbeafe; stroke: #2563eb }}
-.backward {{ fill: #dcfce7; stroke: #15803d }} .cast {{ fill: #fef3c7; stroke: #b45309; rx: 12px }}
-path {{ stroke: #9ca3af; stroke-width: 1.5; fill: none }} circle {{ fill: #9ca3af }}
-</style>
-<rect class="page" x="1" y="1" width="{2}" height="{3}"/>"""
 
 
 def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
@@ -44,8 +39,9 @@ def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
         body += [_text(x + width / 2, y + 12, heading, "small middle") for heading, (x, width) in spans.items()]
         y = _chain(body, plan, spans, y + 28) + _MARGIN
     width = max([right - _BETWEEN, *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles)]) + _MARGIN
-    head = _HEAD.format(f"{width:g}", f"{y:g}", f"{width - 2:g}", f"{y - 2:g}")
-    return "\n".join([head, *body, "</svg>\n"])
+    page = Template(Path(__file__).with_suffix(".svg").read_text(encoding="utf-8"))
+    sizes = {"width": f"{width:g}", "height": f"{y:g}", "right": f"{width - 2:g}", "bottom": f"{y - 2:g}"}
+    return page.substitute(sizes, body="\n".join(body))
 
 
 def _chain(body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, float]], y: float) -> float:
