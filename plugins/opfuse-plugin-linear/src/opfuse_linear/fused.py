@@ -20,6 +20,9 @@ _EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
 """How oneDNN calls the activations that a matrix product can end with."""
 
 
+# A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's is slow.
+
+
 class ForwardLinearBias(FusedOperation):
     """Linear + bias: the bias goes into the matrix product."""
 
@@ -44,7 +47,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        act = basic_ops[-1]  # one attribute, since looking up a module's is slow
+        act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
         self._parts = has_bias, act.operand, act.forward_value, _EPILOGUES.get(type(act)), no_extras
 
@@ -73,21 +76,29 @@ class ForwardLinearBiasActivation(FusedOperation):
 class ForwardLinearAdd(FusedOperation):
     """Linear [+ bias] or linear + scale, and the extra input added."""
 
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        has_bias = isinstance(basic_ops[1], Bias)
+        scale = basic_ops[1:-1] if isinstance(basic_ops[1], ConstantScale) else ()
+        self._parts = has_bias, scale, basic_ops[-1].check_extra, ((),) * len(basic_ops)
+
     def fuser_forward(
-        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **unused: Any
+        self,
+        basic_op_ctxs: Ctxs,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        has_bias, scaling, check_extra, no_extras = self._parts
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        _, *middle, add = self.basic_ops
-        bias, scale = None, 1.0
-        if middle and isinstance(middle[0], ConstantScale):
-            scale = middle[0].scale
-        elif middle:
-            (bias,) = basic_op_ctxs[1].params
-        (extra,) = basic_op_extra_inputs[-1]
-        assert extra is not None
-        no_extras = ((),) * len(basic_op_ctxs)
-        if add.check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):  # type: ignore[operator]
+        (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
+        scale = scaling[0].scale if scaling else 1.0
+        extra: Any = basic_op_extra_inputs[-1][0]
+        if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
         if extra.dtype is not x.dtype:
             return torch.add(extra, kernels.linear(x, weight, bias), alpha=scale), no_extras
@@ -111,14 +122,16 @@ class BackwardLinear(FusedOperation):
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        act, bias, no_extras = self._parts
+        act, has_bias, no_extras = self._parts
         dy = grad_output if act is None else act(basic_op_ctxs[-1], grad_output)[0]
         x, weight = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
-        grad_bias = kernels.bias_grad(dy) if bias and basic_op_ctxs[1].param_requires_grad[0] else None
+        grads: Any = (None,)
+        if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
+            grads = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight)
         if act is None:
-            return grad_input, ((grad_weight,), (grad_bias,)) if bias else ((grad_weight,),), no_extras
-        return grad_input, ((grad_weight,), (grad_bias,), ()) if bias else ((grad_weight,), ()), no_extras
+            return grad_input, ((grad_weight,), grads) if has_bias else ((grad_weight,),), no_extras
+        return grad_input, ((grad_weight,), grads, ()) if has_bias else ((grad_weight,), ()), no_extras
 
 
 class BackwardLinearScale(FusedOperation):
@@ -126,16 +139,20 @@ class BackwardLinearScale(FusedOperation):
 
     grad_input = "fresh"
 
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._parts = basic_ops
+
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         linear, last = basic_op_ctxs
-        dy, scale = grad_output, self.basic_ops[1].scale
-        if dy.device.type == "cpu":  # cheaper than two scaled matrix products
-            dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0  # type: ignore[arg-type]
+        dy, scale = grad_output, self._parts[1].scale
+        if dy.is_cpu:  # cheaper than two scaled matrix products
+            dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
         x, weight = linear.saved_tensors  # type: ignore[misc]
-        grad_input, grad_weight = kernels.linear_grads(dy, x, weight, scale=scale)  # type: ignore[arg-type]
+        grad_input, grad_weight = kernels.linear_grads(dy, x, weight, scale=scale)
         return grad_input, ((grad_weight,), ()), ((), ())
 
 
@@ -161,7 +178,7 @@ class BackwardActivationBias(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        self._act = basic_ops[1].op_backward  # looking up an attribute of a submodule is slow
+        self._act = basic_ops[1].op_backward
 
     def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
@@ -177,22 +194,21 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
 
 
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
-    if not isinstance(ops[-1], Activation) and adds_nothing(env):
+    if adds_nothing(env):
         return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
-    features = max(op.in_features or 0 for op in ops)
-    if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
-        return f"{features} features are too few for it to pay on a CPU"
-    return _plain_linear(ops, env)
+    pays = _pays(ops, env)
+    return _plain_linear(ops, env) if pays is True else pays
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
-    if env.device.type == "cpu" and ops[0].in_features < kernels.MIN_FEATURES:
-        return f"{ops[0].in_features} features are too few for it to pay on a CPU"
+    features = max(op.in_features or 0 for op in ops)
+    if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
+        return f"{features} features are too few for it to pay on a CPU"
     return True
 
 
 def adds_nothing(env: Environment) -> bool:
-    """Whether the backward of a linear, with nothing around it, is the same matrix products fused or not."""
+    """Whether the backward of a linear is the same matrix products fused or not."""
     return env.device.type == "cpu" and not (env.dtype is torch.float32 and kernels.onednn_is_faster())
 
 

@@ -24,9 +24,6 @@ In bf16 the default library is oneDNN too, but without epilogue: only products w
 directly, and small ones add their bias afterwards, since a kernel of their own costs more than an addition.
 """
 
-ONEDNN_MIN_ACTIVATION_BF16 = 1 << 10
-"""The same for a product in bf16 with an activation."""
-
 ONEDNN_MIN_WIDTH = 8
 """Rows and columns of the result below which the default library's matrix-vector products are faster."""
 
@@ -56,15 +53,15 @@ def onednn_has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _use_onednn(x: Tensor, weight: Tensor, min_size: int = ONEDNN_MIN_SIZE) -> bool:
+def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
-    if is_compiling() or x.numel() < min_size:
+    if is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
         return False
     return (
         (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
         and x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
-        and x.device.type == "cpu"
+        and x.is_cpu
         and type(x) is Tensor  # a subclass brings its own operations
         and type(weight) in (Tensor, Parameter)
         and x.layout is torch.strided
@@ -87,30 +84,25 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
-def is_small(x: Tensor) -> bool:
-    """Whether a product with an fp32 ``x`` is over before a better way to do it is found."""
-    return x.dtype is torch.float32 and type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``."""
     dtype = x.dtype
-    if dtype is torch.float32 and not is_dynamo_compiling() and type(x) is Tensor and x.numel() < ONEDNN_MIN_SIZE:
-        return F.linear(x, weight, bias if bias is None or bias.dtype is dtype else bias.to(dtype))
-    bias = bias if bias is None else bias.to(x.dtype)
-    if (bias is not None or x.dtype is torch.float32) and _use_onednn(x, weight):
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
+    if not is_small(x) and (bias is not None or dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
-    return _default_linear(x, weight, bias)
-
-
-def _default_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is not None and _adds_afterwards(x):
+    if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
         return F.linear(x, weight).add_(bias)
     return F.linear(x, weight, bias)
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether a product with ``x`` is over before a better way to do it is found. No for tensors without a size."""
+    return type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
+
+
 def _adds_afterwards(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and not is_compiling() and x.device.type == "cpu"
+    return x.dtype is torch.bfloat16 and x.is_cpu and not is_compiling()
 
 
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
@@ -123,7 +115,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" for GELU.
     """
-    if not _use_onednn(x, weight, ONEDNN_MIN_ACTIVATION_BF16 if x.dtype is torch.bfloat16 else ONEDNN_MIN_SIZE):
+    if is_small(x) or not _use_onednn(x, weight):
         return None
     return _onednn(x, weight, bias, name, form)
 
@@ -186,13 +178,13 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    direct = _use_onednn(x, weight)
-    bias = bias if bias is None else bias.to(x.dtype)
+    direct = not is_small(x) and _use_onednn(x, weight)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
+        bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     if not direct and bias is None and addend.ndim == 2 and not _adds_afterwards(x):
         return torch.addmm(addend, x, weight.t(), alpha=scale)
-    product = _onednn(x, weight, bias) if direct else _default_linear(x, weight, bias)
+    product = linear(x, weight, bias)
     if scale == 1.0:
         return product.add_(addend)
     return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
