@@ -1,5 +1,6 @@
 """The conformance suite catches each of many wrong plugins by the intended check, and says what is wrong."""
 
+import json
 import os
 import pathlib
 import re
@@ -51,7 +52,7 @@ def test_there_are_enough_of_them():
     assert len(faulty.FAULTS) + len(faulty.DISTRIBUTIONS) >= 25
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint
 def test_no_false_alarm(seed, register):
     found = sound.report(seed)
     assert found["cases"] > 100 and not found["alarms"], "\n\n".join(found["alarms"])
