@@ -1,12 +1,15 @@
 """The conformance suite catches each of many wrong plugins by the intended check, and says what is wrong."""
 
+import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
 
 import faulty
 import pytest
+import sound
 import torch
 
 import opfuse
@@ -47,6 +50,17 @@ def test_wrong_fusions(name, register):
 
 def test_there_are_enough_of_them():
     assert len(faulty.FAULTS) + len(faulty.DISTRIBUTIONS) >= 25
+
+
+@pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint
+def test_no_false_alarm(seed, register):
+    found = sound.report(seed)
+    assert found["cases"] > 100 and not found["alarms"], "\n\n".join(found["alarms"])
+
+
+def test_more_seeds_were_checked():
+    record = json.loads((pathlib.Path(__file__).parent / "false_alarms.json").read_text())
+    assert record["seeds"] >= 200 and record["false alarms"] == [] and record["checks"] == len(testing.CHECKS)
 
 
 # What only shows in a process of its own

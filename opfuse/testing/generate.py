@@ -16,7 +16,7 @@ from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
 from ..scope import Environment
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
-from .running import separate
+from .running import Declined, separate
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 Makers = Mapping[type, Callable[[int], Any]]
@@ -188,8 +188,8 @@ def refusal(case: Case) -> str | None:
         return None
     try:
         separate(case)
-    except Exception as error:
-        return f"the separate ops raise {type(error).__name__}: {error}"
+    except Declined as reason:
+        return str(reason)
     env, start = environment(case.device), len(case.before)
     ops = tuple(case.basic_ops()[start : start + len(case.ops)])
     try:

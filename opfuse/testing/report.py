@@ -12,7 +12,7 @@ from .cases import Case, where
 from .checks import CHECKS, Check
 from .generate import Chains
 from .machine import is_interpreting
-from .running import Declined, Failure, separate
+from .running import Declined, Failure, blamed, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ def run(check: str, case: Case) -> None:
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
         if is_interpreting():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of an overflow inside a kernel
-        CHECKS[check].run(case)
+        with blamed():
+            CHECKS[check].run(case)
 
 
 def run_all(check: Check, chains: Chains) -> Outcome:
@@ -82,7 +83,7 @@ def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) 
             except Failure as found:
                 case, failure = smaller, found
                 break
-            except Exception:  # not the same failure
+            except Declined:
                 continue
         else:
             break

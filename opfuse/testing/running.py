@@ -30,11 +30,11 @@ class Declined(Exception):
 
 
 @contextlib.contextmanager
-def only(subject: Subject | None) -> Iterator[None]:
-    """No plugin and no fusion but ``subject``; a warning about a plugin is an error."""
+def only(*fusions: Subject | None) -> Iterator[None]:
+    """No plugin and no fusion but these; a warning about a plugin is an error."""
     before, manager._registered = manager._registered, []
     manager._changed()
-    if subject is not None:
+    for subject in filter(None, fusions):
         manager.register_fusion(subject.kind, subject.fusion, False)
     try:
         with using(""), warnings.catch_warnings():
@@ -142,18 +142,19 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool 
         only_main: Differentiate the first output alone.
 
     Raises:
-        Declined: The fusion refused.
+        Declined: The fusion refused, or the separate ops do.
         Failure: It is not used, or it raised.
     """
-    with only(case.subject), Plans() as plans, blamed(case):
+    separate(case)
+    with only(case.subject), Plans() as plans, blamed():
         result = forward(case, chain=chain)
         plans.require(case)
         return backward(case, result, only_main) if grads else result
 
 
 @contextlib.contextmanager
-def blamed(case: Case) -> Iterator[None]:
-    """Whatever the fused chain raises is a failure, where the separate ops run."""
+def blamed() -> Iterator[None]:
+    """Whatever is raised inside is a failure: the separate ops ran."""
     try:
         yield
     except (Failure, Declined):
@@ -165,9 +166,16 @@ def blamed(case: Case) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
-    """The same case without any fusion; with ``dtype`` fp64, the truth."""
-    with only(None):
-        return backward(case, forward(case, dtype), only_main)
+    """The same case without any fusion; with ``dtype`` fp64, the truth.
+
+    Raises:
+        Declined: The separate ops do not take it.
+    """
+    try:
+        with only():
+            return backward(case, forward(case, dtype), only_main)
+    except Exception as error:
+        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 
 
 OnForward = Callable[[FusedOperation, list[Any], Tensor, Any], None]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..cases import Case
 from ..generate import Chains
 from ..reference import describe
-from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
+from ..running import Failure, Result, backward, forward, fused, only, watched
 from .registry import check, plain, surrounded
 from .values import aliases
 
@@ -40,7 +40,7 @@ def _with_residuals(chains: Chains) -> Iterator[Case]:
 def unmodified_inputs(case: Case) -> None:
     """The forward leaves inputs and parameters as they are, unless the op says in-place."""
     fused(case, grads=False)
-    with only(case.subject), blamed(case):
+    with only(case.subject):
         built = case.build()
         before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
         built(*built.inputs())
@@ -57,7 +57,7 @@ def unmodified_gradients(case: Case) -> None:
         saved[f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"] = tensor, tensor.detach().clone()
         return tensor
 
-    with only(case.subject), blamed(case):
+    with only(case.subject):
         built = case.build()
         given = built.inputs()
         before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
@@ -92,7 +92,7 @@ def _few_rows(chains: Chains) -> Iterator[Case]:
 def aliasing(case: Case) -> None:
     """Outputs and gradients share memory only where those of the separate ops do, and never with another call's."""
     result = fused(case)
-    with only(None):
+    with only():
         expected = _shared(backward(case, forward(case)))
     for one, other in sorted(_shared(result) - expected):
         raise Failure(f"{other} shares memory with {one}, which the separate ops' does not")
@@ -143,7 +143,7 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
         storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with only(case.subject if fused_op else None), blamed(case):
+    with only(case.subject if fused_op else None):
         built = case.build()
         given = built.inputs()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -183,7 +183,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def released(case: Case) -> None:
     """When the results are dropped, so is all that was made for them, and the input."""
     fused(case, grads=False)
-    with only(case.subject), blamed(case):
+    with only(case.subject):
         births = Births()
         for _ in range(2):
             result = case.build()

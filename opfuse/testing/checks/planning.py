@@ -32,7 +32,7 @@ def pattern(case: Case) -> None:
 
 def _plan(case: Case) -> Plans:
     """The plan of a case, whatever becomes of its run."""
-    with only(case.subject), Plans() as plans, blamed(case):
+    with only(case.subject), Plans() as plans:
         try:
             forward(case)
         except Exception:
@@ -173,10 +173,10 @@ def _by_protocol(fusion: Any, cls: type) -> bool:
 def _unlike(case: Case, what: str) -> None:
     try:
         expected, truth = separate(case), separate(case, torch.float64)
-    except (ValueError, RuntimeError):  # widths that do not fit
+    except Declined:  # widths that do not fit
         return
     try:
-        with only(case.subject), blamed(case):
+        with only(case.subject), blamed():
             got = backward(case, forward(case))
         compare_results(case, got, expected, truth)
     except Failure as failure:
@@ -212,8 +212,4 @@ def same_plan(case: Case) -> None:
 @check(every)
 def runs(case: Case) -> None:
     """The forward runs without an error."""
-    try:
-        separate(case)
-    except Exception as error:
-        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
     fused(case, grads=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...fusion import Fusion
 from ...ops import ConstantScale
-from ..cases import Case
+from ..cases import Case, subjects
 from ..generate import Chains
 from ..reference import compare, compare_grads, compare_outputs, compare_results, describe
 from ..running import Declined, Failure, OneByOne, Result, backward, forward, fused, only, separate, watched
@@ -19,10 +19,7 @@ from .registry import check, frozen, joined, numeric, plain, surrounded
 
 def _pair(case: Case) -> tuple[Result, Result]:
     """The separate ops' result, and the truth."""
-    try:
-        return separate(case), separate(case, torch.float64)
-    except Exception as error:
-        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+    return separate(case), separate(case, torch.float64)
 
 
 @check(numeric)
@@ -165,6 +162,19 @@ def requires_grad(case: Case) -> None:
     compare_results(case, got, expected, truth)
     if needless:
         raise Failure(f"it computes the gradient of {needless[0]}, which needs none")
+
+
+@check(surrounded)
+def together(case: Case) -> None:
+    """With every fusion of its plugin at once, the numbers are right too."""
+    every = [subject for subject in subjects(case.subject.plugin) if subject.fusion is not case.subject.fusion]
+    if not every:
+        raise Declined("its plugin offers no other fusion")
+    for dtype in (case.dtype, torch.bfloat16):
+        case = case.with_(dtype=dtype)
+        expected, truth = _pair(case)
+        with only(case.subject, *every):
+            compare_results(case, backward(case, forward(case)), expected, truth)
 
 
 @check(surrounded)
