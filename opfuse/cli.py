@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import pathlib
 import sys
 import textwrap
 import warnings
@@ -47,11 +48,13 @@ def _quiet_stdout() -> Iterator[None]:
         yield
 
 
-def _check_selection() -> None:
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Make what foreign code raises one line behind ``what``."""
     try:
-        Selection.parse(manager.scope.selection)
-    except ValueError as error:
-        raise _UserError(str(error)) from None
+        yield
+    except Exception as error:
+        raise _UserError(f"{what} {type(error).__name__}: {error}") from error
 
 
 @click.group(invoke_without_command=True)
@@ -61,6 +64,10 @@ def main(ctx: click.Context) -> None:
     """Show which fusions the installed plugins offer, and what they do to a model."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    try:
+        Selection.parse(manager.scope.selection)
+    except ValueError as error:
+        raise _UserError(str(error)) from None
 
 
 # Plugins
@@ -74,7 +81,6 @@ def plugins(as_json: bool) -> None:
     The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in this
     precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status 1.
     """
-    _check_selection()
     with _quiet_stdout():
         rows = _listing()
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
@@ -104,7 +110,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     starts = ["".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
     lines = [starts[0] + "FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
-        lines += _wrap(", ".join(row["fusions"]) or "-", start, " " * len(start))
+        fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
+        lines += _wrap(", ".join(fusions) or "-", start, " " * len(start))
         if row["error"]:
             lines += _wrap(" ".join(row["error"].split()), "    ", "    ")
     return lines
@@ -127,13 +134,10 @@ def explain_command(target: str, as_json: bool) -> None:
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
     (model, input, ...), or a function without arguments that returns one.
     """
-    _check_selection()
     with _quiet_stdout():
         model, *inputs = _load(target)
-        try:
+        with _told(f"{target}: {type(model).__name__} raised"):
             explanation = explain(model, *inputs)
-        except Exception as error:
-            raise _UserError(f"{target}: {type(model).__name__} raised {type(error).__name__}: {error}") from error
     click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else str(explanation))
 
 
@@ -143,21 +147,36 @@ def _load(target: str) -> tuple[Any, ...]:
     if not (name and colon and path):
         raise _UserError(f"expected MODULE:OBJECT, got {target!r}")
     sys.path.insert(0, os.getcwd())
-    try:
+    with _told(f"cannot import {name!r}:"):
         value: Any = importlib.import_module(name)
-    except Exception as error:
-        raise _UserError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None
     for attribute in path.split("."):
         if not hasattr(value, attribute):
             raise _UserError(f"{name!r} has no attribute {path!r}")
         value = getattr(value, attribute)
     if callable(value) and not isinstance(value, nn.Module):
-        try:
+        with _told(f"{target}() raised"):
             value = value()
-        except Exception as error:
-            raise _UserError(f"{target}() raised {type(error).__name__}: {error}") from error
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not parts or not callable(parts[0]) or isinstance(parts[0], type):
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
     return parts
+
+
+# New plugins
+
+
+@main.command(short_help="Write a new plugin.")
+@click.argument("name")
+@click.option("--into", metavar="DIR", default=".", help="The folder for the new one; default: the current one.")
+def new(name: str, into: str) -> None:
+    """Write a complete plugin into a new folder opfuse-plugin-NAME.
+
+    It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
+    """
+    try:
+        from .testing import scaffold
+
+        click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
+    except (ImportError, ValueError, OSError) as error:
+        raise _UserError(str(error)) from None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from . import scope
 from .fuser import OperationFuser, _functorch_active, _hook_kind
 from .op import FusibleOperation, op_class
 from .plan import FusionPlan, PlanStep, Refusal
@@ -68,42 +69,58 @@ class Explanation:
         """
         refused = dict.fromkeys((call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused)
         return {
-            "forward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.forward],
-            "backward": [_step_row(c, n, step) for n, c in enumerate(self.calls) for step in c.plan.backward],
-            "refused": [_refusal_row(path, refusal) for path, _, refusal in refused],
+            "forward": [_row(step, path=c.path, call=n) for n, c in enumerate(self.calls) for step in c.plan.forward],
+            "backward": [_row(step, path=c.path, call=n) for n, c in enumerate(self.calls) for step in c.plan.backward],
+            "refused": [_row(refusal, path=path) for path, _, refusal in refused],
         }
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draw the same as a picture, into an SVG file: the ops, and beside them what each pass fuses.
 
-def _step_row(call: Call, number: int, step: PlanStep) -> dict[str, Any]:
-    row = {"path": call.path, "call": number, "op": step.op, "basic_ops": list(step.basic_ops)}
-    return {**row, "fusion": step.fusion, "distribution": step.distribution, "version": step.version}
+        Args:
+            path: The file, whose name ends with ``.svg``; one that exists is replaced.
+
+        Raises:
+            ValueError: Another name.
+        """
+        from .picture import draw
+
+        if not str(path).endswith(".svg"):
+            raise ValueError(f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}")
+        chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
+        for call, numbers in _alike(self.calls).items():
+            reason = _why_none(call.plan, call.unfused or _MATCHES_NOTHING)
+            title = _title(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls)
+            chains.append(([line for line in (title, call.cut, reason) if line], call.plan))
+        Path(path).write_text(draw(chains), encoding="utf-8", newline="\n")
 
 
-def _refusal_row(path: str, refusal: Refusal) -> dict[str, Any]:
-    row = {"path": path, "fusion": refusal.fusion, "pass": refusal.kind, "basic_ops": list(refusal.basic_ops)}
-    return {**row, "reason": refusal.reason, "distribution": refusal.distribution}
+def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
+    row = where | dataclasses.asdict(item) | {"basic_ops": list(item.basic_ops)}
+    del row["start"]
+    return {"pass" if name == "kind" else name: value for name, value in row.items()}
 
 
 # Recording
 
 
-class _Record(NamedTuple):
-    fuser: OperationFuser
-    plan: FusionPlan
-    grad_enabled: bool
-    unfused: str
-
-
 class Recorder:
     """Collects the plans of the calls made while it is in the thread's scope."""
 
-    def __init__(self, outer: scope.Recorder | None = None) -> None:
-        self.calls: list[_Record] = []
-        self._outer = outer
+    def __init__(self) -> None:
+        self.calls: list[tuple[OperationFuser, Call]] = []
+        self._outer = manager.scope.recorder
+
+    def __enter__(self) -> None:
+        manager.scope.recorder = self
+
+    def __exit__(self, *exc_info: object) -> None:
+        manager.scope.recorder = self._outer
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Called by a fuser for every call."""
-        self.calls.append(_Record(fuser, plan, torch.is_grad_enabled(), _why_unfused()))
+        ops = tuple(op_class(op).__name__ for op in fuser.ops)
+        self.calls.append((fuser, Call("", "", ops, plan, torch.is_grad_enabled(), _why_unfused())))
         if self._outer is not None:
             self._outer.record(fuser, plan)
 
@@ -177,22 +194,12 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("opfuse.explain cannot be traced by torch.compile or torch.export: call it outside")
-    before = manager.scope.recorder
-    recorder = Recorder(before)
+    recorder = Recorder()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        manager.scope.recorder = recorder
-        try:
-            model(*inputs, **kwargs)
-        finally:
-            manager.scope.recorder = before
-    places = _locate(model)
-    calls = []
-    for fuser, plan, grad_enabled, unfused in recorder.calls:
-        path, owner, cut = places.get(fuser, _Place("", "", ""))
-        ops = tuple(op_class(op).__name__ for op in fuser.ops)
-        calls.append(Call(path, owner, ops, plan, grad_enabled, unfused, cut))
-    return Explanation(tuple(calls))
+    with torch.random.fork_rng(devices), recorder:
+        model(*inputs, **kwargs)
+    places = {fuser: place._asdict() for fuser, place in _locate(model).items()}
+    return Explanation(tuple(dataclasses.replace(call, **places.get(fuser, {})) for fuser, call in recorder.calls))
 
 
 # Text
@@ -213,18 +220,24 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
     everywhere = unfused.pop() if len(unfused) == 1 else ""
     if everywhere:
         lines += _wrap(f"Nothing is fused: {everywhere}.", "")
-    alike: dict[Call, list[int]] = {}
-    for number, call in enumerate(calls):
-        alike.setdefault(dataclasses.replace(call, path=""), []).append(number)
-    for call, numbers in alike.items():
-        lines += ["", *_describe_header(call, list(dict.fromkeys(calls[n].path for n in numbers)), numbers)]
+    for call, numbers in _alike(calls).items():
+        lines += ["", *_wrap(_title(call, numbers, calls), "", "  ")]
+        lines += _wrap(call.cut, "  ") if call.cut else []
         no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
         lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
     return lines
 
 
-def _describe_header(call: Call, paths: list[str], numbers: list[int]) -> list[str]:
-    names = [path or "the model" for path in paths]
+def _alike(calls: Sequence[Call]) -> dict[Call, list[int]]:
+    """Calls that differ in nothing but their path, and their numbers."""
+    alike: dict[Call, list[int]] = {}
+    for number, call in enumerate(calls):
+        alike.setdefault(dataclasses.replace(call, path=""), []).append(number)
+    return alike
+
+
+def _title(call: Call, numbers: list[int], calls: Sequence[Call]) -> str:
+    names = list(dict.fromkeys(calls[n].path or "the model" for n in numbers))
     if len(names) > 8:
         names = [*names[:3], f"... {len(names) - 4} more like these ...", names[-1]]
     where = ", ".join(names) + ": " if call.owner else ""
@@ -232,15 +245,20 @@ def _describe_header(call: Call, paths: list[str], numbers: list[int]) -> list[s
     if call.ops != (call.owner,):
         what += f" [{', '.join(call.ops)}]"
     several = f"{len(numbers)} calls" if len(numbers) > 8 else "calls " + ", ".join(map(str, numbers))
-    lines = _wrap(f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})", "", "  ")
-    return lines + (_wrap(call.cut, "  ") if call.cut else [])
+    return f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})"
+
+
+def _why_none(plan: FusionPlan, unfused: str) -> str:
+    """Why no step of a plan is fused; ``""`` if one is."""
+    if any(step.fusion for step in (*plan.forward, *plan.backward)):
+        return ""
+    reason = "every candidate was refused" if plan.refused else unfused
+    return reason and f"nothing is fused: {reason}"
 
 
 def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) -> list[str]:
-    lines = []
-    if not any(step.fusion for step in (*plan.forward, *plan.backward)):
-        reason = "every candidate was refused" if plan.refused else unfused
-        lines += _wrap(f"nothing is fused: {reason}", indent) if reason else []
+    reason = _why_none(plan, unfused)
+    lines = _wrap(reason, indent) if reason else []
     lines += _describe_steps("forward", plan.forward, indent)
     none = [f"{indent}backward: none, {no_grad}"]
     lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
@@ -272,17 +290,14 @@ def _describe_step(step: PlanStep) -> str:
     if step.fusion is None:
         return "not fused" if step.basic_ops else "added: the op before cannot write what the next one reads"
     op = "" if step.op == step.fusion else f" as {step.op}"
-    return f"fused by {step.fusion}{op}, {_owner(step.distribution, step.version)}"
+    return f"fused by {step.fusion}{op}, {step.owner}"
 
 
 def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
-    title = f"{refusal.kind} {refusal.fusion}, {_owner(refusal.distribution)}, on {' + '.join(refusal.basic_ops)}"
+    owner = refusal.distribution or "registered in code"
+    title = f"{refusal.kind} {refusal.fusion}, {owner}, on {' + '.join(refusal.basic_ops)}"
     title += f" ({times} times)" if times > 1 else ""
     return [*_wrap(title, indent, indent + "    "), *_wrap(refusal.reason, indent + "  ")]
-
-
-def _owner(distribution: str | None, version: str | None = None) -> str:
-    return " ".join(filter(None, (distribution, version))) or "registered in code"
 
 
 def _count(number: int, noun: str) -> str:

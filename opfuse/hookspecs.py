@@ -27,33 +27,117 @@ hookimpl = pluggy.HookimplMarker("opfuse")
 def opfuse_forward_fusions() -> list[FusionLike]:
     """Fusions of the forward pass.
 
-    The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops would.
+    The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops would, since
+    their own backward, or a backward fusion of somebody else, reads it.
+
+    Example:
+        class BiasReLU(opfuse.FusedOperation):
+            def fuser_forward(self, basic_op_ctxs, input_, **unused):
+                bias, relu = basic_op_ctxs
+                hidden = opfuse.ops.ReLU.operand(relu, input_ + bias.params[0])  # leaves what the backward reads
+                return hidden.relu(), [(), ()]
+
+
+        @opfuse.hookimpl
+        def opfuse_forward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLU)]
     """
-    raise NotImplementedError
 
 
 @hookspec
 def opfuse_backward_fusions() -> list[FusionLike]:
     """Fusions of the backward pass.
 
-    The fused op implements ``fuser_backward`` and relies only on what the basic ops leave in their contexts.
+    The fused op implements ``fuser_backward`` and relies only on what the basic ops leave in their contexts. It
+    returns the gradient of the input, the gradients of each op's parameters, and those of each op's extra inputs.
+
+    Example:
+        class BiasReLUGrad(opfuse.FusedOperation):
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                bias, relu = basic_op_ctxs
+                (x,) = relu.saved_tensors
+                dx = grad_output * (x > 0)
+                rows = dx.reshape(-1, dx.shape[-1])
+                return dx, [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+
+
+        @opfuse.hookimpl
+        def opfuse_backward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLUGrad)]
     """
-    raise NotImplementedError
 
 
 @hookspec
 def opfuse_joint_fusions() -> list[FusionLike]:
-    """Fusions of both passes by one fused op, which may keep what it likes between them."""
-    raise NotImplementedError
+    """Fusions of both passes by one fused op, which may keep what it likes between them.
+
+    The fused op implements ``fuser_forward`` and ``fuser_backward``. Joint fusions choose before forward and backward
+    fusions of the same precedence.
+
+    Example:
+        class TwiceScaled(opfuse.FusedOperation):
+            def fuser_forward(self, basic_op_ctxs, input_, **unused):
+                return input_ * self.scale, [(), ()]
+
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                return grad_output * self.scale, [(), ()], [(), ()]
+
+            @property
+            def scale(self):
+                return self.basic_ops[0].scale * self.basic_ops[1].scale
+
+
+        @opfuse.hookimpl
+        def opfuse_joint_fusions():
+            return [opfuse.Fusion((opfuse.ops.ConstantScale,) * 2, TwiceScaled)]
+    """
 
 
 @hookspec
 def opfuse_recipes() -> dict[str, type[Recipe]]:
-    """Quantization recipes by name: frozen dataclasses derived from :class:`opfuse.Recipe`."""
-    raise NotImplementedError
+    """Quantization recipes by name: frozen dataclasses derived from :class:`opfuse.Recipe`.
+
+    A recipe is a value: it is part of a plan's key, and its JSON form names quantizer state in checkpoints.
+    ``opfuse.plugins.recipes()`` has those of all plugins; of two with one name the first plugin's.
+
+    Example:
+        import dataclasses
+
+
+        @dataclasses.dataclass(frozen=True)
+        class Rounding(opfuse.Recipe):
+            step: float = 0.25
+
+
+        @opfuse.hookimpl
+        def opfuse_recipes():
+            return {"rounding": Rounding}
+    """
 
 
 @hookspec(firstresult=True)
 def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-    """A new quantizer for a tensor of ``role`` under ``recipe``; None for a recipe of somebody else."""
-    raise NotImplementedError
+    """A new quantizer for a tensor of ``role`` under ``recipe``; None for a recipe of somebody else.
+
+    The first answer counts. Asked once for each tensor that an op quantizes, when the op meets the recipe first; the
+    quantizer lives as long as the op.
+
+    Example:
+        from opfuse.quantization import QuantizedTensor
+
+
+        class RoundingQuantizer(opfuse.Quantizer):
+            def __init__(self, step):
+                self.step = step
+
+            def quantize(self, tensor):
+                return QuantizedTensor((tensor / self.step).round(), None, self, tensor.dtype)
+
+            def dequantize(self, quantized):
+                return quantized.data * self.step
+
+
+        @opfuse.hookimpl
+        def opfuse_quantizer(recipe, role):
+            return RoundingQuantizer(recipe.step) if isinstance(recipe, Rounding) else None
+    """

@@ -41,6 +41,11 @@ class PlanStep:
     distribution: str | None = None
     version: str | None = None
 
+    @property
+    def owner(self) -> str:
+        """Who gave a fused step."""
+        return f"{self.distribution} {self.version}" if self.distribution else "registered in code"
+
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
@@ -121,6 +126,9 @@ def choose(
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, start, stop)`` of candidates whose build failed.
     """
+    limit = env.options.get("fusion_limit")
+    if isinstance(limit, str):
+        raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
     finder = _Finder(tuple(ops), env, boundary, kwargs, excluded)
     candidates = [candidate for source in sources for candidate in finder.candidates(source)]
     candidates.sort(key=lambda c: (c.source.rank, PASSES.index(c.kind)))
@@ -128,7 +136,6 @@ def choose(
     for _, group in groupby(candidates, key=lambda c: (c.source.rank, PASSES.index(c.kind))):
         free = [c for c in group if not any(c.overlaps(other) for other in taken)]
         taken += best_cover(free, len(ops))
-    limit = env.options.get("fusion_limit")
     taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
     beyond = [] if limit is None else taken[limit:]
     taken = taken[:limit]

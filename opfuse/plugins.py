@@ -230,7 +230,8 @@ class PluginManager:
             for caller in callers:
                 optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
                 if not caller.has_spec() and not optional:
-                    raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {', '.join(_hook_names())}")
+                    known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("opfuse_")))
+                    raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
             record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
             stage = "hook call"
             record.fusions = tuple(
@@ -285,15 +286,12 @@ class PluginManager:
         if found is None:
             with self._lock:
                 selection = Selection.parse(text)
-                listed = selection.only is not None
-                plugins = [
-                    FusionSource(kind, fusion, record.distribution, record.version, _rank(listed, index, fusion))
-                    for record in self.active(text)
-                    for index in [selection.position(record) or 0]
-                    for kind, fusion in record.fusions
-                ]
-                found = (*plugins, *(registration.source for registration in self._registered))
-                self._sources[text] = found
+                sources = [registration.source for registration in self._registered]
+                for record in self.active(text):
+                    index = selection.position(record) if selection.only is not None else None
+                    who = record.distribution, record.version
+                    sources += [FusionSource(kind, f, *who, _rank(index, f)) for kind, f in record.fusions]
+                found = self._sources[text] = tuple(sources)
         return found
 
     def recipes(self) -> dict[str, type[Recipe]]:
@@ -329,7 +327,7 @@ class PluginManager:
             raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
         with self._lock:
             order = len(self._registered) + self.generation
-            rank = (1, -order, 0) if prepend else _rank(False, 0, fusion)
+            rank = (1, -order, 0) if prepend else _rank(None, fusion)
             registration = Registration(self, FusionSource(kind, fusion, None, None, rank))
             self._registered.append(registration)
             self._changed()
@@ -342,21 +340,21 @@ class PluginManager:
             self._changed()
 
     def listing(self) -> list[dict[str, Any]]:
-        """Every plugin with its state, after loading what the selection in force leaves. JSON-able."""
+        """Every plugin with its state, after loading what the selection in force leaves. JSON-able.
+
+        ``fusions`` has the names of a plugin's fusions, and for each the passes it has one for.
+        """
         self.active(self.scope.selection)
         selection = Selection.parse(self.scope.selection)
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
-            fusions = [fusion_name(fusion) for _, fusion in record.fusions]
             row: dict[str, Any] = {"name": record.name, "distribution": record.distribution, "version": record.version}
-            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
-            rows.append(row | {"fusions": fusions, "error": record.error})
+            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks), "fusions": {}}
+            for kind, fusion in record.fusions:
+                row["fusions"].setdefault(fusion_name(fusion), []).append(kind)
+            rows.append(row | {"error": record.error})
         return rows
-
-
-def _hook_names() -> list[str]:
-    return sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
 
 
 def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
@@ -368,10 +366,10 @@ def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
     return recipes
 
 
-def _rank(listed: bool, index: int, fusion: FusionLike) -> tuple[int, int, int]:
+def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
     """Smaller chooses first: the user's list, then prepended registrations (1, ...), then by priority."""
     priority = fusion.priority if isinstance(fusion, Fusion) else 0
-    return (0, index, -priority) if listed else (2, 0, -priority)
+    return (2, 0, -priority) if index is None else (0, index, -priority)
 
 
 class using(Setting):

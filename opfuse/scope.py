@@ -57,9 +57,7 @@ def _options_from_environ() -> Options:
     text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
     if not text:
         return ()
-    if not text.isdecimal():
-        raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {text!r}")
-    return (("fusion_limit", int(text)),)
+    return (("fusion_limit", int(text) if text.isdecimal() else text),)  # text is refused by the first plan
 
 
 Settings = tuple[Options, str | None, "Recipe | None"]

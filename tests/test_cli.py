@@ -84,7 +84,9 @@ def call(*arguments):
 
 
 def test_plugins_as_json(register):
-    register(name="b", distribution="dist-b", version="2", forward_fusions=[pair("f"), pair("g")])
+    register(
+        name="b", distribution="dist-b", version="2", forward_fusions=[pair("f"), pair("g")], joint_fusions=[pair("f")]
+    )
     register(name="a", distribution="dist-a", recipes={})
     result = call("plugins", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -92,11 +94,18 @@ def test_plugins_as_json(register):
     rows = json.loads(result.stdout)
     assert rows == plugins.listing()
     assert [list(row) for row in rows] == [keys, keys]
-    assert rows[1]["fusions"] == ["f", "g"]
+    assert rows[1]["fusions"] == {"f": ["joint", "forward"], "g": ["forward"]}
 
 
 def test_plugins_as_a_table(register):
-    register(name="linear", distribution="opfuse-plugin-linear", version="0.1.0", forward_fusions=[pair()] * 9)
+    fusions = [pair(name) for name in ("linear+bias", "linear+bias+activation", "linear+bias+activation")]
+    register(
+        name="linear",
+        distribution="opfuse-plugin-linear",
+        version="0.1.0",
+        forward_fusions=fusions,
+        backward_fusions=fusions[1:],
+    )
     register(name="norm", distribution="opfuse-plugin-norm", version="1.0")
     record = register(name="broken", distribution="opfuse-plugin-broken", version="0.0.1")
     record.load = lambda: 1 / 0
@@ -109,8 +118,8 @@ def test_plugins_as_a_table(register):
         "PLUGIN  DISTRIBUTION                STATE         FUSIONS",
         "broken  opfuse-plugin-broken 0.0.1  failed        -",
         "    import: ZeroDivisionError: division by zero",
-        "linear  opfuse-plugin-linear 0.1.0  loaded        pair, pair, pair, pair, pair, pair, pair, pair,",
-        "                                                  pair",
+        "linear  opfuse-plugin-linear 0.1.0  loaded        linear+bias (forward), linear+bias+activation",
+        "                                                  (forward, backward)",
         "next    opfuse-plugin-next 2.0      incompatible  -",
         "    written for opfuse.v2, this opfuse speaks opfuse.v1",
         "norm    opfuse-plugin-norm 1.0      blocked       -",
@@ -231,9 +240,9 @@ def test_help_and_version():
     for arguments in ((), ("--help",)):
         result = call(*arguments)
         assert result.exit_code == 0
-        assert {"plugins", "explain"} <= set(result.stdout.split())
+        assert {"plugins", "explain", "new"} <= set(result.stdout.split())
     assert call("--version").stdout == f"opfuse {opfuse.__version__}\n"
-    for command in ("plugins", "explain"):
+    for command in ("plugins", "explain", "new"):
         assert call(command, "--help").exit_code == 0
     assert call("unknown").exit_code == 2
 

@@ -5,7 +5,7 @@ module that later blocks may import, and a ``text`` block right behind a block i
 """
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -57,6 +57,7 @@ def nothing_installed(monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name, code in files(page).items():
         (tmp_path / name).write_text(code, encoding="utf-8")
     namespace = {"__name__": "__main__"}
@@ -78,9 +79,8 @@ def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
             sys.modules.pop(name.removesuffix(".py"), None)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "tutorial.md"], ids=lambda page: page.name)
-def test_the_plugin_loads_and_changes_no_answer(page, nothing_installed, tmp_path, monkeypatch):
-    written = files(page)
+def test_the_plugin_loads_and_changes_no_answer(nothing_installed, tmp_path, monkeypatch):
+    written = files(ROOT / "README.md")
     project = tomllib.loads(written.pop("pyproject.toml"))
     ((name, code),) = written.items()
     (tmp_path / name).write_text(code, encoding="utf-8")
@@ -128,10 +128,43 @@ def test_the_plugin_is_found_by_its_entry_point(tmp_path):
     assert states[project["name"]] == "loaded"
 
 
-def test_every_hook_has_its_row():
-    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(opfuse_\w+)` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+def generate():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["hooks.md", "contracts.md", "plan.svg"])
+def test_what_is_generated_is_current(name):
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], "run docs/generate.py"
+
+
+def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
+    page = ROOT / "docs" / "hooks.md"
+    names = [name for name in vars(hookspecs) if name.startswith("opfuse_")]
+    assert re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE) == names
+    namespace = {}
+    for _, code, _ in re.findall(BLOCK.pattern.replace(r"(\w+)", "(python)", 1), page.read_text(), BLOCK.flags):
+        exec(code, namespace)
+    ops, x = opfuse.ops, torch.randn(4, 8, requires_grad=True)
+    chain = opfuse.Sequential(ops.Linear(8, 8), ops.ReLU(), ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+
+    def results(recipe):
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = chain(x)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *chain.parameters()])
+
+    separate = results(None)
+    plugin = type("Plugin", (), {name: staticmethod(namespace[name]) for name in names})()
+    opfuse.plugins.register(plugin, name="example")
+    torch.testing.assert_close(results(None), separate)
+    plan = opfuse.explain(chain, x).to_dict()
+    assert [s["fusion"] for s in plan["forward"]] == [None, "BiasReLU", "TwiceScaled"]
+    assert [s["fusion"] for s in plan["backward"]] == ["TwiceScaled", "BiasReLUGrad", None]
+    coarse = results(opfuse.plugins.recipes()["rounding"](step=0.5))
+    assert not torch.equal(coarse[0], separate[0])
+    torch.testing.assert_close(coarse[0], separate[0], atol=30.0, rtol=0.0)
 
 
 def test_every_environment_variable_has_its_row():

@@ -42,3 +42,14 @@ def test_public_names():
 def test_the_fusion_limit_is_read_from_the_environment():
     code = "from opfuse.plugins import manager; print(dict(manager.scope.options))"
     assert python("import opfuse;" + code, OPFUSE_FUSION_LIMIT="2") == "{'fusion_limit': 2}"
+
+
+def test_a_malformed_fusion_limit_is_told_by_the_first_plan():
+    code = (
+        "import torch, opfuse\n"
+        "try: opfuse.ops.GELU()(torch.ones(2))\n"
+        "except ValueError as error: print(error)\n"
+        "with opfuse.options(fusion_limit=0): opfuse.ops.GELU()(torch.ones(2))\n"
+    )
+    expected = "OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got 'two'"
+    assert python(code, OPFUSE_FUSION_LIMIT="two") == expected

@@ -462,7 +462,13 @@ def test_a_plan_is_a_value(fused, register):
         refused=(Refusal("BC", "forward", ("B", "C"), 1, plans[0].refused[0].reason, "opfuse-plugin-test"),),
     )
     text = str(plans[0])
-    for part in ("A + B", "fused by AB, opfuse-plugin-test 1.0", "B + C", "fused by Grad", "1 candidate that lost to another"):
+    for part in (
+        "A + B",
+        "fused by AB, opfuse-plugin-test 1.0",
+        "B + C",
+        "fused by Grad",
+        "1 candidate that lost to another",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100
 

@@ -186,7 +186,7 @@ def test_a_plugin_that_fails_is_told_and_the_rest_works(broken):
     assert text.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 3.1) failed at " + broken)
     assert text.endswith("OPFUSE_PLUGINS=-bad silences this, OPFUSE_STRICT=1 raises it.")
     bad, good = plugins.listing()  # not told again
-    assert (bad["name"], bad["state"], bad["fusions"], bad["hooks"]) == ("bad", "failed", [], [])
+    assert (bad["name"], bad["state"], bad["fusions"], bad["hooks"]) == ("bad", "failed", {}, [])
     assert bad["error"].startswith(broken)
     assert (good["state"], good["error"]) == ("loaded", None)
     (call,) = opfuse.explain(opfuse.Sequential(A(), A()), torch.ones(2)).calls
@@ -250,7 +250,7 @@ def test_provenance(register):
         "version": "2",
         "state": "loaded",
         "hooks": ["opfuse_forward_fusions", "opfuse_joint_fusions"],
-        "fusions": ["j", "f"],
+        "fusions": {"j": ["joint"], "f": ["forward"]},
         "error": None,
     }
     assert json.loads(json.dumps(plugins.listing())) == plugins.listing()
@@ -292,7 +292,7 @@ def test_a_plugin_may_be_a_namespace_of_static_methods(register):
         helper = 3
 
     register(Plugin)
-    assert plugins.listing()[0]["fusions"] == ["f"]
+    assert plugins.listing()[0]["fusions"] == {"f": ["forward"]}
 
 
 def test_an_unknown_optional_hook_is_ignored(register):
@@ -308,7 +308,7 @@ def test_an_unknown_optional_hook_is_ignored(register):
 def test_two_distributions_with_one_entry_point_name(register):
     register(name="same", distribution="one", forward_fusions=[fusion("f1")])
     register(name="same", distribution="two", forward_fusions=[fusion("f2")])
-    assert [(r["distribution"], r["fusions"]) for r in plugins.listing()] == [("one", ["f1"]), ("two", ["f2"])]
+    assert [(r["distribution"], list(r["fusions"])) for r in plugins.listing()] == [("one", ["f1"]), ("two", ["f2"])]
     with plugins.using("two"):
         assert [source.name for source in plugins.manager.sources()] == ["f2"]
 
@@ -447,7 +447,7 @@ def test_discovery_of_installed_plugins(site):
     assert "unrelated" not in rows
     assert "opfuse-plugin-good" not in rows
     assert rows["Opfuse_Plugin.Good"]["version"] == "1.2"
-    assert rows["Opfuse_Plugin.Good"]["fusions"] == ["pair"]
+    assert rows["Opfuse_Plugin.Good"]["fusions"] == {"pair": ["forward"]}
     assert rows["opfuse-plugin-twin"]["name"] == "good"
     assert rows["opfuse-plugin-future"]["error"] == "written for opfuse.v2, this opfuse speaks opfuse.v1"
     assert rows["opfuse-plugin-bad"]["error"] == ("import: ModuleNotFoundError: No module named 'nowhere_to_be_found'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -381,3 +382,14 @@ def test_second_derivatives_and_functorch_under_a_recipe_are_refused():
             chain(x)
         with pytest.raises(RuntimeError, match=text):
             torch.func.grad(lambda x: chain(x).sum())(x)
+
+
+def test_a_recipe_that_is_not_json_able_is_told_when_it_is_made():
+    @dataclasses.dataclass(frozen=True)
+    class Odd(opfuse.Recipe):
+        levels: int = 4
+        dtype: torch.dtype = torch.float16
+
+    with pytest.raises(TypeError, match=r"Odd\.dtype must be JSON-able, got torch\.float16"):
+        Odd(levels=3)
+    assert Odd(dtype=None).to_json() == '{"backward_override": null, "dtype": null, "levels": 4, "recipe": "Odd"}'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,10 @@ from ..op import BasicOperation, OperationContext
 
 Shape = tuple[int, ...]
 Grads = Iterable[Tensor | None] | None
+Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
+"""What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
+AllGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]
+"""What ``fuser_backward`` returns: the gradients of the input, of parameters, and of extra inputs."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -27,6 +31,12 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def widen(tensor: Tensor) -> Tensor:
     """``tensor`` in the dtype that :func:`wide` gives."""
     return cast(tensor, wide(tensor.dtype))
+
+
+def sum_rows(tensor: Tensor, dims: int) -> Tensor:
+    """The sum over all but the last ``dims`` dimensions, as a new tensor."""
+    rows = tuple(range(tensor.ndim - dims))
+    return tensor.sum(rows) if rows else tensor.clone()  # a sum over no dimension would be a sum over all
 
 
 def check_size(op: object, name: str, value: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op import OperationContext
-from ._common import ExtraTensorOperation, Grads
+from ._common import AllGrads, ExtraTensorOperation, Outputs
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -49,9 +49,7 @@ class AddExtraInput(_JoinOrFork):
         super().__init__(in_place=in_place)
         self.differentiable = not in_place
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
         assert extra is not None
@@ -82,9 +80,7 @@ class AddExtraInput(_JoinOrFork):
                     "that requires grad as extra input, and must not write into it: pass in_place=False, or a copy"
                 )
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """Both gradients are ``grad_output`` itself."""
         return grad_output, [()], [(grad_output,)]
 
@@ -102,15 +98,11 @@ class MakeExtraOutput(_JoinOrFork):
     grad_input = "same"
     differentiable = True
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The input twice, as two tensor objects: an autograd function must not return one object twice."""
         return input_, [(input_.view_as(input_),)]
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """The sum of both gradients; None for the extra output's means zero."""
         ((grad_extra,),) = basic_op_grad_extra_outputs
         if grad_extra is None:

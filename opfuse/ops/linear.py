@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, FusedOperation, OperationContext
-from ._common import Grads, cast, check_size, refuse
+from ._common import Grads, cast, check_size, refuse, sum_rows
 from .basic_linear import BasicLinear
 
 
@@ -70,12 +70,7 @@ class Bias(BasicOperation):
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
         if not ctx.param_requires_grad[0]:
             return grad_output, (None,)
-        ndim = grad_output.ndim
-        if ndim == 2:
-            return grad_output, (grad_output.sum(0),)
-        # a sum over no dimension would be a sum over all
-        db = grad_output.sum(tuple(range(ndim - 1))) if ndim > 1 else grad_output.clone()
-        return grad_output, (db,)
+        return grad_output, (grad_output.sum(0) if grad_output.ndim == 2 else sum_rows(grad_output, 1),)
 
 
 class Linear(FusedOperation):

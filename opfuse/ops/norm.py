@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads, cast, check_shape, wide
+from ._common import Grads, cast, check_shape, sum_rows, wide
 
 
 class _Norm(BasicOperation):
@@ -107,14 +107,12 @@ class LayerNorm(_Norm):
             ctx.save_for_backward(input_ if needed else None, scaled_by, *statistics)
         return cast(y, ctx.dtype or input_.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n mean(g n))``."""
-        assert ctx.saved_tensors is not None
         input_, weight, mean, rstd = ctx.saved_tensors
         wants = [weight is not None, *ctx.param_requires_grad]
         if input_ is None:
-            rows = tuple(range(grad_output.ndim - len(self.normalized_shape)))
-            return None, (None, grad_output.sum(rows) if rows else grad_output.clone())
+            return None, (None, sum_rows(grad_output, len(self.normalized_shape)))
         dtype = mean.dtype
         scale = mean.new_ones(self.normalized_shape) if weight is None else self._scale(weight, dtype)
         # all in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision
@@ -160,9 +158,8 @@ class RMSNorm(_Norm):
             ctx.save_for_backward(input_, weight if ctx.input_requires_grad else None, rstd)
         return cast(x * rstd * self._scale(weight, dtype), ctx.dtype or input_.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
-        assert ctx.saved_tensors is not None
         input_, weight, rstd = ctx.saved_tensors
         dtype = rstd.dtype
         dims = tuple(range(-len(self.normalized_shape), 0))
@@ -173,9 +170,7 @@ class RMSNorm(_Norm):
             dx = rstd * (g - normalized * (g * normalized).mean(dims, keepdim=True))
             dx = cast(dx, input_.dtype)
         if ctx.param_requires_grad[0]:
-            dw = dy * normalized
-            rows = tuple(range(dw.ndim - len(dims)))
-            dw = dw.sum(rows) if rows else dw
+            dw = sum_rows(dy * normalized, len(dims))
         return dx, (dw,)
 
 
@@ -218,9 +213,8 @@ class L2Normalization(BasicOperation):
             ctx.save_for_backward(input_ if needed else None, rstd if needed else None)
         return cast(x * rstd, ctx.dtype or input_.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input: ``dx = rstd (dy - n sum(dy n))``."""
-        assert ctx.saved_tensors is not None
         input_, rstd = ctx.saved_tensors
         if input_ is None:
             return None, ()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._common import ExtraTensorOperation, Grads, refuse, widen
+from ._common import AllGrads, ExtraTensorOperation, Outputs, refuse, widen
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
 
@@ -21,9 +20,11 @@ class ScaledActivation(ExtraTensorOperation):
 
     Args:
         activation: The activation; it holds the constants.
+        activation_recompute_in_mlp: False; True comes with a later release.
 
     Raises:
         TypeError: ``activation`` is not an activation.
+        NotImplementedError: ``activation_recompute_in_mlp=True``.
         ValueError: In a call, ``scales`` of another shape.
     """
 
@@ -33,16 +34,15 @@ class ScaledActivation(ExtraTensorOperation):
     grad_input = "fresh"
     differentiable = True
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Activation, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
+        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
         if not isinstance(activation, Activation):
             raise TypeError(f"{type(self).__name__} expected an Activation, got {type(activation).__name__}")
         self.activation = activation
         self.feature_ratio = activation.feature_ratio
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[Any], input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
@@ -64,9 +64,7 @@ class ScaledActivation(ExtraTensorOperation):
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
@@ -94,8 +92,8 @@ class ScaledSwiGLU(ScaledActivation):
     """
 
     def __init__(self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(SwiGLU(glu_interleave_size=glu_interleave_size))
-        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        activation = SwiGLU(glu_interleave_size=glu_interleave_size)
+        super().__init__(activation, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledSiTUGLU(ScaledActivation):
@@ -120,8 +118,8 @@ class ScaledSiTUGLU(ScaledActivation):
         glu_interleave_size: int | None = None,
         activation_recompute_in_mlp: bool = False,
     ) -> None:
-        super().__init__(SiTUGLU(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size))
-        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        activation = SiTUGLU(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
+        super().__init__(activation, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledClampedQGeGLU(ScaledActivation):
@@ -151,8 +149,7 @@ class ScaledClampedQGeGLU(ScaledActivation):
         activation = ClampedSwiGLU(
             limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, glu_interleave_size=glu_interleave_size
         )
-        super().__init__(activation)
-        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        super().__init__(activation, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledSReLU(ScaledActivation):
@@ -166,5 +163,4 @@ class ScaledSReLU(ScaledActivation):
     """
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(SReLU())
-        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        super().__init__(SReLU(), activation_recompute_in_mlp=activation_recompute_in_mlp)

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import NamedTuple
 
+from torch.compiler import is_compiling
+
 _OVERRIDES = (None, "high_precision", "dequantized")
 
 
@@ -40,11 +42,19 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.backward_override not in _OVERRIDES:
             raise ValueError(f"backward_override must be one of {_OVERRIDES}, got {self.backward_override!r}")
+        if not is_compiling():
+            self.to_json()
 
     def to_json(self) -> str:
         """The recipe as JSON text, by which a checkpoint knows its quantizer state.
 
         Raises:
-            TypeError: A field is not JSON-able.
+            TypeError: A field is not JSON-able; told when the recipe is made.
         """
-        return json.dumps({"recipe": type(self).__name__, **dataclasses.asdict(self)}, sort_keys=True)
+        fields = dataclasses.asdict(self)
+        for name, value in fields.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"{type(self).__name__}.{name} must be JSON-able, got {value!r}") from None
+        return json.dumps({"recipe": type(self).__name__, **fields}, sort_keys=True)

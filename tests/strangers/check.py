@@ -30,7 +30,9 @@ with opfuse.plugins.using(""):
 torch.testing.assert_close(y, plain)
 torch.testing.assert_close(grad, torch.autograd.grad(plain.sum(), x)[0])
 
-listing = subprocess.run([sys.executable, "-m", "opfuse", "plugins", "--json"], capture_output=True, text=True, check=True)
+listing = subprocess.run(
+    [sys.executable, "-m", "opfuse", "plugins", "--json"], capture_output=True, text=True, check=True
+)
 states = {row["name"]: row["state"] for row in json.loads(listing.stdout)}
 assert states == {"addmm": "loaded", "broken": "failed"}, states
 print("a stranger's plugin is used, a broken one changes nothing but a warning")

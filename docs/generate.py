@@ -1,0 +1,165 @@
+"""Writes the pages and the picture that come from the code: hooks, contracts, plan.svg.
+
+    python docs/generate.py
+
+``tests/test_docs.py`` fails while they are not current.
+"""
+
+import inspect
+import pathlib
+import re
+import tempfile
+import textwrap
+from contextlib import contextmanager
+
+import torch
+
+import opfuse
+from opfuse import hookspecs, ops
+
+HERE = pathlib.Path(__file__).parent
+DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
+
+HOOKS = """# Hooks
+
+What a plugin can implement, in the module that its entry point of group `{group}` names. Every hook returns
+declarations. Hooks are called while planning, never during a forward or backward pass, and each plugin on its own: one
+that raises is an {{class}}`opfuse.PluginWarning` and does not take the others along. An implementation may take fewer
+arguments than the hook has. A function that is named like a hook but is none is refused, with the list of hooks.
+
+The examples go on from each other and begin with `import opfuse`.
+"""
+
+CONTRACTS = """# The contracts
+
+A fusion replaces ops in one pass while the other pass stays as it is, or is replaced by somebody else's fusion. That
+works because each op publishes what its forward leaves for its backward, by name and in order:
+
+- A **forward** fusion leaves exactly this in the context of each op that it stands for, with None where no gradient
+  needs the entry, and nothing at all where `ctx.requires_grad` is false.
+- A **backward** fusion may rely on exactly this.
+- A **joint** fusion replaces both passes and may keep what it likes.
+
+| Op | `saved_tensors` | Other attributes | Gradient of the input | Extra tensors |
+|---|---|---|---|---|
+{rows}
+
+Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. Parameters are not saved: a
+forward finds their values in `ctx.params`, in the order of the op's `param_names`, and a backward returns one gradient,
+or None, for each.
+
+*Gradient of the input* is what `grad_input` declares: *fresh* is a new tensor that nobody else holds, *same* is the
+incoming gradient itself or a new tensor, *shared* may alias something that the caller sees. A step may write into its
+incoming gradient only where its context says `owns_grad_output`, which follows from this column. Under a recipe the
+input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise.
+
+What dtype an entry has is in each op's description in the {{doc}}`reference`.
+
+## Ops of your own
+
+An op of yours declares the same: `saved_names`, `context_names`, `grad_input` and `num_extra_inputs` or
+`num_extra_outputs` on the class. One that declares no `saved_names` runs like any other, and no fusion but its own
+author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row.
+"""
+
+
+def myst(text):
+    """A docstring's reStructuredText as MyST."""
+    return re.sub(r"``([^`]+)``", r"`\1`", re.sub(r":(\w+):`([^`]+)`", r"{\1}`\2`", text))
+
+
+def hooks():
+    parts = [DO_NOT_EDIT + HOOKS.format(group=hookspecs.GROUP)]
+    first = "import opfuse\n\n\n"
+    for name, hook in vars(hookspecs).items():
+        if name.startswith("opfuse_"):
+            text, _, example = inspect.getdoc(hook).partition("\nExample:\n")
+            signature = f"{name}{inspect.signature(hook)}".replace("'", "").replace("FusionLike", "Fusion")
+            parts += [f"## {name}\n", f"```py\n{signature}\n```\n", myst(text)]
+            parts += [f"```python\n{first}{textwrap.dedent(example).rstrip()}\n```\n"]
+            first = ""
+    return "\n".join(parts)
+
+
+def contracts():
+    rows = {}
+    for name in ops.__all__:
+        op = getattr(ops, name)
+        if issubclass(op, opfuse.BasicOperation):
+            extras = [f"{op.num_extra_inputs} in"] * bool(op.num_extra_inputs)
+            extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
+            contract = (code(op.saved_names), code(op.context_names), op.grad_input, ", ".join(extras))
+            rows.setdefault(contract, []).append(name)
+    lines = [f"| {code(sorted(names, key=str.lower))} | {' | '.join(contract)} |" for contract, names in rows.items()]
+    return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
+
+
+def code(names):
+    return ", ".join(f"`{name}`" for name in names)
+
+
+class OneByOne(opfuse.FusedOperation):
+    """Stands in for a kernel."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
+        for ctx, op, extra in zip(basic_op_ctxs, self.basic_ops, basic_op_extra_inputs, strict=True):
+            quantizers = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+            arguments = {"basic_op_extra_inputs": [extra], "basic_op_kwargs": [{}], **quantizers}
+            input_, _ = op.fuser_forward([ctx], input_, **arguments)
+        return input_, [()] * len(basic_op_ctxs)
+
+
+class Fast:
+    """The plugin of the picture."""
+
+    @opfuse.hookimpl
+    def opfuse_forward_fusions(self):
+        linear, act, add = (ops.BasicLinear, ops.Bias), opfuse.Subclasses(ops.Activation), ops.AddExtraInput
+        return [
+            opfuse.Fusion((*linear, act), OneByOne, name="linear+bias+activation"),
+            opfuse.Fusion((*linear, add), OneByOne, name="linear+bias+add"),
+        ]
+
+    @opfuse.hookimpl
+    def opfuse_backward_fusions(self):
+        return [opfuse.Fusion((ops.Bias, opfuse.Subclasses(ops.Activation)), OneByOne, name="activation+bias")]
+
+
+@contextmanager
+def only(plugin, **names):
+    """No plugin but this one."""
+    manager = opfuse.plugins.manager
+    before = manager.records, manager._registered
+    manager.records, manager._registered = [], []
+    record = opfuse.plugins.register(plugin, **names)
+    with opfuse.plugins.using(None), opfuse.options(fusion_limit=100):
+        yield
+    opfuse.plugins.remove(record)
+    manager.records, manager._registered = before
+    manager._changed()
+
+
+def picture():
+    block = opfuse.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(64),
+        ops.Linear(64, 256),
+        ops.GELU(),
+        ops.Linear(256, 64),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    with only(Fast(), name="fast", distribution="opfuse-plugin-fast", version="1.0"):
+        explanation = opfuse.explain(block, torch.zeros(8, 64, requires_grad=True))
+    with tempfile.TemporaryDirectory() as folder:
+        explanation.save(pathlib.Path(folder) / "plan.svg")
+        return (pathlib.Path(folder) / "plan.svg").read_text(encoding="utf-8")
+
+
+def generated():
+    """The text of every generated file, by name."""
+    return {"hooks.md": hooks(), "contracts.md": contracts(), "plan.svg": picture()}
+
+
+if __name__ == "__main__":
+    for name, text in generated().items():
+        (HERE / name).write_text(text, encoding="utf-8", newline="\n")

@@ -1,0 +1,21 @@
+"""What holds a plugin to the contract: ``FusionSuite`` for its tests, and the parts for tests of kernels.
+
+Not imported by opfuse itself. Needs pytest.
+"""
+
+from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, lay_out, subjects
+from .checks import CHECKS
+from .generate import Chains, make_chains
+from .machine import Tier, tiers
+from .report import Outcome, run, run_all, snippet
+from .running import Declined, Failure
+from .suite import FusionSuite
+from .tolerance import ROWS, TOLERANCES, assert_close, tolerance
+
+# fmt: off
+__all__ = [
+    "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined", "Failure",
+    "FusionSuite", "Op", "Outcome", "Subject", "Tier", "assert_close", "find", "lay_out", "make_chains",
+    "run", "run_all", "snippet", "subjects", "tiers", "tolerance",
+]
+# fmt: on

@@ -1,0 +1,300 @@
+"""Cases: a chain that a fusion replaces, and the circumstances it runs in.
+
+A case is a value: printable as code that makes it again, comparable, and cheap to vary with ``dataclasses.replace``.
+Its tensors are drawn from a fixed seed, in fp64, and rounded, so that the same case in fp64 starts from the same
+values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops as built_in
+from ..errors import PluginWarning
+from ..fusion import FusionLike, fusion_name
+from ..op import BasicOperation
+from ..plugins import manager, using
+from ..sequential import Sequential
+
+LAYOUTS = ("contiguous", "strided", "transposed", "expanded", "sliced")
+
+
+class CubicActivation(built_in.Activation):
+    """An activation that no plugin knows: ``x + 0.1 x^3``."""
+
+    def value(self, x: Tensor) -> Tensor:
+        """The function."""
+        return x + 0.1 * x**3
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Its derivative."""
+        return 1 + 0.3 * x**2
+
+
+class CubicGLU(built_in.GatedActivation):
+    """A gated activation that no plugin knows."""
+
+    value = CubicActivation.value
+    derivative = CubicActivation.derivative
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Op:
+    """How to make one basic op: its class and arguments."""
+
+    cls: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "cls", cls)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", tuple(kwargs.items()))
+
+    def __call__(self) -> BasicOperation:
+        """A new op."""
+        args = [arg() if isinstance(arg, Op) else arg for arg in self.args]
+        return self.cls(*args, **dict(self.kwargs))  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        given = [repr(arg) for arg in self.args] + [f"{name}={value!r}" for name, value in self.kwargs]
+        return f"testing.Op({', '.join([where(self.cls), *given])})"
+
+
+def where(cls: type) -> str:
+    """How code names a class."""
+    if getattr(built_in, cls.__name__, None) is cls:
+        return f"ops.{cls.__name__}"
+    return f"testing.{cls.__name__}" if cls.__module__ == __name__ else f"{cls.__module__}.{cls.__qualname__}"
+
+
+class Subject(NamedTuple):
+    """The fusion under test: which plugin offers it, for which pass."""
+
+    plugin: str
+    kind: str
+    fusion: FusionLike
+
+    @property
+    def name(self) -> str:
+        """The fusion's name."""
+        return fusion_name(self.fusion)
+
+    def __repr__(self) -> str:
+        return f"testing.find({self.plugin!r}, {self.kind!r}, {self.name!r})"
+
+
+def subjects(plugin: str) -> list[Subject]:
+    """Every fusion that a plugin offers; none if it does not load, which the checks of the plugin report."""
+    with using(plugin), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
+        return [Subject(plugin, kind, fusion) for record in manager.active(plugin) for kind, fusion in record.fusions]
+
+
+def find(plugin: str, kind: str, name: str) -> Subject:
+    """A fusion of a plugin.
+
+    Raises:
+        LookupError: The plugin offers none of that kind and name.
+    """
+    for subject in subjects(plugin):
+        if (subject.kind, subject.name) == (kind, name):
+            return subject
+    raise LookupError(f"plugin {plugin!r} offers no {kind} fusion {name!r}")
+
+
+class Built(NamedTuple):
+    """The tensors and modules of a case.
+
+    Attributes:
+        chain: The chain.
+        leaves: Input, extra inputs and parameters by name: ``input``, ``extra 0``, ``1.bias``.
+        writable: Extra inputs that an op may write into.
+        autocast: The dtype of autocast, or None.
+    """
+
+    chain: Sequential
+    leaves: dict[str, Tensor]
+    writable: set[str]
+    autocast: torch.dtype | None
+
+    def inputs(self) -> list[Tensor]:
+        """Input and extra inputs of one call; a copy of what is written into."""
+        given = {name: leaf for name, leaf in self.leaves.items() if name == "input" or name.startswith("extra ")}
+        return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
+
+    def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
+        """Every output of the chain."""
+        device = self.leaves["input"].device.type
+        context = torch.autocast(device, self.autocast) if self.autocast else contextlib.nullcontext()
+        with context:
+            result = (chain or self.chain)(*(inputs or self.inputs()))
+        return result if isinstance(result, tuple) else (result,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chain, and the circumstances it runs in.
+
+    Attributes:
+        subject: The fusion under test.
+        ops: The ops that it replaces.
+        before, after: Ops around them.
+        rows: Leading dimensions of the input.
+        dtype: Of the input, and of the parameters.
+        layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``.
+        frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
+        autocast: Run under autocast to bf16.
+        wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
+        residual: Extra inputs come out of a channel, from the first extra output.
+        hidden: Extra outputs go into channels that nobody reads.
+        device: Where it runs.
+    """
+
+    subject: Subject
+    ops: tuple[Op, ...]
+    before: tuple[Op, ...] = ()
+    after: tuple[Op, ...] = ()
+    rows: tuple[int, ...] = (3,)
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    frozen: tuple[str, ...] = ()
+    autocast: bool = False
+    wide: bool = False
+    residual: bool = False
+    hidden: bool = False
+    device: str = "cpu"
+
+    def __repr__(self) -> str:
+        lines = [f"    {self.subject!r},", f"    ops={_tuple(self.ops)},"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = _tuple(value) if field.name in ("before", "after") else repr(value)
+                lines.append(f"    {field.name}={text},")
+        return "testing.Case(\n" + "\n".join(lines) + "\n)"
+
+    def with_(self, **changes: Any) -> Case:
+        """The case with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def gemm(self) -> bool:
+        """Whether a matrix product is in the chain."""
+        return any(op.cls is built_in.BasicLinear for op in (*self.before, *self.ops, *self.after))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype the ops compute in."""
+        return torch.bfloat16 if self.autocast else self.dtype
+
+    def basic_ops(self) -> list[BasicOperation]:
+        """New ops, those around included."""
+        with torch.random.fork_rng([]):
+            basic = [op() for op in (*self.before, *self.ops, *self.after)]
+        for op in basic if self.residual or self.hidden else ():
+            for k in range(op.num_extra_outputs):
+                op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
+            for k in range(op.num_extra_inputs if self.residual else 0):
+                op.set_extra_input_channel(k, "residual")
+        return basic
+
+    def first_width(self) -> int:
+        """Features of the input: what the first op that insists on some takes, or what the others need."""
+        ratio = 1
+        for op in self.basic_ops():
+            insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
+            if insists is not None and insists > 0:
+                return insists * ratio
+            ratio *= op.feature_ratio or 1
+        return 8 * ratio
+
+    def build(self, dtype: torch.dtype | None = None) -> Built:
+        """Ops and tensors, the same ones every time; in another dtype than the case's, with the same values.
+
+        Args:
+            dtype: What to compute in: fp64 for the truth; default: as the case says.
+        """
+        basic = self.basic_ops()
+        chain = Sequential(*basic)
+        half = self.dtype.itemsize < 4
+        generator = torch.Generator().manual_seed(0)
+        leaves: dict[str, Tensor] = {}
+
+        def draw(shape: Sequence[int], own: torch.dtype, scale: float = 1.0) -> Tensor:
+            values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale
+            return values.to(own).to(dtype or own).to(self.device)
+
+        width = self.first_width()
+        leaves["input"] = lay_out(draw((*self.rows, width), self.dtype), self.layout)
+        extra_dtype = torch.bfloat16 if self.autocast and not self.wide else self.dtype
+        for shape in () if self.residual else extra_shapes(basic, (*self.rows, width)):
+            leaves[f"extra {len(leaves) - 1}"] = lay_out(draw(shape, extra_dtype), self.layout)
+        inputs = [] if self.residual else [op for op in basic for _ in range(op.num_extra_inputs)]
+        writable = [getattr(op, "in_place", False) for op in inputs]
+        for number, op in enumerate(basic):
+            own = torch.float32 if self.wide and half and not op.params_in_compute_dtype else self.dtype
+            for name, param in op.named_parameters():
+                param.data = draw(param.shape, own, 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0)
+                leaves[f"{number}.{name}"] = param
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name not in self.frozen)
+        names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
+        return Built(chain, leaves, names, torch.bfloat16 if self.autocast and dtype is None else None)
+
+    def leaf_names(self) -> list[str]:
+        """What could need a gradient."""
+        return list(self.build().leaves)
+
+    def weights(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Incoming gradients, the same ones every time."""
+        generator = torch.Generator().manual_seed(1)
+        result = []
+        for y in outputs:
+            values = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.compute_dtype)
+            result.append(lay_out(values.to(y.dtype).to(y.device), self.layout))
+        return result
+
+
+def _tuple(items: Sequence[Op]) -> str:
+    return "(" + ", ".join(map(repr, items)) + ("," if len(items) == 1 else "") + ")"
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """A tensor of the same values (but for ``expanded``, which repeats its first row) in another memory layout."""
+    if not tensor.ndim or layout == "contiguous":
+        return tensor
+    if layout == "strided":
+        return torch.stack((tensor, tensor), -1)[..., 0]
+    if layout == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
+    around = tensor.new_full([size + 2 for size in tensor.shape], math.nan)
+    part = around[tuple(slice(1, size + 1) for size in tensor.shape)]
+    return part.copy_(tensor)
+
+
+def extra_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The shapes of the extra inputs: scales have one per row, all others the shape of the op's input."""
+    for op in basic:
+        for _ in range(op.num_extra_inputs):
+            yield shape[:-1] if isinstance(op, built_in.ScaledActivation) else shape
+        if isinstance(op, built_in.Reshape):
+            shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
+        shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
+
+
+def next_width(op: BasicOperation, width: int) -> int | None:
+    """Features that an op gives for ``width`` features, or None if it does not take that many."""
+    if op.in_features not in (None, width) or width % (op.feature_ratio or 1):
+        return None
+    return width // (op.feature_ratio or 1) if op.out_features is None else op.out_features

@@ -1,0 +1,277 @@
+"""Checks against the rest of torch: modes without gradients, autocast, compile, checkpoint, copies, errors, recipes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ... import autocast as quantize
+from ... import checkpoint_contexts, hookimpl
+from ...plugins import manager, using
+from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe
+from ..cases import Case
+from ..generate import Chains
+from ..reference import compare_outputs, compare_results
+from ..running import Failure, Plans, Result, backward, forward, fused, only, separate, watched
+from .registry import check, first, plain, surrounded
+
+
+@check(plain)
+def without_grad(case: Case) -> None:
+    """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        saved: list[Any] = []
+
+        def keep(op: Any, ctxs: Any, x: Tensor, result: Any, saved: list[Any] = saved) -> None:
+            saved.extend(ctx.to_save for ctx in ctxs)
+
+        kept = watched(case, keep)
+        with only(), mode():
+            expected = forward(case)
+        with only(kept.subject), Plans() as plans, mode():
+            got = forward(case)
+        if case.subject.kind != "backward":
+            plans.require(case)
+        if any(tensor is not None for tensors in saved for tensor in tensors or ()):
+            raise Failure(f"under {mode.__name__} it saves tensors for a backward that never comes")
+        try:
+            compare_outputs(case, got, expected, separate(case, torch.float64))
+        except Failure as failure:
+            raise Failure(f"under {mode.__name__}, {failure}") from failure
+
+
+def _autocasts(chains: Chains) -> Iterator[Case]:
+    for case in surrounded(chains):
+        yield case.with_(autocast=True)
+    for case in chains.plain:
+        yield case.with_(autocast=True, wide=True)
+        yield case.with_(autocast=True, frozen=("input",))
+
+
+@check(_autocasts)
+def autocast(case: Case) -> None:
+    """Under autocast: the dtypes of the separate ops, and their values."""
+    expected, truth = separate(case), separate(case, torch.float64)
+    compare_results(case, fused(case), expected, truth)
+
+
+@check(plain)
+def gradcheck(case: Case) -> None:
+    """Numerical and analytical gradients agree, in fp64."""
+    case = case.with_(dtype=torch.float64, rows=(2,))
+    fused(case, grads=False)
+    with only(case.subject):
+        built = case.build()
+        inputs = built.inputs()
+        leaves = [leaf for name, leaf in built.leaves.items() if name == "input" or name.startswith("extra")]
+        params = [leaf for name, leaf in built.leaves.items() if "." in name]
+
+        def call(*tensors: Tensor) -> Any:
+            given = [t * 1 for t in tensors[: len(inputs)]] if built.writable else tensors[: len(inputs)]
+            return built(*given)
+
+        try:
+            torch.autograd.gradcheck(call, (*leaves, *params), nondet_tol=0.0)
+        except torch.autograd.gradcheck.GradcheckError as error:  # type: ignore[attr-defined]
+            raise Failure(str(error).strip().splitlines()[0]) from error
+
+
+class Injected(RuntimeError):
+    """Raised inside a kernel, on purpose."""
+
+
+class Raising(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at one operation, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.at + 1:
+            raise Injected(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@check(plain)
+def errors(case: Case) -> None:
+    """An error inside a kernel reaches the caller, and what the separate ops refuse is refused."""
+    fused(case, grads=False)
+    with only(case.subject):
+        for at in range(24):
+            try:
+                with Raising(at) as mode:
+                    backward(case, forward(case))
+            except Injected:
+                continue
+            except Exception as error:  # another exception, made from it
+                if isinstance(error.__context__, Injected):
+                    continue
+                raise
+            if mode.count > at:
+                raise Failure(f"an error raised inside its operation {at} does not reach the caller: never catch it")
+            break
+    _refuse_extras(case)
+
+
+def _refuse_extras(case: Case) -> None:
+    built = case.build()
+    given = built.inputs()
+    for k in range(1, len(given)):
+        if given[k].ndim < 1 or not given[k].shape[0]:
+            continue
+        wrong = [*given[:k], given[k][:1].detach(), *given[k + 1 :]]
+        refused: list[type[Exception] | None] = []
+        for subject in (None, case.subject):
+            with only(subject):
+                try:
+                    built(*wrong)
+                    refused.append(None)
+                except (ValueError, RuntimeError, TypeError) as error:
+                    refused.append(type(error))
+        if refused[0] is not None and refused[1] is None:
+            raise Failure(f"extra input {k - 1} with one row is accepted, the separate ops raise {refused[0].__name__}")
+
+
+# Custom operators, compiling, checkpointing, copying
+
+_TORCHS_OWN = {"aten", "prims", "prim", "mkldnn", "onednn", "quantized", "inductor", "c10d", "_c10d_functional"}
+_TORCHS_OWN |= {"profiler", "higher_order", "_quantized", "torchvision", "debugprims", "rngprims"}
+
+
+class CustomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the arguments of the first call of each operator that is not torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[Any, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in _TORCHS_OWN and func not in self.calls:
+            detached = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+            self.calls[func] = tuple(detached), dict(kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@check(plain, slow=True)
+def opcheck(case: Case) -> None:
+    """``torch.library.opcheck`` of every custom operator that it calls."""
+    fused(case, grads=False)
+    with only(case.subject), CustomCalls() as mode:
+        backward(case, forward(case))
+    for op, (args, kwargs) in mode.calls.items():
+        try:
+            torch.library.opcheck(op, args, kwargs)
+        except Exception as error:
+            raise Failure(f"opcheck of {op}: {str(error).strip().splitlines()[0]}") from error
+
+
+@check(plain, slow=True)
+def compile(case: Case) -> None:
+    """``torch.compile(fullgraph=True)`` gives the same, for one row count and for any."""
+    case = case.with_(rows=(4,))
+    expected, truth = separate(case), separate(case, torch.float64)
+    fused(case, grads=False)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+
+        def compiled(chain: Any, dynamic: bool = dynamic) -> Any:
+            return torch.compile(chain, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+
+        with only(case.subject):
+            compare_results(case, backward(case, forward(case, chain=compiled)), expected, truth)
+
+
+@check(first)
+def checkpoint(case: Case) -> None:
+    """``torch.utils.checkpoint`` gives the same gradients."""
+    expected, truth = separate(case), separate(case, torch.float64)
+
+    def checkpointed(chain: Any) -> Any:
+        return lambda *inputs: torch_checkpoint(chain, *inputs, use_reentrant=False, context_fn=checkpoint_contexts)
+
+    compare_results(case, fused(case, chain=checkpointed), expected, truth)
+
+
+@check(plain)
+def deepcopy(case: Case) -> None:
+    """A copy of the chain is a chain of its own: used, and independent of the original."""
+    with only():
+        expected = _step_of_a_copy(case)
+    with only(case.subject), Plans() as plans:
+        got = _step_of_a_copy(case)
+        plans.require(case)
+    compare_results(case, got, expected, expected)
+
+
+def _step_of_a_copy(case: Case) -> Result:
+    """Run the chain, copy it, change the original, and run the copy."""
+    original = forward(case).built
+    twin = copy.deepcopy(original.chain)
+    for param in original.chain.parameters():
+        param.data.add_(1)
+    leaves = {**original.leaves, **dict(twin.named_parameters())}
+    built = original._replace(chain=twin, leaves=leaves)
+    given = built.inputs()
+    return backward(case, Result(built, given, built(*given)))
+
+
+# Recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class GridRecipe(Recipe):
+    """Rounds to multiples of a step."""
+
+    step: float = 0.25
+
+
+class _GridQuantizer(Quantizer):
+    def __init__(self, recipe: GridRecipe) -> None:
+        self.step = recipe.step
+
+    def quantize(self, tensor: Tensor) -> QuantizedTensor:
+        step = torch.tensor([self.step], dtype=tensor.dtype, device=tensor.device)
+        return QuantizedTensor((tensor / step).round(), step, self, tensor.dtype)
+
+    def dequantize(self, quantized: QuantizedTensor) -> Tensor:
+        assert quantized.scale is not None
+        return quantized.data * quantized.scale
+
+
+class GridPlugin:
+    """Offers the quantizer of :class:`GridRecipe`."""
+
+    @hookimpl
+    def opfuse_quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
+        """See :func:`opfuse.hookspecs.opfuse_quantizer`."""
+        return _GridQuantizer(recipe) if isinstance(recipe, GridRecipe) else None
+
+
+@check(plain)
+def recipe(case: Case) -> None:
+    """Under a quantization recipe it declines, or gives what the separate ops give under that recipe."""
+    case = case.with_(dtype=torch.float64)
+    record = manager.register(GridPlugin(), name="opfuse-testing-grid")
+    try:
+        for override in (None, "high_precision", "dequantized"):
+            results = []
+            for subject in (None, case.subject):
+                with only(subject), using("opfuse-testing-grid"):
+                    with quantize(recipe=GridRecipe(backward_override=override)):
+                        results.append(forward(case))
+                    backward(case, results[-1])
+            try:
+                compare_results(case, results[1], results[0], results[0])
+            except Failure as failure:
+                raise Failure(f"under a recipe with backward_override={override!r}, {failure}") from failure
+    finally:
+        manager.remove(record)

@@ -1,0 +1,201 @@
+"""Checks of memory: who may write where, who shares what, what is kept, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..cases import Case
+from ..generate import Chains
+from ..reference import describe
+from ..running import Failure, Result, backward, forward, fused, only, watched
+from .registry import check, plain, surrounded
+from .values import aliases
+
+
+def _copies(named: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (tensor, tensor.detach().clone()) for name, tensor in named.items()}
+
+
+def _unchanged(copies: dict[str, tuple[Tensor, Tensor]], who: str) -> None:
+    for name, (tensor, copy) in copies.items():
+        if not torch.equal(tensor.detach(), copy):
+            raise Failure(f"its {who} modifies {name}")
+
+
+def _with_residuals(chains: Chains) -> Iterator[Case]:
+    yield from surrounded(chains)
+    yield from chains.residual
+
+
+@check(_with_residuals)
+def unmodified_inputs(case: Case) -> None:
+    """The forward leaves inputs and parameters as they are, unless the op says in-place."""
+    fused(case, grads=False)
+    with only(case.subject):
+        built = case.build()
+        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
+        built(*built.inputs())
+    _unchanged(before, "forward")
+
+
+@check(_with_residuals)
+def unmodified_gradients(case: Case) -> None:
+    """The backward leaves incoming gradients, saved tensors, outputs, inputs and parameters as they are."""
+    fused(case, grads=False)
+    saved: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"] = tensor, tensor.detach().clone()
+        return tensor
+
+    with only(case.subject):
+        built = case.build()
+        given = built.inputs()
+        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = built(*given)
+        left = _copies({f"output {k}": y for k, y in enumerate(outputs)})
+        weights = case.weights(outputs)
+        incoming = _copies({f"the incoming gradient of output {k}": w for k, w in enumerate(weights)})
+        wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
+        torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+    _unchanged({**before, **left, **incoming, **saved}, "backward")
+
+
+def _shared(result: Result) -> set[tuple[str, str]]:
+    """Pairs of tensors that share memory, of what goes in and comes out."""
+    parts = {"the input": result.given[0], **{f"extra input {k}": t for k, t in enumerate(result.given[1:])}}
+    parts |= {name: p for name, p in result.built.leaves.items() if "." in name}
+    parts |= {f"output {k}": t for k, t in enumerate(result.outputs)}
+    parts |= {f"incoming gradient {k}": t for k, t in enumerate(result.weights)}
+    parts |= {f"the gradient of {name}": t for name, t in result.grads.items() if t is not None}
+    pairs = itertools.combinations(parts.items(), 2)
+    return {(a, b) for (a, x), (b, y) in pairs if aliases(x, {"other": y})}
+
+
+def _few_rows(chains: Chains) -> Iterator[Case]:
+    yield from surrounded(chains)
+    yield from (case.with_(rows=rows) for case in chains.plain for rows in ((), (1,), (1, 1)))
+    yield from chains.residual
+
+
+@check(_few_rows)
+def aliasing(case: Case) -> None:
+    """Outputs and gradients share memory only where those of the separate ops do, and never with another call's."""
+    result = fused(case)
+    with only():
+        expected = _shared(backward(case, forward(case)))
+    for one, other in sorted(_shared(result) - expected):
+        raise Failure(f"{other} shares memory with {one}, which the separate ops' does not")
+    mine = {f"output {k}": y for k, y in enumerate(result.outputs)}
+    mine |= {f"the gradient of {name}": g for name, g in result.grads.items() if g is not None}
+    kept, again = _copies(mine), fused(case)
+    for what, tensor in [*((f"output {k}", y) for k, y in enumerate(again.outputs)), *again.grads.items()]:
+        for name in aliases(tensor, mine):
+            raise Failure(f"{what} shares memory with {name} of an earlier call")
+    _unchanged(kept, "second call")
+
+
+@check(surrounded)
+def grad_input(case: Case) -> None:
+    """The gradient that the fused backward returns relates to other tensors as its ``grad_input`` declares."""
+    found: list[str] = []
+
+    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
+        known = {
+            f"saved tensor {k} of op {n}": t for n, c in enumerate(ctxs) for k, t in enumerate(c.saved_tensors or ())
+        }
+        known = {name: tensor for name, tensor in known.items() if isinstance(tensor, Tensor)}
+        if op.grad_input == "fresh" and not ctxs[-1].owns_grad_output:
+            known["grad_output"] = dy
+        for kind, groups in (("parameter", result[1]), ("extra-input", result[2])):
+            known |= {
+                f"the {kind} gradient {k} of op {n}": t
+                for n, group in enumerate(groups)
+                for k, t in enumerate(group or ())
+                if t is not None
+            }
+        if op.grad_input != "shared":
+            found.extend(
+                f"declares grad_input={op.grad_input!r}, but returns {name}" for name in aliases(result[0], known)
+            )
+
+    fused(watched(case, None, look))
+    if found:
+        raise Failure(f"its backward {found[0]}, or a view of it")
+
+
+def saved_bytes_of(case: Case, fused_op: bool) -> int:
+    """Bytes that are kept for the backward, without the inputs and parameters, which are there anyway."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with only(case.subject if fused_op else None):
+        built = case.build()
+        given = built.inputs()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = built(*given)
+    for tensor in (*given, *built.leaves.values()):
+        storages.pop(tensor.untyped_storage()._cdata, None)
+    del outputs
+    return sum(storages.values())
+
+
+@check(surrounded)
+def saved_bytes(case: Case) -> None:
+    """No more memory is kept for the backward than the separate ops keep."""
+    fused(case, grads=False)
+    for frozen in ((), ("input",)):
+        with_fusion, without = (saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False))
+        if with_fusion > without:
+            raise Failure(f"it keeps {with_fusion} bytes for the backward, the separate ops keep {without}")
+
+
+class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Weak references to every tensor that comes out of an operation, with its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[tuple[weakref.ref[Tensor], str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.tensors.append((weakref.ref(tensor), f"a tensor of shape {tuple(tensor.shape)} made by {func}"))
+        return result
+
+
+@check(plain)
+def released(case: Case) -> None:
+    """When the results are dropped, so is all that was made for them, and the input."""
+    fused(case, grads=False)
+    with only(case.subject):
+        births = Births()
+        for _ in range(2):
+            result = case.build()
+            given = result.inputs()
+            births.tensors.append((weakref.ref(given[0]), "the input"))
+            with births:
+                outputs = result(*given)
+                wanted = [leaf for leaf in result.leaves.values() if leaf.requires_grad]
+                grads = torch.autograd.grad(outputs, wanted, case.weights(outputs), allow_unused=True)
+            del result, given, outputs, wanted, grads
+    gc.collect()
+    for reference, what in births.tensors:
+        if (tensor := reference()) is not None:
+            holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"frame", "list"}
+            raise Failure(f"{what} is still referenced after the backward, by {', '.join(sorted(holders)) or 'a list'}")

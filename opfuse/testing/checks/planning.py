@@ -1,0 +1,215 @@
+"""Checks of the declaration: the pattern, the condition, the plan."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ... import ops as built_in
+from ...fusion import Fusion, Maybe, Some, Subclasses
+from ...op import BasicOperation
+from ...quantization import Recipe
+from ...scope import Environment
+from ..cases import Case, Op
+from ..generate import WIDTHS, chains, environment, structures
+from ..reference import compare_results
+from ..running import Declined, Failure, Plans, backward, blamed, forward, fused, only, separate
+from .registry import check, every, first, plain
+
+
+@check(every)
+def pattern(case: Case) -> None:
+    """The fusion is used for every chain of its own pattern, or says why not."""
+    _plan(case).require(case)
+
+
+def _plan(case: Case) -> Plans:
+    """The plan of a case, whatever becomes of its run."""
+    with only(case.subject), Plans() as plans:
+        try:
+            forward(case)
+        except Exception:
+            if not plans.plans:
+                raise
+    return plans
+
+
+@check(plain)
+def condition(case: Case) -> None:
+    """``when`` answers True or a sentence, and ``benefit`` a number, in any environment and from metadata alone."""
+    fusion = case.subject.fusion
+    if not isinstance(fusion, Fusion):
+        raise Declined("a fusion function has no condition")
+    for device in ("meta", case.device):
+        ops = tuple(op.to(device) for op in case.basic_ops())
+        for env in environments(case.device):
+            try:
+                answer = True if fusion.when is None else fusion.when(ops, env)
+                benefit = fusion.benefit_of(ops, env)
+            except Exception as error:
+                if not _is_here(env):
+                    continue
+                hint = "; it must not read the data of parameters" if device == "meta" else ""
+                raise Failure(f"its condition raised {type(error).__name__}: {error} in {env}{hint}") from error
+            if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
+                raise Failure(f"its condition returned {answer!r} instead of True or a sentence in {env}")
+            if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
+                raise Failure(f"its benefit is {benefit!r} instead of a number in {env}")
+
+
+@check(first)
+def refusals(case: Case) -> None:
+    """For every sentence that ``when`` can return there is an environment, or a chain, that gets it."""
+    fusion = case.subject.fusion
+    if not isinstance(fusion, Fusion) or fusion.when is None:
+        raise Declined("it has no condition")
+    seen: set[int] = set()
+    code = getattr(fusion.when, "__code__", None)
+
+    def trace(frame: Any, event: str, result: Any) -> Any:
+        if frame.f_code is code:
+            if event == "return" and isinstance(result, str):
+                seen.add(frame.f_lineno)
+            return trace
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for ops, env in itertools.product(_any_chains(fusion), environments(case.device)):
+            try:
+                fusion.when(ops, env)
+            except Exception:  # the check of the condition is there for that
+                continue
+    finally:
+        sys.settrace(before)
+    for text, lines in _refusing_returns(fusion.when):
+        if not seen.intersection(lines):
+            raise Failure(f"no case shows the refusal in line {lines[0]} of its condition: {text}")
+    if not seen and code is not None:
+        raise Failure("its condition never refuses: leave it out")
+
+
+def _any_chains(fusion: Fusion) -> Iterator[tuple[BasicOperation, ...]]:
+    """Chains of every structure, class and width."""
+    with torch.random.fork_rng([]):
+        for elements in structures(fusion.pattern):
+            for width in (*WIDTHS[:4], 7):
+                for made in chains(elements, width, {}):
+                    yield tuple(op() for op in made)
+
+
+def _refusing_returns(when: Any) -> list[tuple[str, range]]:
+    """The return statements of a function that can return something but True: text and lines."""
+    try:
+        lines, start = inspect.getsourcelines(when)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):  # no source, or a lambda inside something else
+        return []
+    return [
+        (ast.unparse(node), range(start + node.lineno - 1, start + (node.end_lineno or node.lineno)))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is True)
+    ]
+
+
+class ProbeRecipe(Recipe):
+    """A recipe that no plugin knows."""
+
+
+def environments(device: str) -> Iterator[Environment]:
+    """Environments that differ in everything a condition may look at."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    places: list[tuple[str, Any]] = [("cpu", None), ("mps", None), ("cuda", (7, 5)), ("cuda", (8, 0)), ("cuda", (9, 0))]
+    places += [("cuda", (10, 0)), ("meta", None)]
+    for (name, capability), dtype in itertools.product(places, dtypes):
+        env = environment(device)._replace(device=torch.device(name), capability=capability, dtype=dtype)
+        yield env
+        yield env._replace(recipe=ProbeRecipe())
+        yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
+        yield env._replace(row_alignment=16)
+        yield env._replace(training=False, requires_grad=False)
+        yield env._replace(deterministic=True)
+        yield env._replace(compiling=True)
+
+
+def _is_here(env: Environment) -> bool:
+    return env.device.type == "cpu" or (env.device.type == "cuda" and torch.cuda.is_available())
+
+
+@check(plain)
+def neighbours(case: Case) -> None:
+    """Chains that are almost the pattern give what the separate ops give: a derived op, a missing one, one more."""
+    for number, op in enumerate(case.ops):
+        if not _by_protocol(case.subject.fusion, op.cls):
+            derived = Op(_derived(op.cls), *op.args, **dict(op.kwargs))
+            what = f"its pattern with a subclass of {op.cls.__name__} that computes something else"
+            _unlike(case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what)
+        rest = (*case.ops[:number], *case.ops[number + 1 :])
+        if rest:
+            _unlike(case.with_(ops=rest), f"its pattern without {op.cls.__name__}")
+        more = (*case.ops[:number], Op(built_in.ConstantScale, 3.0), *case.ops[number:])
+        _unlike(case.with_(ops=more), f"its pattern with a ConstantScale before {op.cls.__name__}")
+
+
+def _by_protocol(fusion: Any, cls: type) -> bool:
+    """Whether a pattern takes a class as a subclass of an abstract one, which says what subclasses may change."""
+    todo = list(getattr(fusion, "pattern", ()))
+    while todo:
+        element = todo.pop()
+        if isinstance(element, Subclasses) and inspect.isabstract(element.cls) and issubclass(cls, element.cls):
+            return True
+        todo += [element.element] if isinstance(element, (Maybe, Some)) else getattr(element, "elements", ())
+    return False
+
+
+def _unlike(case: Case, what: str) -> None:
+    try:
+        expected, truth = separate(case), separate(case, torch.float64)
+    except Declined:  # widths that do not fit
+        return
+    try:
+        with only(case.subject), blamed():
+            got = backward(case, forward(case))
+        compare_results(case, got, expected, truth)
+    except Failure as failure:
+        raise Failure(f"for {what}, which is not its chain: {failure}") from failure
+
+
+def _derived(cls: type) -> type:
+    """A subclass that gives half of what ``cls`` gives."""
+
+    def fuser_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y, extras = cls.fuser_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return 0.5 * y, extras
+
+    def fuser_backward(self: Any, ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+        return cls.fuser_backward(self, ctxs, 0.5 * grad_output, **kwargs)  # type: ignore[attr-defined]
+
+    body = {"fuser_forward": fuser_forward, "fuser_backward": fuser_backward, "grad_input": "shared"}
+    return type(f"Derived{cls.__name__}", (cls,), body)
+
+
+@check(plain)
+def same_plan(case: Case) -> None:
+    """The same chain gets the same plan whenever it is planned, whatever was planned before."""
+    plans = []
+    for _ in range(3):
+        plans.append(_plan(case).plans)
+    if not plans[0] == plans[1] == plans[2]:
+        other = next(plan for plan in plans if plan != plans[0])
+        text = "\n".join(f"planned {when}:\n{plan[0]}" for when, plan in (("first", plans[0]), ("again", other)))
+        raise Failure(f"planning the same chain again gives another plan\n{text}")
+
+
+@check(every)
+def runs(case: Case) -> None:
+    """The forward runs without an error."""
+    fused(case, grads=False)

@@ -1,0 +1,106 @@
+"""What a check is: a function over one case, and which cases it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..cases import LAYOUTS, Case, Op
+from ..generate import Chains, neighbours
+from ..tolerance import ROWS
+
+
+class Check(NamedTuple):
+    """One thing that every fusion is held to.
+
+    Attributes:
+        name: What reports and limits call it.
+        run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the case.
+        cases: The cases to run it on, plainest first.
+        slow: Whether it compiles, and is left out where kernels are interpreted.
+    """
+
+    name: str
+    run: Callable[[Case], None]
+    cases: Callable[[Chains], Iterable[Case]]
+    slow: bool = False
+
+
+FOUND: dict[str, Check] = {}
+"""The checks, as their modules add them."""
+
+
+def check(
+    cases: Callable[[Chains], Iterable[Case]], *, slow: bool = False
+) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+    """Add a function to the checks, under its name."""
+
+    def add(run: Callable[[Case], None]) -> Callable[[Case], None]:
+        FOUND[run.__name__] = Check(run.__name__, run, cases, slow)
+        return run
+
+    return add
+
+
+# Which cases
+
+
+def first(chains: Chains) -> Iterable[Case]:
+    """The plainest chain alone."""
+    return chains.plain[:1]
+
+
+def plain(chains: Chains) -> Iterable[Case]:
+    """One chain per structure of the pattern."""
+    return chains.plain
+
+
+def every(chains: Chains) -> Iterable[Case]:
+    """Every chain."""
+    return chains.all
+
+
+def surrounded(chains: Chains) -> Iterator[Case]:
+    """One chain per structure, alone, after another op, before another op, and between two."""
+    for case in chains.plain:
+        before, after = neighbours(case)
+        yield case
+        if before:
+            yield case.with_(after=after)
+            yield case.with_(before=before)
+            yield case.with_(before=before, after=after)
+
+
+def numeric(chains: Chains) -> Iterator[Case]:
+    """Every chain; one per structure in every dtype, shape, layout and place in a chain."""
+    yield from chains.all
+    for case in surrounded(chains):
+        yield from (case.with_(dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16))
+        if case.before or case.after:
+            yield case
+    for case in chains.plain:
+        yield from (case.with_(rows=rows) for rows in ROWS)
+        yield from (case.with_(rows=(5,), layout=layout) for layout in LAYOUTS)
+        yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
+        yield case.with_(rows=(127,), dtype=torch.bfloat16)
+        yield case.with_(wide=True, dtype=torch.bfloat16)
+    yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    yield from chains.residual
+
+
+def frozen(chains: Chains) -> Iterator[Case]:
+    """One chain per structure, with each single leaf frozen, all but one, and all before the last."""
+    for case in surrounded(chains):
+        names = case.leaf_names()
+        sets = [(), *((name,) for name in names), *(tuple(n for n in names if n != kept) for kept in names)]
+        sets += [tuple(names[:-1])]
+        yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
+
+
+def joined(case: Case) -> Case:
+    """The case before an op that gives its gradient to two."""
+    from ...ops import AddExtraInput
+
+    return case.with_(after=(Op(AddExtraInput),))

@@ -1,0 +1,246 @@
+"""Checks of the numbers: outputs, gradients, what is saved, NaN, and the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fusion import Fusion
+from ...ops import ConstantScale
+from ..cases import Case, subjects
+from ..generate import Chains
+from ..reference import compare, compare_grads, compare_outputs, compare_results, describe
+from ..running import Declined, Failure, OneByOne, Result, backward, forward, fused, only, separate, watched
+from .registry import check, frozen, joined, numeric, plain, surrounded
+
+
+def _pair(case: Case) -> tuple[Result, Result]:
+    """The separate ops' result, and the truth."""
+    return separate(case), separate(case, torch.float64)
+
+
+@check(numeric)
+def output(case: Case) -> None:
+    """The output and every extra output, against the separate ops in fp64, at the tolerance of the dtype."""
+    expected, truth = _pair(case)
+    compare_outputs(case, fused(case, grads=False), expected, truth)
+
+
+def _saving(chains: Chains) -> Iterator[Case]:
+    if chains.subject.kind == "forward":
+        yield from chains.all
+        yield from frozen(chains)
+        yield from (case.with_(autocast=True) for case in chains.plain)
+        yield from (case.with_(rows=(2, 3), dtype=torch.bfloat16) for case in chains.plain)
+        yield from (case.with_(rows=(5,), layout="strided") for case in chains.plain)
+
+
+@check(_saving)
+def saved_state(case: Case) -> None:
+    """A forward fusion leaves in every context what the basic op would: names, order, values, dtypes, aliases."""
+    kept = Kept()
+    reference = Kept()
+    one_by_one = Fusion([op.cls for op in case.ops], OneByOne, name="one by one")
+    fused(watched(case, kept), grads=False)
+    plain_case = case.with_(subject=case.subject._replace(fusion=one_by_one))
+    fused(watched(plain_case, reference), grads=False)
+    for number, (got, expected) in enumerate(zip(kept.left, reference.left, strict=True)):
+        who = f"op {number} ({case.ops[number].cls.__name__})"
+        _compare_context(case, who, got, expected)
+
+
+class Kept:
+    """Called after a fused forward: keeps what is in each context, and what each saved tensor is an alias of."""
+
+    def __init__(self) -> None:
+        self.left: list[dict[str, Any]] = []
+
+    def __call__(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
+        """Keep what a fused op left."""
+        y, extras = result
+        known = {"the input": x, "the output": y}
+        for number, (ctx, outputs) in enumerate(zip(ctxs, extras, strict=True)):
+            known |= {f"parameter {k} of op {number}": param for k, param in enumerate(ctx.params)}
+            known |= {f"extra output {k} of op {number}": t for k, t in enumerate(outputs) if t is not None}
+        for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
+            saved = ctx.to_save
+            names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
+            entry = {"needed": ctx.requires_grad, "saved": saved, "names": names}
+            entry["aliases"] = [aliases(t, known) for t in saved or ()]
+            entry["context"] = {name: getattr(ctx, name, None) for name in basic.context_names}
+            self.left.append(entry)
+
+
+def aliases(tensor: Any, known: dict[str, Tensor]) -> list[str]:
+    """Which of the known tensors share memory with this one."""
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return []
+    storage = tensor.untyped_storage()._cdata
+    return [name for name, other in known.items() if other.numel() and other.untyped_storage()._cdata == storage]
+
+
+def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
+    if not got["needed"]:
+        if got["saved"] is not None:
+            raise Failure(f"it saves tensors for {who}, which takes no part in the backward")
+        return
+    counts = [len(entry["saved"] or ()) for entry in (got, expected)]
+    if counts[0] != counts[1]:
+        names = ", ".join(expected["names"])
+        raise Failure(f"it saves {counts[0]} tensors for {who} instead of {counts[1]}: {names}")
+    for k, name in enumerate(expected["names"]):
+        mine, other = got["saved"][k], expected["saved"][k]
+        what = f"what it saves as {name!r} for {who}"
+        if mine is None or other is None:
+            if mine is not other:
+                needs = "although no gradient needs it" if other is None else "although a gradient needs it"
+                raise Failure(f"{what} is {'None' if mine is None else 'a tensor'}, {needs}")
+            continue
+        for attribute in ("dtype", "shape"):
+            if getattr(mine, attribute) != getattr(other, attribute):
+                values = [getattr(t, attribute) for t in (mine, other)]
+                values = [tuple(value) if isinstance(value, torch.Size) else value for value in values]
+                raise Failure(f"{what} has {attribute} {values[0]} instead of {values[1]}")
+        if got["aliases"][k] != expected["aliases"][k]:
+            shares = " and ".join(got["aliases"][k]) or "nothing"
+            raise Failure(
+                f"{what} shares memory with {shares}, the basic op's with "
+                f"{' and '.join(expected['aliases'][k]) or 'nothing'}"
+            )
+        compare(case, what, mine, other, other.double())
+    for name, value in expected["context"].items():
+        if got["context"][name] != value:
+            raise Failure(f"it leaves {name}={got['context'][name]!r} in the context of {who} instead of {value!r}")
+
+
+def _differentiable(chains: Chains) -> Iterator[Case]:
+    yield from numeric(chains)
+    yield from map(joined, chains.plain)
+    yield from (case.with_(hidden=True) for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops))
+
+
+@check(_differentiable)
+def gradients(case: Case) -> None:
+    """The gradients of input, parameters and extra inputs, against the separate ops in fp64."""
+    expected, truth = _pair(case)
+    shapes: list[str] = []
+
+    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
+        for basic, grads in zip(op.basic_ops, result[1], strict=True):
+            for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
+                if grad is not None and grad.shape != getattr(basic, name).shape:
+                    shapes.append(f"{tuple(grad.shape)} for {name} of {type(basic).__name__}")
+
+    got = fused(watched(case, None, look))
+    if shapes:
+        raise Failure(f"its backward returns a gradient of shape {shapes[0]}, which autograd must add up")
+    compare_grads(case, got, expected, truth)
+    if len(got.outputs) > 1:
+        got, expected = fused(case, only_main=True), separate(case, None, True)
+        try:
+            compare_grads(case, got, expected, separate(case, torch.float64, True))
+        except Failure as failure:
+            raise Failure(f"where no extra output is used, {failure}") from failure
+
+
+@check(frozen)
+def requires_grad(case: Case) -> None:
+    """Whichever of input, extra inputs and parameters need a gradient: the right ones, and no other work."""
+    expected, truth = _pair(case)
+    needless: list[str] = []
+
+    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
+        for number, (ctx, grads) in enumerate(zip(ctxs, result[1], strict=True)):
+            for name, grad, needs in zip(op.basic_ops[number].param_names, grads or (), ctx.param_requires_grad):  # noqa: B905
+                if grad is not None and not needs:
+                    needless.append(f"{name} of {type(op.basic_ops[number]).__name__}")
+
+    got = fused(watched(case, None, look))
+    compare_results(case, got, expected, truth)
+    if needless:
+        raise Failure(f"it computes the gradient of {needless[0]}, which needs none")
+
+
+@check(surrounded)
+def together(case: Case) -> None:
+    """With every fusion of its plugin at once, the numbers are right too."""
+    every = [subject for subject in subjects(case.subject.plugin) if subject.fusion is not case.subject.fusion]
+    if not every:
+        raise Declined("its plugin offers no other fusion")
+    for dtype in (case.dtype, torch.bfloat16):
+        case = case.with_(dtype=dtype)
+        expected, truth = _pair(case)
+        with only(case.subject, *every):
+            compare_results(case, backward(case, forward(case)), expected, truth)
+
+
+@check(surrounded)
+def repeatable(case: Case) -> None:
+    """The same chain gives bitwise the same twice, and the right thing in every call."""
+    expected, truth = _pair(case)
+    results = []
+    with only(case.subject):
+        chain = case.build()
+        for _ in range(3):
+            again = case.build()
+            for mine, other in zip(chain.chain.parameters(), again.chain.parameters(), strict=True):
+                mine.grad = other.grad = None
+            leaves = {
+                **again.leaves,
+                **{n: p for n, p in chain.leaves.items() if n in dict(chain.chain.named_parameters())},
+            }
+            built = again._replace(chain=chain.chain, leaves=leaves)
+            given = built.inputs()
+            results.append(backward(case, Result(built, given, built(*given))))
+    fused(case, grads=False)
+    for call, got in enumerate(results):
+        try:
+            compare_results(case, got, expected, truth)
+        except Failure as failure:
+            raise Failure(f"in call {call + 1}, {failure}") from failure
+    for call, got in enumerate(results[1:]):
+        pairs: list[Any] = [("the output", got.outputs[0], results[0].outputs[0])]
+        pairs += [(f"the gradient of {describe(case, n)}", g, results[0].grads[n]) for n, g in got.grads.items()]
+        for what, one, first in pairs:
+            if one is not None and first is not None and not torch.equal(one, first):
+                raise Failure(f"{what} differs in its last bits between call 1 and call {call + 2} of the same")
+
+
+@check(plain)
+def follows_values(case: Case) -> None:
+    """Parameters, and numbers on the ops, are read at every call: who changes them sees the change."""
+    results = []
+    for subject in (None, case.subject):
+        with only(subject):
+            result = forward(case)
+            for param in result.built.chain.parameters():
+                param.data.mul_(-1.5)
+            for op in result.built.chain.modules():
+                if isinstance(op, ConstantScale):
+                    op.scale = 2.25
+            given = result.built.inputs()
+            results.append(backward(case, Result(result.built, given, result.built(*given))))
+    fused(case, grads=False)
+    try:
+        compare_results(case, results[1], results[0], results[0])
+    except Failure as failure:
+        raise Failure(f"after its parameters were changed, {failure}") from failure
+
+
+@check(plain)
+def nan_and_inf(case: Case) -> None:
+    """NaN and inf come out where they come out of the separate ops."""
+    results = []
+    for subject in (None, case.subject):
+        with only(subject):
+            built = case.with_(rows=(4,)).build()
+            built.leaves["input"].data[0, 0] = torch.nan
+            built.leaves["input"].data[1, 0] = torch.inf
+            built.leaves["input"].data[2, -1] = -torch.inf
+            given = built.inputs()
+            results.append(backward(case, Result(built, given, built(*given))))
+    fused(case, grads=False)
+    compare_results(case, results[1], results[0], results[0])

@@ -1,0 +1,224 @@
+"""Chains made from a fusion's pattern: every class, every optional element, every built-in activation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import ops as built_in
+from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from ..op import BasicOperation
+from ..scope import Environment
+from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
+from .running import Declined, separate
+
+WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
+Makers = Mapping[type, Callable[[int], Any]]
+
+
+def _built_in_classes() -> tuple[type[BasicOperation], ...]:
+    collectives = ("AllGather", "AllReduce", "ReduceScatter")
+    found = [getattr(built_in, name) for name in built_in.__all__ if name not in collectives]
+    classes = [cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)]
+    classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))  # first what stands for the others
+    return (*classes, CubicActivation, CubicGLU)
+
+
+def classes_of(element: Any) -> list[type]:
+    """The classes of ops to try for a pattern element; an abstract class stands for what is built in."""
+    if isinstance(element, OneOf):
+        return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
+    if isinstance(element, Subclasses):
+        found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
+        own = [] if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation) else [element.cls]
+        return list(dict.fromkeys([*own, *found]))
+    return [element]
+
+
+def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
+    """How to make an op of a class for an input of ``width`` features."""
+    for known in (makers, _MAKERS):
+        if cls in known:
+            made = known[cls](width)
+            return [made] if isinstance(made, Op) else list(made)
+    found = []
+    for op in (Op(cls), Op(cls, width)):
+        try:
+            op()
+        except Exception:  # whatever its constructor wants, it is not this
+            continue
+        found.append(op)
+        break
+    if issubclass(cls, built_in.GatedActivation) and "glu_interleave_size" in inspect.signature(cls).parameters:
+        found.append(Op(cls, glu_interleave_size=2))
+    return found
+
+
+_MAKERS: Makers = {
+    built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width + width // 2),
+    built_in.LayerNorm: lambda width: [Op(built_in.LayerNorm, width, zero_centered_gamma=c) for c in (False, True)],
+    built_in.RMSNorm: lambda width: [Op(built_in.RMSNorm, width, zero_centered_gamma=c) for c in (False, True)],
+    built_in.ConstantScale: lambda width: Op(built_in.ConstantScale, -0.75),
+    built_in.AddExtraInput: lambda width: [Op(built_in.AddExtraInput), Op(built_in.AddExtraInput, in_place=True)],
+    built_in.Dropout: lambda width: Op(built_in.Dropout, 0.0),
+    built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
+    built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
+}
+
+
+def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
+    """The pattern with each optional element there and not, and each repeated one once and twice."""
+    choices = []
+    for element in pattern:
+        if isinstance(element, Maybe):
+            choices.append([[element.element], []])
+        elif isinstance(element, Some):
+            choices.append([[element.element], [element.element] * 2])
+        else:
+            choices.append([[element]])
+    for chosen in itertools.product(*choices):
+        flat = [element for part in chosen for element in part]
+        if flat:
+            yield flat
+
+
+def chains(elements: Sequence[Any], width: int, makers: Makers) -> list[tuple[Op, ...]]:
+    """Chains of one structure: the plainest one, then one for every other class and variant at every place."""
+
+    def options(element: Any, at: int) -> list[Op]:
+        return [op for cls in classes_of(element) for op in variants_of(cls, at, makers)]
+
+    def extend(chosen: tuple[Op, ...], at: int, place: int, number: int) -> Iterator[tuple[Op, ...]]:
+        """Chains whose op at ``place`` is the ``number``-th that is possible there, all others the first that fits."""
+        if len(chosen) == len(elements):
+            yield chosen
+            return
+        found = options(elements[len(chosen)], at)
+        for op in found[number : number + 1] if len(chosen) == place else found:
+            after = next_width(op(), at)
+            if after is None:
+                continue
+            rest = next(extend((*chosen, op), after, place, number), None)
+            if rest is not None:
+                yield rest
+                return
+
+    made: dict[tuple[Op, ...], None] = dict.fromkeys(extend((), width, -1, 0))
+    for place, element in enumerate(elements):
+        for number in range(len(options(element, width))):
+            made |= dict.fromkeys(extend((), width, place, number))
+    return list(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chains:
+    """The chains that a fusion is tested on.
+
+    Attributes:
+        subject: The fusion.
+        plain: One case per structure.
+        all: These, and one for every other class and variant.
+        residual: Chains whose extra input comes out of a channel of the same chain.
+        declined: Why the fusion is not used for the structures that are left out, by structure.
+    """
+
+    subject: Subject
+    plain: tuple[Case, ...]
+    all: tuple[Case, ...]
+    residual: tuple[Case, ...]
+    declined: dict[str, str]
+
+
+def make_chains(
+    subject: Subject, device: str = "cpu", makers: Makers | None = None, examples: Sequence[Sequence[Op]] = ()
+) -> Chains:
+    """The chains for a fusion, as wide as its condition asks for.
+
+    Args:
+        subject: The fusion.
+        device: Where they will run.
+        makers: How to make ops of classes that are not built in: by class, a function of the input's features.
+        examples: Chains of a fusion function, which has no pattern to make them from.
+    """
+    given = [Case(subject, tuple(example), device=device) for example in examples]
+    plain, every, declined = list(given), list(given), {}
+    residual: list[Case] = []
+    pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
+    for elements in structures(pattern):
+        reason: str | None = "no op could be made; tell how with `makers`"
+        for width in WIDTHS:
+            cases = [Case(subject, ops, device=device) for ops in chains(elements, width, makers or {})]
+            accepted = [case for case in cases if refusal(case) is None]
+            if accepted:
+                odd = [Case(subject, ops, device=device) for ops in chains(elements, 2 * width - 1, makers or {})[:1]]
+                plain.append(accepted[0])
+                every += [*accepted, *(case for case in odd if refusal(case) is None)]
+                residual += _residual(accepted[0], elements, makers or {})
+                break
+            reason = refusal(cases[0]) if cases else reason
+        else:
+            names = [getattr(element, "__name__", str(element)) for element in elements]
+            declined[" + ".join(names)] = str(reason)
+    return Chains(subject, tuple(plain), tuple(dict.fromkeys(every)), tuple(residual), declined)
+
+
+def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
+    """Cases whose extra input is the chain's own input, out of a channel: linears are square, so that shapes fit."""
+    square: Makers = {**makers, built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width)}
+    for ops in chains(elements, case.first_width(), square):
+        if not any(op.cls.num_extra_inputs for op in ops):
+            continue
+        forks = any(op.cls.num_extra_outputs for op in ops)
+        found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
+        shape = (*found.rows, found.first_width())
+        if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(residual=True)) is None:
+            yield found.with_(residual=True)
+
+
+def refusal(case: Case) -> str | None:
+    """Why the fusion's condition refuses the case; None if it does not, or misbehaves."""
+    fusion = case.subject.fusion
+    if not isinstance(fusion, Fusion):
+        return None
+    try:
+        separate(case)
+    except Declined as reason:
+        return str(reason)
+    env, start = environment(case.device), len(case.before)
+    ops = tuple(case.basic_ops()[start : start + len(case.ops)])
+    try:
+        answer = True if fusion.when is None else fusion.when(ops, env)
+        if isinstance(answer, str) and answer:
+            return answer
+        benefit = fusion.benefit_of(ops, env)
+        return f"it declares a benefit of {benefit:g}" if benefit < 0 else None
+    except Exception:  # the check of the condition is going to tell
+        return None
+
+
+def environment(device: str, **changes: Any) -> Environment:
+    """The environment of a plain training step."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    env = Environment(torch.device(device), capability, torch.float32, requires_grad=True)
+    return env._replace(**changes)
+
+
+@functools.cache
+def neighbours(case: Case) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """An op to stand before, and one to stand after, that no match of the fusion reaches into."""
+    fusion = case.subject.fusion
+    for op in (Op(built_in.ConstantScale, 2.0), Op(built_in.SiLU), Op(built_in.L2Normalization)):
+        around = case.with_(before=(op,), after=(op,))
+        basic = around.basic_ops()
+        if not isinstance(fusion, Fusion):
+            return (op,), (op,)
+        ends = [(start, end) for start in range(len(basic)) for end in fusion.match(basic, start)]
+        if all(start and end < len(basic) for start, end in ends):
+            return (op,), (op,)
+    return (), ()

@@ -1,0 +1,113 @@
+"""Triton's interpreter made exact for bf16 and fp8, with torch as the one that rounds.
+
+Triton's own interpreter (3.6 to 3.9 at least) works on numpy arrays, which have neither type. It truncates where the
+hardware rounds to nearest even, turns the NaN of fp8 into numbers, and adds and multiplies the bit patterns of bf16.
+:func:`install` replaces four methods of its builder. The hooks are private to Triton, so a test compares
+the interpreter, with and without them, with torch: it fails once Triton no longer needs this module, or changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+_MARK = "_opfuse_testing"
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Conversions to fp8 saturate on a GPU (``cvt.rn.satfinite``), and not in torch."""
+
+
+def install() -> None:
+    """Make the interpreter of this process exact. Doing it twice does no harm.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    builder = _builder()
+    if not hasattr(builder, _MARK):
+        originals = {
+            name: getattr(builder, name) for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op")
+        }
+        setattr(builder, _MARK, originals)
+        _replace(builder, originals)
+
+
+def _builder() -> Any:
+    """The class whose methods the interpreter runs."""
+    return type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
+
+
+def uninstall() -> None:
+    """Put Triton's own methods back."""
+    builder = _builder()
+    for name, method in getattr(builder, _MARK, {}).items():
+        setattr(builder, name, method)
+    if hasattr(builder, _MARK):
+        delattr(builder, _MARK)
+
+
+def _replace(builder: Any, originals: dict[str, Any]) -> None:
+    np: Any = importlib.import_module("numpy")
+    tl: Any = importlib.import_module("triton.language")
+    TensorHandle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+
+    dtypes = {
+        tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32, tl.float64: torch.float64,
+        tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
+    }  # fmt: skip
+    bits = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}
+
+    def to_torch(handle: Any) -> torch.Tensor:
+        """The values of an array, which for bf16 and fp8 is one of bit patterns."""
+        dtype, array = dtypes[handle.dtype.scalar], np.ascontiguousarray(handle.data)
+        if dtype is torch.bfloat16 or dtype.itemsize == 1:
+            array = array.view(bits[dtype.itemsize][0])
+        return torch.from_numpy(array).view(dtype)
+
+    def to_handle(values: torch.Tensor, shape: Any, type_: Any) -> Any:
+        dtype = dtypes[type_]
+        values = values.contiguous()
+        if dtype is torch.bfloat16 or dtype.itemsize == 1:
+            array = values.view(bits[dtype.itemsize][1]).numpy()
+            array = array.view(np.uint16 if dtype is torch.bfloat16 else np.uint8)
+        else:
+            array = values.numpy()
+        return TensorHandle(array.reshape(shape), type_)
+
+    def convert(src: Any, dst_type: Any, *, saturate: bool) -> Any:
+        values, dtype = to_torch(src), dtypes[dst_type.scalar]
+        if saturate and dtype in _LARGEST and values.dtype not in _LARGEST:
+            values = values.float()
+            values = torch.where(values.isnan(), values, values.clamp(-_LARGEST[dtype], _LARGEST[dtype]))
+        return to_handle(values.to(dtype), src.data.shape, dst_type.scalar)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar in dtypes and dst_type.scalar in dtypes:
+            return convert(src, dst_type, saturate=False)
+        return originals["cast_impl"](self, src, dst_type)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if src.dtype.scalar in dtypes and dst_type.scalar in dtypes:
+            return convert(src, dst_type, saturate=True)
+        return originals["create_fp_to_fp"](self, src, dst_type, rounding_mode)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if a.dtype.scalar not in dtypes or a.dtype.scalar in (tl.float32, tl.float64):
+            return originals["create_dot"](self, a, b, d, *precision)
+        product = to_torch(a).float().numpy() @ to_torch(b).float().numpy()
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    bitwise = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+    comparisons = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16 or rhs.dtype.scalar != tl.bfloat16 or op in bitwise:
+            return originals["binary_op"](self, lhs, rhs, op)
+        result = op(to_torch(lhs).float().numpy(), to_torch(rhs).float().numpy())
+        if op in comparisons:
+            return TensorHandle(result, tl.bfloat16)
+        return to_handle(torch.from_numpy(result).bfloat16(), result.shape, tl.bfloat16)
+
+    for method in (cast_impl, create_fp_to_fp, create_dot, binary_op):
+        setattr(builder, method.__name__, method)

@@ -1,0 +1,55 @@
+"""Tiers: with which devices, and which kind of Triton, the checks can run on this machine.
+
+``reference`` is torch on the CPU, and always runs. ``interpret`` runs Triton kernels on the CPU, in a process of its
+own with ``TRITON_INTERPRET=1``. ``gpu`` runs everything on CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+
+
+class Tier(NamedTuple):
+    """One way to run the checks.
+
+    Attributes:
+        name: ``reference``, ``interpret`` or ``gpu``.
+        device: Where the tensors are.
+        reason: Why it cannot run here, or ``""``.
+    """
+
+    name: str
+    device: str
+    reason: str
+
+
+def is_interpreting() -> bool:
+    """Whether Triton interprets its kernels in this process."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def tiers() -> list[Tier]:
+    """The three tiers, as this process can run them."""
+    interpreting = is_interpreting()
+    if importlib.util.find_spec("triton") is None:
+        interpret = "triton is not installed"
+    else:
+        interpret = "" if interpreting else "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
+    gpu = "" if torch.cuda.is_available() else "torch finds no CUDA device"
+    return [
+        Tier("reference", "cpu", "TRITON_INTERPRET is set" if interpreting and not interpret else ""),
+        Tier("interpret", "cpu", interpret),
+        Tier("gpu", "cuda", "TRITON_INTERPRET is set" if interpreting and not gpu else gpu),
+    ]
+
+
+def prepare(tier: Tier) -> None:
+    """Make this process ready for a tier: the interpreter exact, for the one that interprets."""
+    if tier.name == "interpret":
+        from .interpreter import install
+
+        install()

@@ -1,0 +1,99 @@
+"""Checks of an installed plugin in processes of their own: its entry point, its imports, its plans."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..hookspecs import GROUP
+from .cases import Case
+from .running import Failure
+
+_REPORT = """
+import json, sys, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import opfuse, torch
+    from opfuse.plugins import manager, using
+    name, chains = sys.argv[1], json.loads(sys.argv[2])
+    with using(name):
+        rows = [row for row in opfuse.plugins.listing() if row["name"] == name]
+        groups = [record.group for record in manager.records if record.name == name]
+    state = {"triton": "triton" in sys.modules, "cuda": torch.cuda.is_initialized()}
+from opfuse import ops, testing
+plans = []
+for code in chains:
+    with using(name):
+        case = eval(code, {"testing": testing, "ops": ops, "torch": torch})
+        built = case.build()
+        plans.append(str(opfuse.explain(built.chain, *built.inputs())))
+messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
+print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
+"""
+
+
+@functools.lru_cache(maxsize=16)
+def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, Any]:
+    """What a fresh process sees of an installed plugin.
+
+    Args:
+        plugin: Name of its entry point.
+        seed: For the hashes of strings, which differ between processes.
+        cases: What to plan there.
+
+    Raises:
+        Failure: The process fails.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
+    for name in ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET"):
+        environ.pop(name, None)
+    command = [sys.executable, "-c", _REPORT, plugin, json.dumps([repr(case.with_(subject=None)) for case in cases])]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def entry_point(plugin: str, cases: Sequence[Case] = ()) -> None:
+    """The entry point is there, in the group of this contract, and loads without a warning."""
+    seen = report(plugin, 1, tuple(cases))
+    if not seen["groups"]:
+        raise Failure(f"no installed distribution has an entry point {plugin!r} in a group opfuse.v*")
+    if GROUP not in seen["groups"]:
+        raise Failure(f"its entry point {plugin!r} is in group {seen['groups'][0]}, this opfuse reads {GROUP}")
+    for row in seen["rows"]:
+        if row["state"] == "failed":
+            raise Failure(f"entry point {plugin!r} does not load: {row['error']}")
+    if seen["warnings"]:
+        raise Failure(f"loading it warns: {seen['warnings'][0]}")
+
+
+def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
+    """Finding and listing the plugin imports no triton and makes no CUDA context."""
+    seen = report(plugin, 1, tuple(cases))
+    if seen["triton"]:
+        raise Failure("importing it, or calling its hooks, imports triton: import it where a kernel is launched")
+    if seen["cuda"]:
+        raise Failure("importing it, or calling its hooks, makes a CUDA context")
+
+
+def processes(plugin: str, cases: Sequence[Case] = ()) -> None:
+    """Two fresh processes make the same plans."""
+    plans = [report(plugin, seed, tuple(cases))["plans"] for seed in (1, 2)]
+    for one, other in zip(*plans, strict=True):
+        if one != other:
+            raise Failure(f"two processes plan the same chain differently\n{one}\nand\n{other}")
+
+
+PLUGIN_CHECKS: dict[str, Callable[[str, Sequence[Case]], None]] = {
+    "entry_point": entry_point,
+    "imports": imports,
+    "processes": processes,
+}
+"""The checks of a plugin as a whole."""

@@ -1,0 +1,115 @@
+"""Running checks over cases, and reporting the smallest failing one as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .cases import Case, where
+from .checks import CHECKS, Check
+from .generate import Chains
+from .machine import is_interpreting
+from .running import Declined, Failure, blamed, separate
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a check found.
+
+    Attributes:
+        ran: How many cases ran.
+        declined: Why others did not.
+        failure: What is wrong, or None.
+        case: The smallest failing case.
+        check: The check's name.
+    """
+
+    check: str
+    ran: int
+    declined: tuple[str, ...] = ()
+    failure: str | None = None
+    case: Case | None = None
+
+    def __str__(self) -> str:
+        if self.failure is None or self.case is None:
+            return f"{self.check}: {self.ran} cases passed"
+        subject = self.case.subject
+        who = f"{subject.kind} fusion {subject.name!r} of plugin {subject.plugin!r}"
+        return f"{who} fails the check {self.check!r}: {self.failure}\n\n{snippet(self.check, self.case)}"
+
+
+def run(check: str, case: Case) -> None:
+    """Run one check on one case.
+
+    Raises:
+        Failure: It found a fault.
+        Declined: The fusion does not take the case.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        if is_interpreting():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of an overflow inside a kernel
+        with blamed():
+            CHECKS[check].run(case)
+
+
+def run_all(check: Check, chains: Chains) -> Outcome:
+    """Run a check on its cases up to the first failure, and look for a smaller failing case."""
+    ran, declined = 0, dict.fromkeys(chains.declined.values())
+    for case in dict.fromkeys(check.cases(chains)):
+        try:
+            run(check.name, case)
+        except Declined as reason:
+            declined[str(reason)] = None
+        except Failure as failure:
+            case, failure = _shrink(check, case, failure, chains.plain)
+            return Outcome(check.name, ran, tuple(declined), str(failure), case)
+        else:
+            ran += 1
+    return Outcome(check.name, ran, tuple(declined))
+
+
+def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) -> tuple[Case, Failure]:
+    """The smallest case that still fails the check."""
+    for _ in range(20):
+        for smaller in _smaller(case, others):
+            try:
+                separate(smaller)
+                run(check.name, smaller)
+            except Failure as found:
+                case, failure = smaller, found
+                break
+            except Declined:
+                continue
+        else:
+            break
+    return case, failure
+
+
+def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
+    for field in dataclasses.fields(case)[2:]:
+        if field.name in ("before", "after", "layout", "frozen", "autocast", "wide"):
+            if getattr(case, field.name) != field.default:
+                yield case.with_(**{field.name: field.default})
+    if case.dtype is not torch.float32:
+        yield case.with_(dtype=torch.float32)
+    for rows in ((1,), (3,), (2, 3), (127,)):
+        if len(rows) < len(case.rows) or torch.Size(rows).numel() < torch.Size(case.rows).numel():
+            yield case.with_(rows=rows)
+    for other in others:
+        if (len(other.ops), str(other.ops)) < (len(case.ops), str(case.ops)) and len(other.ops) < len(case.ops):
+            yield case.with_(ops=other.ops, frozen=())
+
+
+def snippet(check: str, case: Case) -> str:
+    """Code that runs a check on a case."""
+    named = [where(op.cls) for op in (*case.before, *case.ops, *case.after)]
+    modules = {name.rpartition(".")[0] for name in named if not name.startswith(("ops.", "testing."))}
+    lines = ["import torch", *(f"import {module}" for module in sorted(modules))]
+    lines += ["from opfuse import ops, testing", "", f"case = {case!r}"]
+    lines += ["chain, leaves, *_ = case.build()  # to look at by hand", f"testing.run({check!r}, case)"]
+    return "\n".join(lines)

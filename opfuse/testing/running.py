@@ -1,0 +1,239 @@
+"""Running a case: with its fusion and no other, or with none; and watching what the fused op does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PluginWarning
+from ..fuser import OperationFuser
+from ..fusion import Fusion
+from ..op import FusedOperation
+from ..plan import FusionPlan
+from ..plugins import manager, using
+from .cases import Built, Case, Subject
+
+
+class Failure(AssertionError):
+    """A check found a fault. The suite adds which check, which fusion, and the smallest failing case."""
+
+
+class Declined(Exception):
+    """The fusion refused this case, with the reason."""
+
+
+@contextlib.contextmanager
+def only(*fusions: Subject | None) -> Iterator[None]:
+    """No plugin and no fusion but these; a warning about a plugin is an error."""
+    before, manager._registered = manager._registered, []
+    manager._changed()
+    for subject in filter(None, fusions):
+        manager.register_fusion(subject.kind, subject.fusion, False)
+    try:
+        with using(""), warnings.catch_warnings():
+            warnings.simplefilter("error", PluginWarning)
+            yield
+    finally:
+        manager._registered = before
+        manager._changed()
+
+
+class Plans:
+    """Collects the plans of every call in this thread, for a ``with`` block."""
+
+    def __init__(self) -> None:
+        self.plans: list[FusionPlan] = []
+
+    def __enter__(self) -> Plans:
+        self._outer, manager.scope.recorder = manager.scope.recorder, self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        manager.scope.recorder = self._outer
+
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+        """Called by a fuser before every call."""
+        self.plans.append(plan)
+
+    def require(self, case: Case) -> None:
+        """Raise unless the case's fusion is in the plans, in the passes it is for.
+
+        Raises:
+            Declined: It refused, or the pass it is for does not run there.
+            Failure: It is not used, and nobody said why.
+        """
+        subject = case.subject
+        for plan in self.plans:
+            forward, backward = ({step.fusion for step in steps} for steps in (plan.forward, plan.backward))
+            if subject.name in (backward if subject.kind == "backward" else forward):
+                return
+            if subject.kind == "backward" and not plan.backward:
+                raise Declined("there is no backward")
+            reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == subject.name]
+            if reasons:
+                raise Declined(reasons[0])
+        if (case.before or case.after) and not isinstance(subject.fusion, Fusion):
+            raise Declined("a fusion function decides for itself which chains it takes")
+        raise Failure("it is not used for its own chain, and says no reason")
+
+
+@dataclasses.dataclass
+class Result:
+    """What one forward and backward gave.
+
+    Attributes:
+        built: The chain and its tensors.
+        given: What the chain was called with.
+        outputs: With their autograd graph.
+        weights: The incoming gradients, of the outputs that have one.
+        grads: By leaf, for those that need one.
+    """
+
+    built: Built
+    given: list[Tensor]
+    outputs: tuple[Tensor, ...]
+    weights: list[Tensor] = dataclasses.field(default_factory=list)
+    grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
+
+
+def forward(case: Case, dtype: torch.dtype | None = None, chain: Any = None) -> Result:
+    """Run the forward of a case with what is in force here."""
+    built = case.build(dtype)
+    given = built.inputs()
+    return Result(built, given, built(*given, chain=chain(built.chain) if chain else None))
+
+
+def backward(case: Case, result: Result, only_main: bool = False, retain_graph: bool = False) -> Result:
+    """Add the gradients to a forward's result.
+
+    Args:
+        case: The case.
+        result: What :func:`forward` gave.
+        only_main: Use the first output alone.
+        retain_graph: Let the backward run again.
+    """
+    chosen = [y.requires_grad and not (only_main and k) for k, y in enumerate(result.outputs)]
+    weights = [w for w, use in zip(case.weights(result.outputs), chosen, strict=True) if use]
+    outputs = [y for y, use in zip(result.outputs, chosen, strict=True) if use]
+    wanted = {name: leaf for name, leaf in result.built.leaves.items() if leaf.requires_grad}
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if outputs and wanted:
+        leaves = list(wanted.values())
+        found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, retain_graph=retain_graph)
+    result.weights = weights
+    result.grads = dict(zip(wanted, found, strict=True))
+    return result
+
+
+def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool = False) -> Result:
+    """Run a case with its fusion.
+
+    Args:
+        case: The case.
+        grads: Run the backward too.
+        chain: Replaces the chain, given the chain.
+        only_main: Differentiate the first output alone.
+
+    Raises:
+        Declined: The fusion refused, or the separate ops do.
+        Failure: It is not used, or it raised.
+    """
+    separate(case)
+    with only(case.subject), Plans() as plans, blamed():
+        result = forward(case, chain=chain)
+        plans.require(case)
+        return backward(case, result, only_main) if grads else result
+
+
+@contextlib.contextmanager
+def blamed() -> Iterator[None]:
+    """Whatever is raised inside is a failure: the separate ops ran."""
+    try:
+        yield
+    except (Failure, Declined):
+        raise
+    except Exception as error:
+        text = str(error).strip()
+        raise Failure(f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
+    """The same case without any fusion; with ``dtype`` fp64, the truth.
+
+    Raises:
+        Declined: The separate ops do not take it.
+    """
+    try:
+        with only():
+            return backward(case, forward(case, dtype), only_main)
+    except Exception as error:
+        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+
+
+OnForward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
+OnBackward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
+
+
+def watched(case: Case, on_forward: OnForward | None = None, on_backward: OnBackward | None = None) -> Case:
+    """The case with a fusion whose fused ops call back after each pass, with contexts, incoming tensor and result."""
+
+    def watch(op: FusedOperation) -> FusedOperation:
+        for name, callback in (("fuser_forward", on_forward), ("fuser_backward", on_backward)):
+            if callback is not None:
+                vars(op)[name] = _calling(op, getattr(op, name), callback)
+        return op
+
+    fusion = case.subject.fusion
+    if isinstance(fusion, Fusion):
+        build = fusion.build
+
+        @functools.wraps(build, updated=())
+        def build_watched(ops: Any) -> FusedOperation:
+            return watch(build(ops))
+
+        build_watched.kwarg_names = getattr(build, "kwarg_names", ())  # type: ignore[attr-defined]
+        return case.with_(subject=case.subject._replace(fusion=dataclasses.replace(fusion, build=build_watched)))
+    function: Any = fusion
+
+    @functools.wraps(function)
+    def function_watched(ops: Any, **kwargs: Any) -> Any:
+        return [watch(op) if isinstance(op, FusedOperation) else op for op in function(ops, **kwargs)]
+
+    return case.with_(subject=case.subject._replace(fusion=function_watched))
+
+
+def _calling(op: FusedOperation, plain: Any, callback: Any) -> Any:
+    def call(ctxs: Any, tensor: Any, **given: Any) -> Any:
+        result = plain(ctxs, tensor, **given)
+        callback(op, ctxs, tensor, result)
+        return result
+
+    return call
+
+
+class OneByOne(FusedOperation):
+    """The forward of its basic ops, one after the other."""
+
+    kwarg_names = None
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **quantizers: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        outputs = []
+        for op, ctx, extras, kwargs in zip(
+            self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs, strict=True
+        ):
+            input_, (given,) = op.fuser_forward(  # type: ignore[operator]
+                [ctx], input_, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **quantizers
+            )
+            outputs.append(given)
+        return input_, outputs

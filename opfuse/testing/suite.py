@@ -1,0 +1,133 @@
+"""The suite that a plugin's tests subclass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from .cases import Op, Subject, subjects
+from .checks import CHECKS
+from .generate import Chains, make_chains
+from .machine import Tier, prepare, tiers
+from .processes import PLUGIN_CHECKS
+from .report import Outcome, run_all
+from .running import Failure
+
+
+class FusionSuite:
+    """Holds every fusion of a plugin to the contract.
+
+    Subclass it in the plugin's tests, under a name that pytest collects::
+
+        from opfuse.testing import FusionSuite
+
+        class TestConformance(FusionSuite):
+            plugin = "linear"
+
+    Attributes:
+        plugin: Name of the plugin's entry point.
+        limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` -> reason. A limit that
+            is not one, because the check passes, is a failure.
+        makers: How to make ops that are not built in: class -> function of the input's features that gives an
+            :class:`Op`, or several.
+        examples: For a fusion that is a plain function, which has no pattern: its name -> chains, each a list
+            of :class:`Op`.
+    """
+
+    plugin: ClassVar[str] = ""
+    limits: ClassVar[Mapping[str, str]] = {}
+    makers: ClassVar[Mapping[type, Callable[[int], Any]]] = {}
+    examples: ClassVar[Mapping[str, Sequence[Sequence[Op]]]] = {}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per check of the plugin, per tier, and per fusion and check."""
+        names = metafunc.fixturenames
+        if "plugin_check" in names:
+            metafunc.parametrize("plugin_check", PLUGIN_CHECKS)
+        if "skipped_tier" in names:
+            metafunc.parametrize("skipped_tier", tiers(), ids=lambda tier: tier.name)
+        if "fusion_check" in names:
+            runnable = [tier for tier in tiers() if not tier.reason]
+            found = subjects(self.plugin)
+            params = [
+                pytest.param(tier, subject, name, id=f"{tier.name}-{subject.kind} {subject.name}-{name}")
+                for tier in runnable
+                for subject in found
+                for name, check in CHECKS.items()
+                if not (check.slow and tier.name == "interpret")
+            ]
+            metafunc.parametrize(("tier", "subject", "fusion_check"), params)
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+    def test_plugin(self, plugin_check: str) -> None:
+        """The plugin as it is installed, in fresh processes."""
+        cases = [case for subject in subjects(self.plugin) for case in self.chains(subject, "cpu").plain]
+        problem = None
+        try:
+            PLUGIN_CHECKS[plugin_check](self.plugin, cases)
+        except Failure as failure:
+            problem = f"plugin {self.plugin!r} fails the check {plugin_check!r}: {failure}"
+        self._judge((plugin_check,), problem, passed=problem is None)
+
+    def test_tier(self, skipped_tier: Tier) -> None:
+        """Which tiers run here; those that cannot say why."""
+        if skipped_tier.reason:
+            pytest.skip(f"{skipped_tier.name}: {skipped_tier.reason}")
+
+    def test_offers_something(self) -> None:
+        """There are fusions to test, and the limits name fusions and checks that exist."""
+        found = subjects(self.plugin)
+        if not found:
+            pytest.fail(f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False)
+        known = {*CHECKS, *PLUGIN_CHECKS, *(f"{subject.name}: {name}" for subject in found for name in CHECKS)}
+        for name in self.limits:
+            if name not in known:
+                pytest.fail(f"limits names {name!r}, which is neither a check nor '<fusion>: <check>'", pytrace=False)
+
+    def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
+        """One check on every case it is for."""
+        prepare(tier)
+        outcome = self.check(subject, fusion_check, tier.device)
+        problem = None if outcome.failure is None else str(outcome)
+        names = (fusion_check, f"{subject.name}: {fusion_check}")
+        self._judge(names, problem, passed=problem is None and outcome.ran > 0)
+        if not outcome.ran:
+            pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
+
+    def check(self, subject: Subject, name: str, device: str = "cpu") -> Outcome:
+        """Run one check on one fusion."""
+        chains = self.chains(subject, device)
+        if not chains.all and all("makers" in reason for reason in chains.declined.values()):
+            wanted = "`examples`" if not chains.declined else "`makers`"
+            pytest.fail(f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}", pytrace=False)
+        return run_all(CHECKS[name], chains)
+
+    @classmethod
+    def chains(cls, subject: Subject, device: str) -> Chains:
+        """What a fusion is tested on."""
+        cache: Any = cls.__dict__.get("_cache")
+        if cache is None:
+            cls._cache = cache = functools.cache(  # type: ignore[attr-defined]
+                lambda subject, device: make_chains(subject, device, cls.makers, cls.examples.get(subject.name, ()))
+            )
+        return cache(subject, device)  # type: ignore[no-any-return]
+
+    def _judge(self, names: tuple[str, ...], problem: str | None, *, passed: bool) -> None:
+        """Fail, or let a declared limit pass; a limit that works is a failure."""
+        declared = [name for name in names if name in self.limits]
+        if problem is not None and not declared:
+            pytest.fail(problem, pytrace=False)
+        if problem is not None:
+            pytest.skip(f"declared limit: {self.limits[declared[0]]}")
+        if declared and passed:
+            pytest.fail(f"limits declares {declared[0]!r} ({self.limits[declared[0]]}), but it works", pytrace=False)

@@ -1,0 +1,13 @@
+"""What this plugin gives to opfuse. Nothing heavy is imported here: opfuse asks while it makes its first plan."""
+
+from __future__ import annotations
+
+from opfuse import Fusion, hookimpl
+
+
+@hookimpl
+def opfuse_forward_fusions() -> list[Fusion]:
+    """Bias + activation."""
+    from . import fused
+
+    return fused.FORWARD

@@ -1,0 +1,42 @@
+"""The fused op, and where it may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
+from opfuse.ops import Activation, Bias
+
+
+class BiasActivation(FusedOperation):
+    """Bias + activation: the sum is written only if the activation's backward reads it."""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        from . import kernels  # now that the fusion is used: this imports Triton
+
+        self._kernel = kernels.bias_activation
+
+    def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+        """The output, and no extra outputs. Leaves for the backward what the ops would."""
+        bias_ctx, ctx = basic_op_ctxs
+        (bias,) = bias_ctx.params  # of this call: never self.basic_ops[0].bias
+        dtype = ctx.dtype or input_.dtype  # autocast may ask for another one
+        keep = ctx.requires_grad and ctx.input_requires_grad
+        output, hidden = self._kernel(input_, bias, self.basic_ops[1], dtype=dtype, keep=keep)
+        if ctx.requires_grad:
+            ctx.save_for_backward(hidden)  # as Activation does; Bias saves nothing
+        return output, [(), ()]
+
+
+def pays(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
+    if env.compiling:
+        return "torch.compile fuses a bias and an activation by itself"
+    return True
+
+
+FORWARD = [Fusion((Bias, Subclasses(Activation)), BiasActivation, pays, name="bias+activation")]

@@ -1,0 +1,594 @@
+"""Fusions that are wrong, each in one way, and which check must say so in which words.
+
+``FAULTS`` maps a name to a :class:`Fault`. Those that need a process of their own are in ``DISTRIBUTIONS``, as files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from chains import Forwarding
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.fusion import Fusion, Maybe, Subclasses
+from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, ReLU
+from opfuse.testing import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A wrong fusion, made anew by ``make``; ``says`` is a pattern that the message of ``check`` must match."""
+
+    check: str
+    says: str
+    kind: str
+    make: Callable[[], Any]
+    examples: tuple[Any, ...] = ()
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def faulty(check, says, kind, *pattern, when=None, examples=()):
+    """Register a fused op class, or a function that makes one, as a fault."""
+
+    def add(cls):
+        make = (lambda: cls) if kind == "function" else lambda: Fusion(pattern, cls, when, name=cls.__name__)
+        FAULTS[cls.__name__] = Fault(check, says, "forward" if kind == "function" else kind, make, examples)
+        return cls
+
+    return add
+
+
+class Forward(opfuse.FusedOperation):
+    """Linear + bias, as it should be; what follows spoils one thing."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return self.spoil(F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), x), [(), ()]
+
+    def spoil(self, y, x):
+        return y
+
+
+class Backward(opfuse.FusedOperation):
+    """The backward of linear + bias, as it should be."""
+
+    grad_input = "fresh"
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        x, weight = basic_op_ctxs[0].saved_tensors
+        dy = grad_output if basic_op_ctxs[0].dtype is None else grad_output.to(basic_op_ctxs[0].dtype)
+        rows = dy.reshape(-1, dy.shape[-1])
+        dw = None if x is None else self.grad_weight(rows, x.reshape(-1, x.shape[-1]))
+        db = self.grad_bias(dy) if basic_op_ctxs[1].param_requires_grad[0] else None
+        return (None if weight is None else self.grad_input_of(dy, weight)), [(dw,), (db,)], [(), ()]
+
+    def grad_weight(self, dy, x):
+        return dy.t() @ x
+
+    def grad_bias(self, dy):
+        return dy.reshape(-1, dy.shape[-1]).sum(0)
+
+    def grad_input_of(self, dy, weight):
+        return dy @ weight
+
+
+class Pointwise(opfuse.FusedOperation):
+    """Forward of one activation, as it should be."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,) = self.basic_ops
+        return self.spoil(act.forward_value(act.operand(basic_op_ctxs[0], input_))), [()]
+
+    def spoil(self, y):
+        return y
+
+
+# What is saved
+
+
+@faulty("saved_state", r"'input' for op 2 \(GELU\) is wrong by", "forward", BasicLinear, Bias, GELU)
+class SavesTheWrongTensor(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        product = F.linear(x, weight)
+        hidden = product + basic_op_ctxs[1].params[0].to(x.dtype)
+        self.basic_ops[2].operand(basic_op_ctxs[2], product)
+        return F.gelu(hidden, approximate="tanh"), [(), (), ()]
+
+
+@faulty("saved_state", r"saves as 'input' for op 0 \(BasicLinear\) has shape \(12, 8\)", "forward", BasicLinear, Bias)
+class SavesInAnotherOrder(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        result = super().fuser_forward(basic_op_ctxs, input_)
+        basic_op_ctxs[0].to_save = basic_op_ctxs[0].to_save and basic_op_ctxs[0].to_save[::-1]
+        return result
+
+
+@faulty("saved_state", "is a tensor, although no gradient needs it", "forward", BasicLinear, Bias)
+class SavesWhatNobodyNeeds(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        result = super().fuser_forward(basic_op_ctxs, input_)
+        if basic_op_ctxs[0].requires_grad:
+            x = input_.to(basic_op_ctxs[0].dtype or input_.dtype)
+            basic_op_ctxs[0].save_for_backward(x, basic_op_ctxs[0].params[0].to(x.dtype))
+        return result
+
+
+@faulty("saved_state", "'input' for op 0 .* has dtype torch.float32 instead of torch.bfloat16", "forward", ReLU)
+class SavesInAnotherDtype(Pointwise):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        result = super().fuser_forward(basic_op_ctxs, input_)
+        if basic_op_ctxs[0].to_save is not None:
+            basic_op_ctxs[0].to_save = tuple(None if t is None else t.float() for t in basic_op_ctxs[0].to_save)
+        return result
+
+
+@faulty("saved_state", "shares memory with the output", "forward", BasicLinear, ReLU)
+class SavesItsOutput(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        y = F.linear(x, weight).relu()
+        self.basic_ops[1].operand(basic_op_ctxs[1], y)  # the right gradient by luck
+        return y, [(), ()]
+
+
+@faulty("saved_state", "saves tensors for op 0 .*, which takes no part", "forward", BasicLinear, Bias)
+class SavesBeforeTheFirstGradient(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        result = super().fuser_forward(basic_op_ctxs, input_)
+        if not basic_op_ctxs[0].requires_grad:
+            basic_op_ctxs[0].save_for_backward(None, None)
+        return result
+
+
+@faulty("saved_bytes", "it keeps .* bytes for the backward, the separate ops keep", "joint", BasicLinear, Bias)
+class KeepsTooMuch(Forwarding):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        result = super().fuser_forward(basic_op_ctxs, input_, **given)
+        if basic_op_ctxs[0].requires_grad and isinstance(input_, torch.Tensor):
+            basic_op_ctxs[1].save_for_backward(input_.repeat(4, *[1] * (input_.ndim - 1)))
+        return result
+
+
+@faulty("without_grad", "under no_grad it saves tensors", "joint", BasicLinear, Bias)
+class SavesWithoutGrad(Forwarding):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        result = super().fuser_forward(basic_op_ctxs, input_, **given)
+        if not basic_op_ctxs[0].requires_grad:
+            basic_op_ctxs[0].save_for_backward(input_, None)
+        return result
+
+
+# Numbers
+
+
+@faulty("gradients", r"the gradient of weight of op 0 \(BasicLinear\) is wrong by", "backward", BasicLinear, Bias)
+class DoublesAGradient(Backward):
+    def grad_weight(self, dy, x):
+        return 2 * (dy.t() @ x)
+
+
+@faulty(
+    "gradients", r"its backward returns a gradient of shape \(3, 12\) for bias of Bias", "backward", BasicLinear, Bias
+)
+class SumsOneDimensionOnly(Backward):
+    def grad_bias(self, dy):
+        return dy.sum(0) if dy.ndim > 1 else dy.clone()
+
+
+@faulty("requires_grad", "it computes the gradient of bias of Bias, which needs none", "backward", BasicLinear, Bias)
+class IgnoresWhatNeedsAGradient(Backward):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        dx, (dw, _), extras = super().fuser_backward(basic_op_ctxs, grad_output)
+        return dx, [dw, (self.grad_bias(grad_output),)], extras
+
+
+@faulty("requires_grad", "the gradient of the input .*None", "backward", BasicLinear, Bias)
+class ForgetsTheInputOfAFrozenWeight(Backward):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output)
+        return (dx if basic_op_ctxs[0].param_requires_grad[0] else None), grads, extras
+
+
+@faulty("runs", "gave None for extra output 0", "forward", MakeExtraOutput, BasicLinear)
+class DropsAnExtraOutput(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[1], input_)
+        return F.linear(x, weight), [(None,), ()]
+
+
+@faulty("output", "extra output 0 is wrong by", "forward", MakeExtraOutput, ConstantScale)
+class GivesTheWrongExtraOutput(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y = input_ * self.basic_ops[1].scale
+        return y, [(y.clone(),), ()]
+
+
+@faulty("gradients", "the gradient of the input is wrong by", "backward", MakeExtraOutput, ConstantScale)
+class DropsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output * self.basic_ops[1].scale, [(), ()], [(), ()]
+
+
+@faulty("gradients", "raised .*NoneType", "backward", MakeExtraOutput, ConstantScale)
+class NeedsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        ((extra,), _) = basic_op_grad_extra_outputs
+        return extra + grad_output * self.basic_ops[1].scale, [(), ()], [(), ()]
+
+
+@faulty("output", "(?s)the output is wrong by.*layout='", "forward", GELU)
+class IgnoresStrides(Pointwise):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        self.basic_ops[0].operand(basic_op_ctxs[0], input_)
+        dense = torch.as_strided(input_, input_.shape, torch.empty(input_.shape).stride())
+        return F.gelu(dense, approximate="tanh"), [()]
+
+
+@faulty("gradients", "(?s)is wrong by.*layout='", "backward", GELU)
+class IgnoresStridesOfTheGradient(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        dense = torch.as_strided(grad_output, grad_output.shape, torch.empty(grad_output.shape).stride())
+        return self.basic_ops[0].backward_value(dense, basic_op_ctxs[0].saved_tensors[0]), [()], [()]
+
+
+@faulty("output", r"(?s)wrong by.*rows=\((127|129),\)", "forward", BasicLinear, Bias)
+class LeavesTheLastRow(Forward):
+    def spoil(self, y, x):
+        y[128:] = y[64:127] = 0
+        return y
+
+
+@faulty("output", r"(?s)wrong by.*BasicLinear, 15, ", "forward", BasicLinear, Bias)
+class LeavesOddFeatures(Forward):
+    def spoil(self, y, x):
+        if x.shape[-1] % 2:
+            y = y - x[..., -1:]
+        return y
+
+
+@faulty("output", "(?s)wrong by.*dtype=torch.bfloat16", "forward", GELU)
+class IsWrongInHalfPrecision(Pointwise):
+    def spoil(self, y):
+        return y * 1.05 if y.dtype is torch.bfloat16 else y
+
+
+@faulty("output", "the output has dtype torch.float32 instead of torch.bfloat16", "forward", GELU)
+class GivesAnotherDtype(Pointwise):
+    def spoil(self, y):
+        return y.float() if y.dtype is torch.bfloat16 else y
+
+
+@faulty(
+    "output",
+    r"(?s)the output is wrong by.*ops=\(testing.Op\(ops.BasicLinear, 8, 12\), testing.Op",
+    "forward",
+    BasicLinear,
+    Subclasses(Activation),
+)
+class TakesEveryActivationForGELU(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        act, hidden = self.basic_ops[1], F.linear(x, weight)
+        act.operand(basic_op_ctxs[1], hidden)
+        return (act.forward_value(hidden) if act.gated else F.gelu(hidden, approximate="tanh")), [(), ()]
+
+
+@faulty("output", "wrong by", "forward", BasicLinear, Maybe(Bias), GELU)
+class ForgetsTheOptionalBias(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        y = F.linear(x, weight)
+        self.basic_ops[-1].operand(basic_op_ctxs[-1], y + (basic_op_ctxs[1].params[0] if len(basic_op_ctxs) > 2 else 0))
+        return F.gelu(y, approximate="tanh"), [()] * len(basic_op_ctxs)
+
+
+@faulty(
+    "neighbours",
+    "(?s)a subclass of BasicLinear that computes something else.*wrong by",
+    "forward",
+    Subclasses(BasicLinear),
+    Bias,
+)
+class TakesASubclassItCannotRun(Forward):
+    pass
+
+
+class _LinearGelu(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        hidden = self.basic_ops[1].operand(basic_op_ctxs[1], F.linear(x, weight))
+        return F.gelu(hidden, approximate="tanh"), [(), ()]
+
+
+@faulty("neighbours", "which is not its chain: .*wrong by", "function", examples=([Op(BasicLinear, 8, 12), Op(GELU)],))
+def looks_at_classes_only(ops, *, recipe):
+    """A fusion function that asks with isinstance."""
+    if len(ops) == 2 and isinstance(ops[0], BasicLinear) and isinstance(ops[1], GELU):
+        return [_LinearGelu(ops)]
+    return ops
+
+
+@faulty("repeatable", "in call 2, the output is wrong by", "forward", GELU)
+class IsWrongTheSecondTime(Pointwise):
+    calls = 0
+
+    def spoil(self, y):
+        self.calls += 1
+        return y + 1 if self.calls == 2 else y
+
+
+@faulty("repeatable", "differs in its last bits between call 1 and call", "forward", GELU)
+class IsNotDeterministic(Pointwise):
+    calls = 0
+
+    def spoil(self, y):
+        self.calls += 1
+        return torch.nextafter(y, torch.full_like(y, torch.inf)) if self.calls % 2 and y.dtype is torch.float32 else y
+
+
+@faulty("follows_values", "after its parameters were changed, .*wrong by", "forward", BasicLinear, Bias)
+class ReadsTheBiasOnce(Forward):
+    def __init__(self, basic_ops):
+        super().__init__(basic_ops)
+        self.bias = basic_ops[1].bias.detach().clone()
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
+
+
+@faulty("nan_and_inf", "the output is NaN in 0 places", "forward", ReLU)
+class SwallowsNaN(Pointwise):
+    def spoil(self, y):
+        return torch.where(y > 0, y, 0)
+
+
+@faulty("autocast", "the output has dtype torch.float32 instead of torch.bfloat16", "joint", BasicLinear)
+class IgnoresAutocast(Forwarding):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        basic_op_ctxs[0].dtype = None
+        return super().fuser_forward(basic_op_ctxs, input_, **given)
+
+
+@faulty("recipe", "under a recipe .* the output is wrong by", "forward", BasicLinear, Bias)
+class IgnoresTheRecipe(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_)
+        if basic_op_ctxs[0].quantizers[0]:
+            y = (
+                F.linear(input_.dequantize() if hasattr(input_, "quantizer") else input_, basic_op_ctxs[0].params[0])
+                + 0.01
+            )
+        return y, extras
+
+
+# Memory
+
+
+@faulty("unmodified_inputs", "its forward modifies the input", "forward", ConstantScale, ReLU)
+class WritesIntoItsInput(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        scaled = input_.mul_(self.basic_ops[0].scale)
+        act = self.basic_ops[1]
+        return act.forward_value(act.operand(basic_op_ctxs[1], scaled)), [(), ()]
+
+
+@faulty("unmodified_gradients", "its backward modifies the incoming gradient", "backward", GELU)
+class WritesIntoAnyGradient(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (x,) = basic_op_ctxs[0].saved_tensors
+        return self.basic_ops[0].backward_value(grad_output.clone(), x, out=grad_output), [()], [()]
+
+
+@faulty("unmodified_gradients", "its backward modifies saved tensor", "backward", BasicLinear, GELU)
+class WritesIntoWhatWasSaved(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (hidden,), (x, weight) = basic_op_ctxs[1].saved_tensors, basic_op_ctxs[0].saved_tensors
+        dy = self.basic_ops[1].backward_value(grad_output.to(hidden.dtype), hidden)
+        hidden.copy_(dy)
+        rows = hidden.reshape(-1, dy.shape[-1])
+        dw = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
+        return (None if weight is None else hidden @ weight), [(dw,), ()], [(), ()]
+
+
+@faulty("aliasing", "output 0 shares memory with output 0 of an earlier call", "forward", GELU)
+class ReusesItsOutput(Pointwise):
+    buffers: ClassVar[dict] = {}
+
+    def spoil(self, y):
+        return self.buffers.setdefault((y.shape, y.dtype), torch.empty_like(y)).copy_(y)
+
+
+@faulty(
+    "aliasing",
+    r"(?s)gradient of 1.bias shares memory with incoming gradient 0.*rows=\(\)",
+    "backward",
+    BasicLinear,
+    Bias,
+)
+class GivesTheGradientItselfForOneRow(Backward):
+    def grad_bias(self, dy):
+        return dy if dy.ndim == 1 else super().grad_bias(dy)
+
+
+@faulty("grad_input", "declares grad_input='fresh', but returns grad_output", "backward", Bias)
+class ClaimsAFreshGradient(opfuse.FusedOperation):
+    grad_input = "fresh"
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        db = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if basic_op_ctxs[0].param_requires_grad[0] else None
+        return grad_output, [(db,)], [()]
+
+
+@faulty("released", "the input is still referenced after the backward", "forward", BasicLinear, Bias)
+class KeepsItsInput(Forward):
+    kept: ClassVar[list] = []
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        self.kept.append(input_)
+        return super().fuser_forward(basic_op_ctxs, input_)
+
+
+# Planning
+
+
+@faulty(
+    "condition",
+    "its condition returned False instead of True or a sentence",
+    "forward",
+    GELU,
+    when=lambda ops, env: False,
+)
+class SaysNoWithoutAReason(Pointwise):
+    pass
+
+
+@faulty("condition", "its condition raised ZeroDivisionError", "forward", GELU, when=lambda ops, env: 1 / 0)
+class FailsInItsCondition(Pointwise):
+    pass
+
+
+def _reads(ops, env):
+    return True if ops[0].weight.sum().item() < 1e9 else "the weight is too large"
+
+
+@faulty("condition", "must not read the data of parameters", "forward", BasicLinear, Bias, when=_reads)
+class ReadsDataToPlan(Forward):
+    pass
+
+
+def _never(ops, env):
+    if len(ops) > 7:
+        return "this cannot happen to two ops"
+    return True if env.recipe is None else "it does not quantize"
+
+
+@faulty("refusals", "no case shows the refusal in line .*this cannot happen", "forward", BasicLinear, Bias, when=_never)
+class HasARefusalNobodySees(Forward):
+    pass
+
+
+_planned: list = []
+
+
+def _every_other_time(ops, env):
+    _planned.append(1)
+    return True if len(_planned) % 2 else "it was not its turn"
+
+
+@faulty("same_plan", "planning the same chain again gives another plan", "forward", GELU, when=_every_other_time)
+class DependsOnWhatWasPlannedBefore(Pointwise):
+    pass
+
+
+@faulty(
+    "unmodified_inputs", r"(?s)its forward modifies the input.*residual=True", "forward", BasicLinear, AddExtraInput
+)
+class WritesIntoAChannel(opfuse.FusedOperation):
+    """Writes into any extra input, though one out of a channel is still needed."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        ((), (extra,)) = basic_op_extra_inputs
+        y = F.linear(x, weight)
+        self.basic_ops[1].check_extra(basic_op_ctxs[1], extra, y.shape)
+        return (extra.detach().add_(y) if self.basic_ops[1].in_place else extra + y), [(), ()]
+
+
+# Around
+
+
+@faulty("errors", "an error raised inside its operation .* does not reach the caller", "forward", BasicLinear, Bias)
+class SwallowsErrors(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        try:
+            return super().fuser_forward(basic_op_ctxs, input_)
+        except RuntimeError:
+            return Forwarding.fuser_forward(
+                self, basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()], basic_op_kwargs=[{}, {}],
+                prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
+            )  # fmt: skip
+
+
+@faulty(
+    "errors",
+    "extra input 0 with one row is accepted, the separate ops raise ValueError",
+    "forward",
+    BasicLinear,
+    AddExtraInput,
+)
+class BroadcastsAnExtraInput(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        ((), (extra,)) = basic_op_extra_inputs
+        y = F.linear(x, weight)
+        if self.basic_ops[1].check_extra(basic_op_ctxs[1], extra, extra.shape):
+            return extra.detach().add_(y), [(), ()]
+        return y + extra, [(), ()]
+
+
+@faulty("compile", "it raised .*", "forward", GELU)
+class ReadsDataToRun(Pointwise):
+    def spoil(self, y):
+        return y + 0 if y.numel() and y.detach().sum().item() > 0 else y
+
+
+@torch.library.custom_op("opfuse_faulty::gelu", mutates_args=())
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh").contiguous()
+
+
+@_gelu.register_fake
+def _(x):
+    return x.new_empty((*x.shape, 1))
+
+
+@faulty("opcheck", "opcheck of opfuse_faulty.gelu", "forward", GELU)
+class HasAWrongFake(Pointwise):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        return _gelu(self.basic_ops[0].operand(basic_op_ctxs[0], input_)), [()]
+
+
+# Distributions: entry points, and a module
+
+_FUSION = """
+class Gelu(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,) = self.basic_ops
+        return act.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
+
+
+@opfuse.hookimpl
+def opfuse_forward_fusions():
+    return [opfuse.Fusion([opfuse.ops.GELU], Gelu)]
+"""
+
+SOUND = "import opfuse, torch\n" + _FUSION
+"""A sound plugin, as one module."""
+
+DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {  # name -> check, message, entry points, module
+    "imports_triton": ("imports", "imports triton", "opfuse.v1", "import opfuse, triton\n" + _FUSION),
+    "wrong_group": ("entry_point", "is in group opfuse.v2", "opfuse.v2", "import opfuse\n" + _FUSION),
+    "does_not_import": ("entry_point", "does not load: import: ZeroDivisionError", "opfuse.v1", "1 / 0"),
+    "unknown_hook": (
+        "entry_point",
+        "unknown hook opfuse_sideways_fusions",
+        "opfuse.v1",
+        "import opfuse\n" + _FUSION.replace("forward_fusions", "sideways_fusions"),
+    ),
+    "hash_order": (
+        "processes",
+        "two processes plan the same chain differently",
+        "opfuse.v1",
+        "import opfuse\n"
+        + _FUSION.replace("[opfuse.ops.GELU], Gelu)", "[opfuse.ops.GELU], Gelu, name=sorted('abcdefgh', key=hash)[0])"),
+    ),
+}
+"""Faults of an installed plugin."""

@@ -1,0 +1,87 @@
+"""Sound fusions with random patterns, for all of which the conformance suite must find nothing."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from chains import Forwarding, Joint
+
+from opfuse import ops
+from opfuse.fusion import Fusion, Maybe, OneOf, Some, Subclasses
+
+ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
+COLLECTIVES = ("AllGather", "AllReduce", "ReduceScatter")
+CLASSES = [getattr(ops, name) for name in ops.__all__ if name not in (*ABSTRACT, *COLLECTIVES, "Linear")]
+
+
+def _rounded_otherwise(y):
+    """Every other element one step away, as from a kernel that adds up in another order."""
+    places = torch.arange(y.numel(), device=y.device).reshape(y.shape) % 2 == 0
+    return torch.where(places & y.isfinite(), torch.nextafter(y, torch.zeros_like(y)), y)
+
+
+class Rounding(Forwarding):
+    """Rounds otherwise than the separate ops."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return (y if torch.compiler.is_compiling() else _rounded_otherwise(y)), extras
+
+
+class RoundingJoint(Joint, Rounding):
+    """The same in a joint fusion."""
+
+
+def without_recipe(matched, env):
+    return True if env.recipe is None else "it does not quantize"
+
+
+def not_in_fp16(matched, env):
+    if env.dtype is torch.float16:
+        return "it has no kernel for fp16"
+    return without_recipe(matched, env)
+
+
+def fusion(seed):
+    """``(kind, fusion)`` of a seed."""
+    rng = random.Random(seed)
+    kind = rng.choice(["forward", "backward", "joint"])
+    linear = [ops.BasicLinear, ops.Bias, ops.GELU, ops.AddExtraInput, ops.MakeExtraOutput, ops.ConstantScale]
+
+    def element():
+        cls = rng.choice(linear if rng.random() < 0.5 else CLASSES)
+        return rng.choice([cls, cls, cls, OneOf(cls, rng.choice(CLASSES)), Subclasses(ops.Activation)])
+
+    pattern = [element() for _ in range(rng.randint(1, 3))]
+    for place in range(len(pattern)):
+        if rng.random() < 0.3 and len(pattern) > 1:
+            pattern[place] = rng.choice([Maybe, Some])(pattern[place])
+    if all(isinstance(part, Maybe) for part in pattern):
+        pattern.append(ops.Identity)
+    cls = {"forward": [Forwarding, Rounding], "backward": [Forwarding], "joint": [Joint, RoundingJoint]}[kind]
+    when = rng.choice([without_recipe, not_in_fp16])
+    return kind, Fusion(pattern, rng.choice(cls), when, name=f"sound {seed}")
+
+
+def report(seed):
+    """Check a fusion of ``seed``; the pattern, how many cases ran, and what was found."""
+    from opfuse import testing
+
+    kind, made = fusion(seed)
+    subject = testing.Subject("sound", kind, made)
+    chains = testing.make_chains(subject)
+    outcomes = [testing.run_all(check, chains) for check in testing.CHECKS.values()]
+    alarms = [str(outcome) for outcome in outcomes if outcome.failure is not None]
+    return {"seed": seed, "kind": kind, "pattern": _text(made.pattern), "cases": sum(o.ran for o in outcomes), "alarms": alarms}
+
+
+def _text(element):
+    if isinstance(element, type):
+        return element.__name__
+    if isinstance(element, tuple):
+        return " + ".join(map(_text, element))
+    inner = element.elements if isinstance(element, OneOf) else (getattr(element, "element", None) or element.cls,)
+    return f"{type(element).__name__}({', '.join(map(_text, inner))})"
+
+

@@ -1,0 +1,158 @@
+"""The conformance suite catches each of many wrong plugins by the intended check, and says what is wrong."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import faulty
+import pytest
+import sound
+import torch
+
+import opfuse
+from opfuse import testing
+from opfuse.testing.processes import PLUGIN_CHECKS
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def first_failure(subject, **given):
+    """What the suite reports first."""
+    chains = testing.make_chains(subject, **given)
+    assert chains.all, chains.declined
+    for check in testing.CHECKS.values():
+        outcome = testing.run_all(check, chains)
+        if outcome.failure is not None:
+            return outcome
+    return None
+
+
+@pytest.mark.parametrize("name", faulty.FAULTS)
+def test_wrong_fusions(name, register):
+    fault = faulty.FAULTS[name]
+    register(name="faulty", **{f"{fault.kind}_fusions": [fault.make()]})
+    (subject,) = testing.subjects("faulty")
+    outcome = first_failure(subject, examples=fault.examples)
+    assert outcome is not None, "not caught"
+    assert outcome.check == fault.check, str(outcome)
+    assert re.search(fault.says, str(outcome)), str(outcome)
+    assert f"fails the check '{fault.check}'" in str(outcome) and subject.name in str(outcome)
+
+
+def test_there_are_enough_of_them():
+    assert len(faulty.FAULTS) + len(faulty.DISTRIBUTIONS) >= 25
+
+
+@pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint
+def test_no_false_alarm(seed, register):
+    found = sound.report(seed)
+    assert found["cases"] > 100 and not found["alarms"], "\n\n".join(found["alarms"])
+
+
+def test_more_seeds_were_checked():
+    record = json.loads((pathlib.Path(__file__).parent / "false_alarms.json").read_text())
+    assert record["seeds"] >= 200 and record["false alarms"] == [] and record["checks"] == len(testing.CHECKS)
+
+
+# What only shows in a process of its own
+
+
+def install(folder, name, group, module):
+    """A distribution with one entry point and one module, as pip would leave it."""
+    (folder / f"{name}.py").write_text(module, encoding="utf-8")
+    info = folder / f"opfuse_plugin_{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: opfuse-plugin-{name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}\n")
+
+
+@pytest.mark.parametrize("name", faulty.DISTRIBUTIONS)
+def test_wrong_distributions(name, tmp_path, monkeypatch):
+    check, says, group, module = faulty.DISTRIBUTIONS[name]
+    install(tmp_path, name, group, module)
+    (tmp_path / "triton.py").write_text("")  # it need not be installed to be imported
+    monkeypatch.syspath_prepend(tmp_path)
+    subject = testing.Subject(name, "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation))
+    with pytest.raises(testing.Failure, match=says):
+        PLUGIN_CHECKS[check](name, [testing.Case(subject, (testing.Op(opfuse.ops.GELU),))])
+
+
+def test_a_sound_distribution_passes(tmp_path, monkeypatch):
+    install(tmp_path, "sound", "opfuse.v1", faulty.SOUND)
+    monkeypatch.syspath_prepend(tmp_path)
+    subject = testing.Subject("sound", "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation))
+    for check in PLUGIN_CHECKS.values():
+        check("sound", [testing.Case(subject, (testing.Op(opfuse.ops.GELU),))])
+    with pytest.raises(testing.Failure, match="no installed distribution has an entry point 'absent'"):
+        PLUGIN_CHECKS["entry_point"]("absent", [])
+
+
+# The suite as pytest runs it
+
+SUITES = """
+from opfuse import ops
+from opfuse.testing import FusionSuite, Op
+
+
+class TestSound(FusionSuite):
+    plugin = "sound"
+
+
+class TestLimits(FusionSuite):
+    plugin = "sound"
+    limits = {"gradients": "it cannot", "Gelu: output": "neither can it this", "Gelu: outptu": "misspelt"}
+
+
+class TestFaulty(FusionSuite):
+    plugin = "faulty"
+    limits = {"nan_and_inf": "it clears NaN away"}
+
+
+class TestAbsent(FusionSuite):
+    plugin = "absent"
+"""
+
+
+def test_the_suite_under_pytest(tmp_path):
+    install(tmp_path, "sound", "opfuse.v1", faulty.SOUND)
+    install(tmp_path, "faulty", "opfuse.v1", faulty.SOUND.replace("act.forward_value(", "2 * torch.nan_to_num("))
+    (tmp_path / "test_suites.py").write_text(SUITES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_suites.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    lines = re.findall(r"^(PASSED|FAILED|SKIPPED).*", done.stdout, re.MULTILINE)
+    assert len(lines) > 80, done.stdout + done.stderr
+
+    def state(test):
+        """The state of a test, from the summary."""
+        return re.search(rf"^(PASSED|FAILED) test_suites.py::{re.escape(test)}(?: - (.*))?$", done.stdout, re.MULTILINE)
+
+    fusion = "test_fusion[reference-forward Gelu-"
+    failed = set(re.findall(r"^FAILED test_suites.py::(Test\w+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE))
+    assert not [name for name in failed if name.startswith("TestSound")], done.stdout
+    assert {name for name in failed if name.startswith("TestLimits")} == {
+        f"TestLimits::{fusion}gradients]",
+        f"TestLimits::{fusion}output]",
+        "TestLimits::test_offers_something",
+    }
+    assert "limits declares 'gradients' (it cannot), but it works" in done.stdout
+    assert "limits names 'Gelu: outptu', which is neither" in done.stdout
+    assert f"TestFaulty::{fusion}output]" in failed and f"TestFaulty::{fusion}nan_and_inf]" not in failed
+    assert "declared limit: it clears NaN away" in done.stdout
+    assert {"TestAbsent::test_offers_something", "TestAbsent::test_plugin[entry_point]"} <= failed
+    assert "gpu: torch finds no CUDA device" in done.stdout or torch.cuda.is_available()
+
+    text = done.stdout[done.stdout.index("fails the check 'output'") :]
+    snippet = text[text.index("import torch") :].split("____")[0]
+    again = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert "Failure: the output is wrong by" in again.stderr, snippet

@@ -1,0 +1,197 @@
+"""``opfuse new``: what it writes works as it is, and the plugins of this repository have its shape."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import opfuse
+from opfuse import cli
+from opfuse.testing import scaffold
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = pathlib.Path(__file__).parents[1]
+IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+
+
+def new(*arguments):
+    result = CliRunner().invoke(cli.main, ["new", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def files(folder):
+    found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return {path.as_posix() for path in found if not {"__pycache__", "dist", ".pytest_cache"} & set(path.parts)}
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name, short, module", [("mine", "mine", "mine"), ("opfuse-plugin-a-b2", "a-b2", "a_b2")])
+def test_what_is_written(name, short, module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = new(name)
+    assert (result.exit_code, result.stderr) == (0, "")
+    folder = tmp_path / f"opfuse-plugin-{short}"
+    assert result.stdout.startswith(f"Wrote {folder.name}.")
+    assert files(folder) == {
+        *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"),
+        *(f"src/opfuse_{module}/{file}" for file in ("__init__.py", "fused.py", "kernels.py", "py.typed")),
+        *("tests/test_conformance.py", "tests/test_kernels.py"),
+    }
+    text = {path: (folder / path).read_text(encoding="utf-8") for path in files(folder)}
+    assert not [path for path in text if path != "LICENSE" and "NAME" in text[path]]
+    project = tomllib.loads(text["pyproject.toml"])["project"]
+    assert project["name"] == f"opfuse-plugin-{short}"
+    assert project["entry-points"] == {"opfuse.v1": {short: f"opfuse_{module}"}}
+    assert f'plugin = "{short}"' in text["tests/test_conformance.py"]
+    assert f"from opfuse_{module} import kernels" in text["tests/test_kernels.py"]
+    for path in text:
+        if path.endswith(".py"):
+            compile(text[path], path, "exec")
+
+
+def test_into(tmp_path):
+    assert new("mine", "--into", str(tmp_path / "a" / "b")).exit_code == 0
+    assert (tmp_path / "a" / "b" / "opfuse-plugin-mine" / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Mine", "1st", "a--b", "a-", "-a", "a_b", "a.b", "ä", "opfuse-plugin-", "a/b", "a b"]
+)
+def test_names_that_do_not_do(name, tmp_path):
+    result = new("--into", str(tmp_path), "--", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"Error: {name!r} does not do as the name of a plugin: "
+        "lower-case letters and digits, words joined by single hyphens, such as 'fast-gelu'"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["fast-gelu", "gelu"])
+def test_the_name_of_an_installed_plugin(name, tmp_path, register):
+    register(name="gelu", distribution="opfuse_plugin_fast.gelu", version="0.3")
+    result = new(name, "--into", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"Error: a plugin called {name!r} is installed already, by opfuse_plugin_fast.gelu 0.3: choose another name"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path):
+    folder = tmp_path / "opfuse-plugin-mine"
+    folder.mkdir()
+    result = new("mine", "--into", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [f"Error: {folder} exists already, and nothing is overwritten"]
+    assert not list(folder.iterdir())
+    (tmp_path / "file").write_text("")
+    result = new("mine", "--into", str(tmp_path / "file"))
+    assert result.exit_code == 2 and result.stderr.startswith("Error: ") and len(result.stderr.splitlines()) == 1
+
+
+# As a package
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
+    pytest.importorskip("pip", reason="pip is not installed: nothing can be installed")
+    pytest.importorskip("hatchling", reason="hatchling is not installed: nothing can be built without a network")
+    root = tmp_path_factory.mktemp("new")
+    folder, site = scaffold.write("out-of-the-box", root), root / "site"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(folder)]
+    subprocess.run(command, check=True, cwd=root)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPFUSE_", "TRITON_"))}
+    path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
+    return folder, {**environment, "PYTHONPATH": path, "OPFUSE_PLUGINS": "out-of-the-box"}
+
+
+def python(installed, *arguments, **environment):
+    folder, env = installed
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, env=env | environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_it_is_found_and_fuses(installed):
+    rows = json.loads(python(installed, "-m", "opfuse", "plugins", "--json"))
+    (row,) = [row for row in rows if row["state"] != "blocked"]
+    expected = {"name": "out-of-the-box", "distribution": "opfuse-plugin-out-of-the-box", "version": "0.1.0"}
+    assert row == {
+        **expected,
+        **{
+            "state": "loaded",
+            "hooks": ["opfuse_forward_fusions"],
+            "fusions": {"bias+activation": ["forward"]},
+            "error": None,
+        },
+    }
+    (installed[0] / "model.py").write_text(
+        "import torch, opfuse\n"
+        "chain = opfuse.Sequential(opfuse.ops.Linear(4, 4), opfuse.ops.SiLU()), torch.ones(2, 4)\n"
+    )
+    report = python(installed, "-m", "opfuse", "explain", "model:chain")
+    line = "Bias + SiLU  fused by bias+activation as BiasActivation, opfuse-plugin-out-of-the-box 0.1.0"
+    assert line in report
+
+
+def test_its_tests_pass(installed):
+    assert " passed" in python(installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests")
+
+
+def test_its_kernel_passes_them_interpreted(installed):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    arguments = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-rs", "tests"]
+    out = python(installed, *arguments, TRITON_INTERPRET="1")
+    assert " passed" in out and "no GPU, and Triton does not interpret" not in out and "TRITON_INTERPRET=1" not in out
+
+
+# The same shape everywhere
+
+
+def structure(value):
+    """Tables of tables, down to what is given."""
+    return {key: structure(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value)
+
+
+@pytest.mark.parametrize("folder", IN_TREE, ids=lambda folder: folder.name)
+def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(opfuse.plugins.manager, "records", [])
+    written = scaffold.write(folder.name, tmp_path)
+    extra = files(folder) - files(written)
+    assert files(written) <= files(folder)
+    assert all(path.startswith("tests/test_") for path in extra), extra
+    assert (folder / "LICENSE").read_bytes() == (written / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+    generated, ours = (tomllib.loads((at / "pyproject.toml").read_text()) for at in (written, folder))
+    for key in ("authors", "keywords", "classifiers"):  # what only a published package needs
+        ours["project"].pop(key)
+    assert structure(ours) == structure(generated)
+    for key in ("readme", "license", "license-files", "requires-python", "dependencies", "entry-points"):
+        assert ours["project"][key] == generated["project"][key], key
+    assert {**ours, "project": None} == {**generated, "project": None}
+
+    (module,) = [path for path in files(folder) if path.endswith("__init__.py")]
+    assert len([line for line in (folder / module).read_text().splitlines() if line.strip()]) <= 40
+
+
+def test_the_template_depends_on_this_opfuse(tmp_path):
+    project = tomllib.loads((scaffold.TEMPLATE / "pyproject.toml").read_text())["project"]
+    major, minor, _ = opfuse.__version__.split(".")
+    assert project["dependencies"] == [f"opfuse>={major}.{minor},<{major}.{int(minor) + 1}"]

@@ -1,0 +1,208 @@
+"""The parts of ``opfuse.testing``: tolerances, cases and their code, chains out of patterns, and shrinking."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, testing
+from opfuse.fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from opfuse.testing.checks.registry import FOUND
+from opfuse.testing.generate import structures
+from opfuse.testing.running import Declined, Failure, separate
+
+CODE = """
+import sys, opfuse
+assert not [name for name in sys.modules if name.split('.')[0] == 'pytest' or name.startswith('opfuse.testing')]
+import opfuse.testing
+print([name for name in sys.modules if name.split('.')[0] == 'triton'])
+"""
+
+
+def subject(*pattern, kind="forward", build=opfuse.FusedOperation, **given):
+    return testing.Subject("test", kind, Fusion(pattern, build, name="fusion", **given))
+
+
+def test_the_core_does_not_import_it_and_it_does_not_import_triton():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env={**os.environ})
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_check_is_listed_and_described():
+    assert set(FOUND) == set(testing.CHECKS)
+    for name, check in testing.CHECKS.items():
+        assert check.name == name and check.run.__doc__.endswith(".")
+
+
+# Tolerances
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_close_enough(dtype):
+    truth = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype).double()
+    rtol, atol = testing.tolerance(dtype)
+    largest = truth.abs().max()
+    testing.assert_close(truth.to(dtype), truth)
+    allowed = (atol + rtol * largest).item()
+    testing.assert_close((truth + 0.4 * allowed).to(dtype), truth)
+    with pytest.raises(AssertionError, match=r"y \(.*\) is wrong by .* is allowed"):
+        testing.assert_close((truth + 2 * allowed).to(dtype), truth, what="y")
+
+
+def test_products_in_fp32_may_be_done_in_tf32():
+    truth = torch.tensor([1000.0], dtype=torch.float64)
+    testing.assert_close((truth + 0.9).float(), truth, gemm=True)
+    with pytest.raises(AssertionError, match="is wrong by 0.9"):
+        testing.assert_close((truth + 0.9).float(), truth)
+
+
+@pytest.mark.parametrize(
+    "got, says",
+    [
+        (torch.zeros(3), r"has shape \(3,\) instead of \(2,\)"),
+        (torch.tensor([torch.nan, 1.0]), "is NaN in 1 places instead of 0"),
+        (torch.tensor([torch.inf, 1.0]), "is inf in 1 places instead of 0"),
+    ],
+)
+def test_what_is_never_close(got, says):
+    with pytest.raises(AssertionError, match=says):
+        testing.assert_close(got, torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed", "expanded", "sliced"])
+def test_layouts(layout):
+    x = torch.arange(12.0).reshape(3, 4)
+    laid_out = testing.lay_out(x, layout)
+    assert laid_out.shape == x.shape and laid_out.stride() != x.stride()
+    assert torch.equal(laid_out, x) or (layout == "expanded" and torch.equal(laid_out, x[:1].expand(3, 4)))
+
+
+# Cases
+
+
+def test_a_case_is_code():
+    case = testing.Case(
+        subject(ops.SwiGLU),
+        (testing.Op(ops.SwiGLU, glu_interleave_size=2), testing.Op(testing.CubicActivation)),
+        after=(testing.Op(ops.ScaledActivation, testing.Op(ops.SiLU)),),
+        rows=(2, 3),
+        dtype=torch.bfloat16,
+        frozen=("input",),
+    )
+    names = {"testing": testing, "ops": ops, "torch": torch}
+    text = repr(case).replace(repr(case.subject), "None")
+    assert eval(text, names) == case.with_(subject=None)
+    assert "layout" not in text  # what is as usual is not said
+
+
+def test_a_case_has_the_same_values_every_time_and_in_fp64():
+    case = testing.Case(subject(ops.BasicLinear), (testing.Op(ops.BasicLinear, 8, 12), testing.Op(ops.AddExtraInput)))
+    state = torch.get_rng_state()
+    once, again, wide = case.build(), case.build(), case.build(torch.float64)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(once.leaves) == ["input", "extra 0", "0.weight"] and once.leaves["extra 0"].shape == (3, 12)
+    for name, leaf in once.leaves.items():
+        assert torch.equal(leaf, again.leaves[name]) and torch.equal(leaf.double(), wide.leaves[name])
+
+
+def test_a_chain_that_cannot_run_is_declined():
+    case = testing.Case(subject(ops.Bias), (testing.Op(ops.Bias, 8), testing.Op(ops.Reshape, (5, 7))))
+    with pytest.raises(Declined, match="the separate ops raise RuntimeError"):
+        separate(case)
+
+
+# Chains out of patterns
+
+
+def test_optional_and_repeated_elements():
+    found = list(structures((ops.BasicLinear, Maybe(ops.Bias), Some(ops.GELU))))
+    linear, bias, gelu = ops.BasicLinear, ops.Bias, ops.GELU
+    assert found == [[linear, bias, gelu], [linear, bias, gelu, gelu], [linear, gelu], [linear, gelu, gelu]]
+
+
+def classes(chains):
+    return [[op.cls for op in case.ops] for case in chains]
+
+
+def test_every_activation_and_one_that_nobody_knows():
+    chains = testing.make_chains(subject(ops.BasicLinear, Maybe(ops.Bias), Subclasses(ops.Activation)))
+    built_in = {getattr(ops, name) for name in ops.__all__}
+    activations = {cls for cls in built_in if issubclass(cls, ops.Activation)} - {ops.Activation, ops.GatedActivation}
+    for with_bias in (True, False):
+        seen = {chain[-1] for chain in classes(chains.all) if (ops.Bias in chain) == with_bias}
+        assert seen == {*activations, testing.CubicActivation, testing.CubicGLU}
+    assert classes(chains.plain) == [[ops.BasicLinear, ops.Bias, ops.GELU], [ops.BasicLinear, ops.GELU]]
+
+
+def test_either_class_and_both_ways_to_add():
+    chains = testing.make_chains(subject(OneOf(ops.Bias, ops.BasicLinear), ops.AddExtraInput))
+    assert {chain[0] for chain in classes(chains.all)} == {ops.Bias, ops.BasicLinear}
+    assert {op.kwargs for case in chains.all for op in case.ops[1:]} == {(), (("in_place", True),)}
+    assert chains.residual and all(case.before[0].cls is ops.MakeExtraOutput for case in chains.residual)
+
+
+def test_chains_are_as_wide_as_the_condition_asks():
+    def wide(matched, env):
+        return True if matched[0].in_features >= 100 else "it is too narrow"
+
+    chains = testing.make_chains(subject(ops.Bias, when=wide))
+    assert [case.ops[0].args for case in chains.plain] == [(128,)]
+    never = testing.make_chains(subject(ops.Bias, when=lambda matched, env: "it never applies"))
+    assert not never.all and list(never.declined.values()) == ["it never applies"]
+
+
+class Stranger(ops.Identity):
+    """An op whose constructor nobody can guess."""
+
+    def __init__(self, one, two):
+        super().__init__()
+
+
+def test_ops_that_are_not_built_in():
+    chains = testing.make_chains(subject(Stranger))
+    assert not chains.all and "makers" in chains.declined["Stranger"]
+    chains = testing.make_chains(subject(Stranger), makers={Stranger: lambda width: testing.Op(Stranger, 1, width)})
+    assert [case.ops[0].args for case in chains.plain] == [(1, 8)]
+
+
+# Shrinking, and what is reported
+
+
+class OffInLargeHalfPrecision(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        act = self.basic_ops[0]
+        y = act.forward_value(act.operand(basic_op_ctxs[0], input_))
+        return (y + 1 if y.dtype is torch.bfloat16 and y.ndim == 3 else y), [()]
+
+
+def test_the_smallest_failing_case_is_reported(register):
+    fusion = Fusion([Subclasses(ops.Activation)], OffInLargeHalfPrecision, name="off")
+    register(forward_fusions=[fusion], name="off")
+    (found,) = testing.subjects("off")
+    case = testing.Case(found, (testing.Op(ops.SiLU),), rows=(7, 9), dtype=torch.bfloat16, layout="strided")
+    check = testing.CHECKS["output"]._replace(cases=lambda chains: [case])
+    outcome = testing.run_all(check, testing.make_chains(found))
+    assert outcome.failure.startswith("the output is wrong by 1")
+    assert (outcome.case.rows, outcome.case.dtype, outcome.case.layout) == ((2, 3), torch.bfloat16, "contiguous")
+    text = testing.snippet("output", outcome.case)
+    assert "rows=(2, 3)" in text and "layout" not in text
+    with pytest.raises(Failure, match="the output is wrong by 1"):
+        exec(text, {})
+
+
+def test_what_a_check_counts(register):
+    def not_silu(matched, env):
+        return "it has no SiLU" if isinstance(matched[0], ops.SiLU) else True
+
+    fusion = Fusion([OneOf(ops.GELU, ops.SiLU)], OffInLargeHalfPrecision, not_silu, name="counts")
+    register(forward_fusions=[fusion], name="counts")
+    (found,) = testing.subjects("counts")
+    case = testing.Case(found, (testing.Op(ops.SiLU),))
+    check = testing.CHECKS["output"]._replace(cases=lambda chains: [case, case.with_(ops=(testing.Op(ops.GELU),))])
+    outcome = testing.run_all(check, testing.make_chains(found))
+    assert (outcome.ran, outcome.declined, outcome.failure) == (1, ("it has no SiLU",), None)
+    with pytest.raises(LookupError, match="plugin 'counts' offers no joint fusion 'counts'"):
+        testing.find("counts", "joint", "counts")
