@@ -7,7 +7,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -100,19 +100,12 @@ class OperationFuser:
         """
         routing = self._routing
         compiling = is_compiling()
-        if len(extra_inputs) != self.num_extra_inputs:
-            wanting = ", ".join(routing.name(i) for i, _ in routing.external_inputs) or "no op takes one"
-            got = f"{len(extra_inputs)} ({wanting})"
-            raise ValueError(f"{self._name()} expected {self.num_extra_inputs} extra inputs, got {got}")
-        if not isinstance(input, Tensor):
-            raise TypeError(f"{self._name()} expected a tensor, got {type(input).__name__}")
+        if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
+            self._refuse(input, extra_inputs)
         if any(_hooks_of(self._hookable)) if compiling else any(self._hooks):
             return self._call_cut(input, extra_inputs, basic_op_kwargs)
         if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
-            raise ValueError(
-                f"{self._name()} expected {routing.width} features in the last dimension, "
-                f"got shape {tuple(input.shape)}"
-            )
+            self._refuse(input, extra_inputs)
         tensors: list[Tensor] = []
         for params, module, name in self._param_dicts:
             param = None if compiling else params.get(name)
@@ -123,8 +116,7 @@ class OperationFuser:
             tensors.append(param)
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                types = ", ".join(type(tensor).__name__ for tensor in extra_inputs)
-                raise TypeError(f"{self._name()} expected tensors as extra inputs, got {types}")
+                self._refuse(input, extra_inputs)
             tensors += extra_inputs
         scope, device, autocast = manager.scope, input.device, None
         if compiling or torch._C._is_any_autocast_enabled():
@@ -263,6 +255,18 @@ class OperationFuser:
         return min(wanting)
 
     # Refusing
+
+    def _refuse(self, input: Any, extra_inputs: Sequence[Any]) -> NoReturn:
+        """Say what is wrong with the arguments of a call."""
+        routing, who = self._routing, f"{self._name()} expected"
+        if len(extra_inputs) != self.num_extra_inputs:
+            wanting = ", ".join(routing.name(i) for i, _ in routing.external_inputs) or "no op takes one"
+            raise ValueError(f"{who} {self.num_extra_inputs} extra inputs, got {len(extra_inputs)} ({wanting})")
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{who} a tensor, got {type(input).__name__}")
+        if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
+            raise TypeError(f"{who} tensors as extra inputs, got {', '.join(type(t).__name__ for t in extra_inputs)}")
+        raise ValueError(f"{who} {routing.width} features in the last dimension, got shape {tuple(input.shape)}")
 
     def _check_tensors(
         self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None, extras: Sequence[Any]
