@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from .fuser import OperationFuser
 from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
 
 
-class Sequential(nn.Module):
+class Sequential(nn.Sequential):
     """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut it.
 
     Args:
@@ -20,13 +21,10 @@ class Sequential(nn.Module):
     """
 
     def __init__(self, *args: nn.Module | Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._cache = ModuleCache()
         if len(args) == 1 and isinstance(args[0], Mapping):
-            for name, module in args[0].items():
-                self.add_module(name, module)
-        else:
-            self.extend(args)  # type: ignore[arg-type]
+            args = (OrderedDict(args[0]),)
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._cache = ModuleCache()
 
     @property
     def _module_groups(self) -> list[Any]:
@@ -110,64 +108,16 @@ class Sequential(nn.Module):
                     resolved.setdefault(op, {})[name] = value
         return resolved
 
-    # A list of modules
-
-    def _keys(self, index: int | slice) -> list[str]:
-        keys = list(self._modules)
-        return keys[index] if isinstance(index, slice) else [keys[index]]
-
-    def _next_key(self) -> str:
-        return str(max((int(key) + 1 for key in self._modules if key.isdecimal()), default=0))
-
-    def __getitem__(self, index: int | slice) -> Any:
-        items = list(self._modules.items())
-        return Sequential(dict(items[index])) if isinstance(index, slice) else items[index][1]  # type: ignore[arg-type]
-
-    def __setitem__(self, index: int, module: nn.Module) -> None:
-        self.add_module(self._keys(index)[0], module)
-
-    def __delitem__(self, index: int | slice) -> None:
-        for key in self._keys(index):
-            del self._modules[key]
-        if all(key.isdecimal() for key in self._modules):  # as torch.nn.Sequential numbers them
-            self._modules = dict(zip(map(str, range(len(self))), self._modules.values(), strict=True))
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
-
-    def append(self, module: nn.Module) -> Sequential:
-        """Add a module at the end."""
-        self.add_module(self._next_key(), module)
-        return self
-
-    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Add modules at the end."""
-        for module in modules:
-            self.append(module)
-        return self
-
-    def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before ``index``; the modules behind it take the next names."""
-        keys = [*self._keys(slice(index, None)), self._next_key()]
-        modules = [module, *(self._modules[key] for key in keys[:-1])]
-        for key, value in zip(keys, modules, strict=True):
-            self._modules[key] = value
-        return self
-
-    def pop(self, index: int | slice) -> Any:
-        """Remove a module (or several, as a Sequential) and return it."""
-        removed = self[index]
-        del self[index]
-        return removed
-
     def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
         return self.extend(modules)
 
-    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
+    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:  # torch's would not fuse, nor would its product
         return Sequential(*self, *modules)
+
+    def __mul__(self, times: int) -> Sequential:
+        return Sequential(*list(self) * times)
+
+    __rmul__ = __mul__
 
 
 def _regroup_untraced(chain: Sequential, *children: nn.Module | None) -> None:

@@ -35,6 +35,8 @@ def test_list_operations():
     assert list(chain.__add__([b])) == [a, c, d, b] and len(chain) == 3
     chain += [b]
     assert list(chain) == [a, c, d, b]
+    for several in (chain + [b], chain * 2, 2 * chain):
+        assert type(several) is opfuse.Sequential and list(several)[:4] == [a, c, d, b]
     with pytest.raises(IndexError):
         chain[9]
 
@@ -72,6 +74,8 @@ def test_every_way_to_change_a_child_is_seen(how):
     elif how == "add_module":
         chain.add_module("first", five)
     elif how == "insert":
+        chain = opfuse.Sequential(*chain)  # torch inserts where names are numbers
+        assert chain(x)[0, 0] == 6
         chain.insert(0, five)
     elif how == "del":
         del chain[0]
