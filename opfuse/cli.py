@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import pathlib
+import pkgutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 
 from . import __version__
 from .errors import PluginWarning
-from .explain import explain
+from .explain import explain, wrap
 from .plugins import Selection, is_strict, manager
 
 
@@ -111,15 +110,10 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [starts[0] + "FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
         fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
-        lines += _wrap(", ".join(fusions) or "-", start, " " * len(start))
+        lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
         if row["error"]:
-            lines += _wrap(" ".join(row["error"].split()), "    ", "    ")
+            lines += wrap(" ".join(row["error"].split()), "    ", "    ")
     return lines
-
-
-def _wrap(text: str, first: str, rest: str) -> list[str]:
-    width = max(100, len(first) + 40)
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 # Explain
@@ -147,12 +141,8 @@ def _load(target: str) -> tuple[Any, ...]:
     if not (name and colon and path):
         raise _UserError(f"expected MODULE:OBJECT, got {target!r}")
     sys.path.insert(0, os.getcwd())
-    with _told(f"cannot import {name!r}:"):
-        value: Any = importlib.import_module(name)
-    for attribute in path.split("."):
-        if not hasattr(value, attribute):
-            raise _UserError(f"{name!r} has no attribute {path!r}")
-        value = getattr(value, attribute)
+    with _told(f"cannot load {target!r}:"):
+        value: Any = pkgutil.resolve_name(target)
     if callable(value) and not isinstance(value, nn.Module):
         with _told(f"{target}() raised"):
             value = value()

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from .plugins import manager
 from .quantization import Quantizer, Recipe
-from .scope import Options, Setting
+from .scope import Options, Recorder, Setting
 
 if TYPE_CHECKING:
     from .fuser import OperationFuser
     from .plan import FusionPlan
-    from .scope import Recorder
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 
@@ -82,52 +81,44 @@ class autocast(Setting):
         super().__init__(manager.scope, 2, recipe if enabled else None)
 
 
-class _Forward:
+class _Forward(Recorder):
     """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
 
     def __init__(self) -> None:
+        super().__init__(manager.scope)
         self.settings = manager.scope.settings
         self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
-        self._outer: Recorder | None = None
-
-    def __enter__(self) -> None:
-        self._outer, manager.scope.recorder = manager.scope.recorder, self
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.recorder = self._outer
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Called by a fuser before every call."""
-        if self._outer is not None:
-            self._outer.record(fuser, plan)
+        """Keep the state of the chain's quantizers."""
+        super().record(fuser, plan)
         self.states.append([(q, name, getattr(q, name).clone()) for q, name in _forward_state(fuser)])
 
 
-class _Recompute:
+class _Recompute(Recorder):
     """Around the recomputation: the settings of the forward, and for each chain the state it started from."""
 
     def __init__(self, forward: _Forward) -> None:
+        super().__init__(manager.scope)
         self._forward = forward
         self._outside = forward.settings
-        self._outer: Recorder | None = None
         self._position = 0
         self._after: dict[tuple[int, str], tuple[Quantizer, Tensor]] = {}
 
-    def __enter__(self) -> None:
-        scope = manager.scope
-        self._outside, scope.settings = scope.settings, self._forward.settings
-        self._outer, scope.recorder = scope.recorder, self
+    def __enter__(self) -> _Recompute:
+        super().__enter__()
+        self._outside, self.scope.settings = self.scope.settings, self._forward.settings
         self._position, self._after = 0, {}
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        scope = manager.scope
-        scope.settings = self._outside
-        scope.recorder = self._outer
+        super().__exit__()
+        self.scope.settings = self._outside
         for (_, name), (quantizer, value) in self._after.items():
             getattr(quantizer, name).copy_(value)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Called by a fuser before every call."""
+        """Put the state back that the chain started from. Not for an outer recorder: it was told in the forward."""
         for quantizer, name, before in self._forward.states[self._position]:
             state = getattr(quantizer, name)
             self._after.setdefault((id(quantizer), name), (quantizer, state.clone()))

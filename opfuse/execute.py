@@ -191,9 +191,8 @@ def _prepare(step: Step, x: Any) -> Any:
     if not takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
     if width is not None and (not x.ndim or x.shape[-1] != width):
-        raise ValueError(
-            f"{type(step.op).__name__} expected {width} features in the last dimension, got shape {tuple(x.shape)}"
-        )
+        who = type(step.op).__name__
+        raise ValueError(f"{who} expected {width} features in the last dimension, got shape {tuple(x.shape)}")
     return x
 
 

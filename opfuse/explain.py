@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from .fuser import OperationFuser, _functorch_active, _hook_kind
 from .op import FusibleOperation, op_class
 from .plan import FusionPlan, PlanStep, Refusal
 from .plugins import Selection, manager
+from .scope import Recorder
 from .sequential import Sequential
 
 _WIDTH = 100
@@ -104,25 +105,18 @@ def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
 # Recording
 
 
-class Recorder:
+class _Calls(Recorder):
     """Collects the plans of the calls made while it is in the thread's scope."""
 
     def __init__(self) -> None:
+        super().__init__(manager.scope)
         self.calls: list[tuple[OperationFuser, Call]] = []
-        self._outer = manager.scope.recorder
-
-    def __enter__(self) -> None:
-        manager.scope.recorder = self
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.recorder = self._outer
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Called by a fuser for every call."""
+        """Keep the plan."""
+        super().record(fuser, plan)
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
         self.calls.append((fuser, Call("", "", ops, plan, torch.is_grad_enabled(), _why_unfused())))
-        if self._outer is not None:
-            self._outer.record(fuser, plan)
 
 
 def _why_unfused() -> str:
@@ -144,24 +138,18 @@ def _why_unfused() -> str:
     return "the plugins in use offer no fusion"
 
 
-class _Place(NamedTuple):
-    path: str
-    owner: str
-    cut: str
-
-
-def _locate(model: Any) -> dict[OperationFuser, _Place]:
+def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
-    places: dict[OperationFuser, _Place] = {}
+    places: dict[OperationFuser, dict[str, Any]] = {}
     alone: dict[FusibleOperation, str] = {}
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
-        value = module._cache.value
+        value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
         groups = value if isinstance(value, list) else [value]
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             cut = alone.get(module, "") if isinstance(module, FusibleOperation) else ""
-            places[fuser] = _Place(path, op_class(module).__name__, cut)
+            places[fuser] = {**place, "cut": cut}
             for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
                 hooked = [segment for segment in segments if not isinstance(segment, OperationFuser)]
                 kinds = {op: _hook_kind(op) or "removed" for op in hooked}
@@ -169,7 +157,7 @@ def _locate(model: Any) -> dict[OperationFuser, _Place]:
                 names = dict.fromkeys(f"{op_class(op).__name__}, which has {kind} hooks" for op, kind in kinds.items())
                 for segment in segments:
                     if isinstance(segment, OperationFuser):
-                        places[segment] = _Place(path, op_class(module).__name__, "cut at " + " and ".join(names))
+                        places[segment] = {**place, "cut": "cut at " + " and ".join(names)}
     return places
 
 
@@ -194,11 +182,11 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("opfuse.explain cannot be traced by torch.compile or torch.export: call it outside")
-    recorder = Recorder()
+    recorder = _Calls()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices), recorder:
         model(*inputs, **kwargs)
-    places = {fuser: place._asdict() for fuser, place in _locate(model).items()}
+    places = _locate(model)
     return Explanation(tuple(dataclasses.replace(call, **places.get(fuser, {})) for fuser, call in recorder.calls))
 
 
@@ -219,10 +207,10 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
     unfused = {call.unfused for call in calls}
     everywhere = unfused.pop() if len(unfused) == 1 else ""
     if everywhere:
-        lines += _wrap(f"Nothing is fused: {everywhere}.", "")
+        lines += wrap(f"Nothing is fused: {everywhere}.", "")
     for call, numbers in _alike(calls).items():
-        lines += ["", *_wrap(_title(call, numbers, calls), "", "  ")]
-        lines += _wrap(call.cut, "  ") if call.cut else []
+        lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
+        lines += wrap(call.cut, "  ") if call.cut else []
         no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
         lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
     return lines
@@ -258,7 +246,7 @@ def _why_none(plan: FusionPlan, unfused: str) -> str:
 
 def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) -> list[str]:
     reason = _why_none(plan, unfused)
-    lines = _wrap(reason, indent) if reason else []
+    lines = wrap(reason, indent) if reason else []
     lines += _describe_steps("forward", plan.forward, indent)
     none = [f"{indent}backward: none, {no_grad}"]
     lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
@@ -266,7 +254,7 @@ def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) 
     alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
     lines += [f"{indent}refused"] if plan.refused else []
     if count := len(plan.refused) - len(shown):
-        lines += _wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
+        lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
         lines += _describe_refusal(refusal, times, indent + "  ")
     return lines
@@ -274,15 +262,15 @@ def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) 
 
 def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str) -> list[str]:
     if all(step.fusion is None and step.basic_ops for step in steps):
-        return _wrap(f"{title}, not fused: {', '.join(step.op for step in steps)}", indent, indent + "  ")
+        return wrap(f"{title}, not fused: {', '.join(step.op for step in steps)}", indent, indent + "  ")
     rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step)) for step in steps]
     width = min(44, max(len(ops) for ops, _ in rows))
     lines = [f"{indent}{title}"]
     for ops, by in rows:
         if len(ops) <= width:
-            lines += _wrap(f"{ops:{width}}  {by}", indent + "  ", indent + " " * (width + 4))
+            lines += wrap(f"{ops:{width}}  {by}", indent + "  ", indent + " " * (width + 4))
         else:
-            lines += [*_wrap(ops, indent + "  "), *_wrap(by, indent + " " * (width + 4))]
+            lines += [*wrap(ops, indent + "  "), *wrap(by, indent + " " * (width + 4))]
     return lines
 
 
@@ -297,14 +285,15 @@ def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
     owner = refusal.distribution or "registered in code"
     title = f"{refusal.kind} {refusal.fusion}, {owner}, on {' + '.join(refusal.basic_ops)}"
     title += f" ({times} times)" if times > 1 else ""
-    return [*_wrap(title, indent, indent + "    "), *_wrap(refusal.reason, indent + "  ")]
+    return [*wrap(title, indent, indent + "    "), *wrap(refusal.reason, indent + "  ")]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    wrapper = textwrap.TextWrapper(_WIDTH, indent, indent if rest is None else rest)
+def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
+    """A text as lines, behind ``indent``, all but the first behind ``rest`` if that is given."""
+    wrapper = textwrap.TextWrapper(max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text) or [indent]

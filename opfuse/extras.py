@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 if TYPE_CHECKING:
     from .program import Program, Step
-    from .routing import Slot
+    from .routing import Routing, Slot
 
 
 class ForwardExtras:
@@ -47,9 +47,7 @@ class ForwardExtras:
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]]) -> None:
         """Check the extra outputs of a step against its ops' declarations and keep them."""
         routing = self._routing
-        for i, tensors in _per_basic_op(step, outputs, "extra outputs"):
-            if len(tensors) != (count := routing.ops[i].num_extra_outputs):
-                _refuse(step, f"{count} extra outputs for {routing.name(i)}", tensors)
+        for i, tensors in _per_basic_op(step, outputs, routing, "extra outputs"):
             for k, tensor in enumerate(tensors):
                 if tensor is None and routing.needed_after((i, k), step.stop):
                     who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
@@ -114,9 +112,7 @@ class BackwardExtras:
     def keep(self, step: Step, grads: Sequence[Sequence[Tensor | None]]) -> None:
         """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
         routing = self._routing
-        for i, tensors in _per_basic_op(step, grads, "extra-input gradients"):
-            if len(tensors) != (count := routing.ops[i].num_extra_inputs):
-                _refuse(step, f"{count} extra-input gradients for {routing.name(i)}", tensors)
+        for i, tensors in _per_basic_op(step, grads, routing, "extra-input gradients"):
             for k, grad in enumerate(tensors):
                 source = routing.sources.get((i, k))
                 if source is None:
@@ -143,11 +139,16 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def _per_basic_op(step: Step, tensors: Sequence[Any], what: str) -> Iterator[tuple[int, Sequence[Any]]]:
-    if len(tensors) != step.stop - step.start:
-        _refuse(step, f"{what} for {step.stop - step.start} basic ops", tensors)
-    return zip(range(step.start, step.stop), tensors, strict=True)
-
-
-def _refuse(step: Step, what: str, got: Sequence[Any]) -> NoReturn:
-    raise RuntimeError(f"{type(step.op).__name__} must give {what}, gave {len(got)}")
+def _per_basic_op(
+    step: Step, given: Sequence[Sequence[Any]], routing: Routing, what: str
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """What a step gave for each of its basic ops, checked against their declarations."""
+    who, count = f"{type(step.op).__name__} must give", step.stop - step.start
+    if len(given) != count:
+        raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
+    for i, tensors in enumerate(given, step.start):
+        op = routing.ops[i]
+        count = op.num_extra_outputs if what == "extra outputs" else op.num_extra_inputs
+        if len(tensors) != count:
+            raise RuntimeError(f"{who} {count} {what} for {routing.name(i)}, gave {len(tensors)}")
+        yield i, tensors

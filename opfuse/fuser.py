@@ -7,6 +7,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
@@ -315,35 +316,16 @@ class OperationFuser:
     def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Kwargs | None) -> Any:
         """Run ops that carry module hooks through their own ``__call__``, and the runs between them fused."""
         segments = getattr(self, _cut_untraced(self, *_hooks_of(self._hookable)))
-        extras, outputs = list(extra_inputs), []
-        kwargs = list(basic_op_kwargs or [])
-        x = input
-        for segment in segments:
-            fuser = segment if isinstance(segment, OperationFuser) else segment._own_fuser()
-            count, width = fuser.num_extra_inputs, len(fuser._routing.ops)
-            given, extras = extras[:count], extras[count:]
-            here, kwargs = kwargs[:width], kwargs[width:]
-            if isinstance(segment, OperationFuser):
-                result = segment.run(x, *given, basic_op_kwargs=here or None)
-            elif isinstance(segment, BasicOperation):
-                result = segment(x, *given, **(here[0] if here else {}))
-            else:
-                result = segment(x, *given, basic_op_kwargs=here or None)
-            x, *more = result if isinstance(result, tuple) else (result,)
-            outputs += more
-        return (x, *outputs) if outputs else x
+        return run_in_turn(segments, input, extra_inputs, basic_op_kwargs or ())
 
     def _cut(self, hooked: set[FusibleOperation]) -> list[Any]:
-        segments: list[Any] = []
-        run: list[FusibleOperation] = []
+        parts: list[FusibleOperation] = []
         for op in self.ops:
-            for part in [op] if op in hooked or isinstance(op, BasicOperation) else flatten([op]):
-                if part in hooked:
-                    segments += [run, part] if run else [part]
-                    run = []
-                else:
-                    run.append(part)
-        segments += [run] if run else []
+            parts += [op] if op in hooked or isinstance(op, BasicOperation) else flatten([op])
+        segments: list[Any] = []
+        for alone, group in groupby(parts, hooked.__contains__):
+            run = list(group)
+            segments += run if alone else [run]
         names = sorted({f"at {op_class(op).__name__}, which has {_hook_kind(op)} hooks" for op in hooked})
         cut = " and ".join(names)
         for part in [segment for segment in segments if not isinstance(segment, list)]:
@@ -351,6 +333,33 @@ class OperationFuser:
             if any(any(op._extra_input_channels) or any(op._extra_output_channels) for op in flat):
                 raise ValueError(f"the chain is cut {cut}: its channels cannot be used")
         return [OperationFuser(part, cut=cut) if isinstance(part, list) else part for part in segments]
+
+
+def run_in_turn(segments: Iterable[Any], input: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs) -> Any:
+    """Run fusers, ops and other modules one after the other; see :meth:`OperationFuser.run`.
+
+    Args:
+        segments: What to run.
+        input: Input of the first one.
+        extra_inputs: The extra inputs of all of them.
+        kwargs: Keyword arguments for each basic op of all of them, or nothing.
+    """
+    x, outputs = input, []
+    for segment in segments:
+        if not isinstance(segment, (OperationFuser, FusibleOperation)):
+            x = segment(x)
+            continue
+        fuser = segment if isinstance(segment, OperationFuser) else segment._own_fuser()
+        count, width = fuser.num_extra_inputs, len(fuser._routing.ops)
+        given, extra_inputs = extra_inputs[:count], extra_inputs[count:]
+        here, kwargs = kwargs[:width], kwargs[width:]
+        if isinstance(segment, BasicOperation):
+            result = segment(x, *given, **(here[0] if here else {}))
+        else:
+            result = segment(x, *given, basic_op_kwargs=here or None)
+        x, *more = result if isinstance(result, tuple) else (result,)
+        outputs += more
+    return (x, *outputs) if outputs else x
 
 
 _BY_ALIGNMENT: Any = object()  # in place of a program: one is kept per row alignment

@@ -12,7 +12,7 @@ A pattern is a sequence of elements, each matching basic ops:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from .op import BasicOperation, FusedOperation, op_class
@@ -98,15 +98,13 @@ class Fusion:
         if self.when is not None and not callable(self.when):
             raise TypeError(f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}")
         if self.benefit is not None and not isinstance(self.benefit, (int, float)) and not callable(self.benefit):
-            raise TypeError(
-                f"fusion {self.name}: benefit is a number or a function of (ops, env), got {self.benefit!r}"
-            )
+            raise TypeError(f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}")
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
 
     def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
         """Where matches that begin at ``start`` end (exclusive), in ascending order."""
-        return sorted({end for end in _ends(self.pattern, ops, start) if end > start})
+        return sorted(_ends(self.pattern, ops, start) - {start})
 
     def benefit_of(self, ops: Ops, env: Environment) -> float:
         """The benefit of fusing ``ops``."""
@@ -142,9 +140,7 @@ def _check_element(element: Any, name: str) -> None:
             raise TypeError(f"fusion {name}: Maybe and Some take a class, Subclasses or OneOf, got {element.element!r}")
         _check_element(element.element, name)
     else:
-        raise TypeError(
-            f"fusion {name}: {element!r} is not a pattern element (a class, Subclasses, OneOf, Maybe, Some)"
-        )
+        raise TypeError(f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Maybe or Some")
 
 
 def _matches(element: Any, op: BasicOperation) -> bool:
@@ -155,15 +151,15 @@ def _matches(element: Any, op: BasicOperation) -> bool:
     return op_class(op) is element
 
 
-def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int) -> Iterator[int]:
-    if not pattern:
-        yield start
-        return
-    element, rest = pattern[0], pattern[1:]
-    if isinstance(element, Maybe):
-        yield from _ends(rest, ops, start)
-    inner = element.element if isinstance(element, (Maybe, Some)) else element
-    if start < len(ops) and _matches(inner, ops[start]):
-        yield from _ends(rest, ops, start + 1)
-        if isinstance(element, Some):
-            yield from _ends(pattern, ops, start + 1)
+def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int) -> set[int]:
+    """Where the pattern can end, element by element."""
+    ends = {start}
+    for element in pattern:
+        inner = element.element if isinstance(element, (Maybe, Some)) else element
+        fresh = ends if isinstance(element, Maybe) else set()
+        after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end])}
+        while isinstance(element, Some) and not after <= fresh:
+            fresh = fresh | after
+            after = {end + 1 for end in after if end < len(ops) and _matches(inner, ops[end])}
+        ends = fresh | after
+    return ends

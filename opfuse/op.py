@@ -75,9 +75,6 @@ class ModuleCache:
         self.key: Any = None
         self.value: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCache:
-        return ModuleCache()
-
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()
 
@@ -95,7 +92,7 @@ class _OperationMeta(ABCMeta):
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
-    Class attributes that an op may set:
+    ``is_fused_op`` says whether an op stands for a run of basic ops. Class attributes that an op may set:
         grad_input: How the gradient that the backward returns relates to other tensors. ``"fresh"``: newly
             allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or fresh. ``"shared"``
             (default): may alias something the caller sees. Decides ``ctx.owns_grad_output`` of the next step.
@@ -103,6 +100,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             parameters of ``op_forward``.
     """
 
+    is_fused_op: ClassVar[bool]
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     param_names: tuple[str, ...] | None = None
@@ -110,11 +108,6 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def __init__(self) -> None:
         super().__init__()
         self._cache = ModuleCache()
-
-    @property
-    @abstractmethod
-    def is_fused_op(self) -> bool:
-        """Whether this op stands for a run of basic ops."""
 
     def pre_first_fuser_forward(self) -> None:
         """Called once, when a fuser captures this op."""
@@ -214,6 +207,7 @@ class BasicOperation(FusibleOperation):
         params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype, outside autocast.
     """
 
+    is_fused_op = False
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     saved_names: ClassVar[tuple[str, ...] | None] = None
@@ -231,11 +225,6 @@ class BasicOperation(FusibleOperation):
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._channels_captured = False
         self._quantizers = QuantizerStates()
-
-    @property
-    def is_fused_op(self) -> bool:
-        """False: a basic op stands for itself."""
-        return False
 
     # Parameters that live on another module
 
@@ -266,9 +255,8 @@ class BasicOperation(FusibleOperation):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused where the parameter lives on the owner."""
         if "_owner" in self.__dict__ and name in (self.param_names or ()):
-            raise RuntimeError(
-                f"{type(self).__name__}.{name} is the parameter of its {type(self._owner).__name__}: set it there"
-            )
+            owner = type(self._owner).__name__
+            raise RuntimeError(f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there")
         super().register_parameter(name, param)
 
     # Extra tensors bound to named channels
@@ -437,6 +425,7 @@ class FusedOperation(FusibleOperation):
         TypeError: One of them is not a basic op.
     """
 
+    is_fused_op = True
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
     param_names: tuple[str, ...] | None = ()
 
@@ -449,11 +438,6 @@ class FusedOperation(FusibleOperation):
             if not isinstance(op, BasicOperation):
                 raise TypeError(f"{type(self).__name__} stands for basic ops, got {type(op).__name__}")
         self.basic_ops = nn.ModuleList(ops)
-
-    @property
-    def is_fused_op(self) -> bool:
-        """True."""
-        return True
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The first basic op's."""

@@ -227,8 +227,7 @@ class _Finder:
 
 def warn_about(source: FusionSource, what: str) -> str:
     """Warn that a fusion misbehaved while planning, and give ``what`` back; the chain runs without it."""
-    owner = f"{source.distribution} {source.version}" if source.distribution else "registered in code"
-    warnings.warn(PluginWarning(f"fusion {source.name} ({owner}) is not used: {what}"), stacklevel=2)
+    warnings.warn(PluginWarning(f"{source.full_name} is not used: {what}"), stacklevel=2)
     return what
 
 
@@ -244,7 +243,7 @@ def _run_fusion_function(
         warn_about(source, f"it raised {type(error).__name__}: {error}")
         return []
     if not isinstance(result, (list, tuple)):
-        raise TypeError(f"{owner_of(source)} must return a list of ops, got {type(result).__name__}")
+        raise TypeError(f"{source.full_name} must return a list of ops, got {type(result).__name__}")
     found: list[tuple[int, int, FusedOperation | None]] = []
     position = 0
     for item in result:
@@ -263,16 +262,10 @@ def _run_fusion_function(
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
     """Raise RuntimeError unless ``fused`` stands for exactly ``ops``, in order."""
     if not isinstance(fused, FusedOperation):
-        raise TypeError(f"{owner_of(source)} must build a FusedOperation, got {type(fused).__name__}")
+        raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
     basic = list(fused.basic_ops)
     if len(basic) != len(ops) or any(a is not b for a, b in zip(basic, ops, strict=True)):
         raise RuntimeError(_mismatch(source, basic, ops))
-
-
-def owner_of(source: FusionSource) -> str:
-    """A fusion and its plugin, for error messages."""
-    where = f"plugin {source.distribution} {source.version}" if source.distribution else "registered in code"
-    return f"fusion {source.name} ({where})"
 
 
 def _mismatch(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> str:
@@ -280,7 +273,7 @@ def _mismatch(source: FusionSource, got: Iterable[Any], expected: Iterable[Any])
         return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
 
     return (
-        f"{owner_of(source)} does not expand to the same basic ops in the same order: "
+        f"{source.full_name} does not expand to the same basic ops in the same order: "
         f"expected {names(expected)}, got {names(got)}"
     )
 
@@ -324,6 +317,5 @@ def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
-    if sum(winner.stop - winner.start for winner in winners) > loser.stop - loser.start:
-        return f"{who}, which saves as much and covers more ops"
-    return f"{who}, which saves as much and comes first by name"
+    covers_more = sum(winner.stop - winner.start for winner in winners) > loser.stop - loser.start
+    return f"{who}, which saves as much and " + ("covers more ops" if covers_more else "comes first by name")

@@ -88,6 +88,12 @@ class FusionSource(NamedTuple):
         """The fusion's name in reports."""
         return fusion_name(self.fusion)
 
+    @property
+    def full_name(self) -> str:
+        """The fusion and its plugin, for messages."""
+        where = f"plugin {self.distribution} {self.version}" if self.distribution else "registered in code"
+        return f"fusion {self.name} ({where})"
+
 
 class Selection(NamedTuple):
     """A parsed ``OPFUSE_PLUGINS``: all but ``blocked`` if ``only`` is None, else ``only``, in that order."""
@@ -107,9 +113,7 @@ class Selection(NamedTuple):
         names = [part.strip() for part in text.split(",") if part.strip()]
         blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
         if blocked and len(blocked) != len(names):
-            raise ValueError(
-                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give either 'a,b' or '-a,-b'"
-            )
+            raise ValueError(f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or '-a,-b'")
         return cls(None, blocked) if blocked else cls(tuple(names))
 
     def position(self, record: PluginRecord) -> int | None:
@@ -119,16 +123,16 @@ class Selection(NamedTuple):
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Registration:
     """Handle of a fusion registered in code."""
 
-    def __init__(self, manager: PluginManager, source: FusionSource) -> None:
-        self._manager = manager
-        self.source = source
+    manager: PluginManager
+    source: FusionSource
 
     def unregister(self) -> None:
         """Take the fusion back. Doing it twice does no harm."""
-        self._manager.unregister(self)
+        self.manager.unregister(self)
 
 
 class PluginManager:
@@ -317,9 +321,7 @@ class PluginManager:
             except Exception as error:
                 self._fail(record, "hook call", error)
                 self._changed()
-        raise RuntimeError(
-            f"no plugin offers a quantizer for {recipe!r} and {role!r}: install and enable the one that does"
-        )
+        raise RuntimeError(f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does")
 
     def register_fusion(self, kind: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it stays on whatever plugins are selected."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, op_class
+from .op import BasicOperation, FusibleOperation, OperationContext, op_class
 from .plan import Candidate, Choice, FusionPlan, PlanStep
 from .quantization import Quantizer
 from .routing import Routing
@@ -190,15 +191,15 @@ def _leaves_owned(step: Step) -> bool:
     return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.owns)
 
 
+@dataclasses.dataclass
 class _Run:
     """A step while it is being put together."""
 
-    def __init__(self, op: FusibleOperation, start: int, stop: int, candidate: Candidate | None) -> None:
-        self.op = op
-        self.start = start
-        self.stop = stop
-        self.candidate = candidate
-        self.cast: Quantizer | None = None
+    op: FusibleOperation
+    start: int
+    stop: int
+    candidate: Candidate | None = None
+    cast: Quantizer | None = None
 
     def step(
         self, routing: Routing, kwargs: Sequence[tuple[str, ...]], env: Environment, *, owns: bool, forward: bool
@@ -220,18 +221,10 @@ class _Run:
 
 
 def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:
-    by_start = {candidate.start: candidate for candidate in taken}
-    runs = []
-    position = 0
-    while position < len(routing.ops):
-        candidate = by_start.get(position)
-        if candidate is None:
-            runs.append(_Run(routing.ops[position], position, position + 1, None))
-        else:
-            assert isinstance(candidate.op, FusedOperation)
-            runs.append(_Run(candidate.op, position, candidate.stop, candidate))
-        position = runs[-1].stop
-    return runs
+    runs = [_Run(candidate.op, candidate.start, candidate.stop, candidate) for candidate in taken if candidate.op]
+    covered = {i for run in runs for i in range(run.start, run.stop)}
+    runs += [_Run(op, i, i + 1) for i, op in enumerate(routing.ops) if i not in covered]
+    return sorted(runs, key=lambda run: run.start)
 
 
 def _negotiate(runs: Sequence[_Run], enabled: bool, wants: str, writes: str) -> dict[int, Quantizer]:

@@ -74,9 +74,8 @@ class Routing:
                 if channel is None:
                     continue
                 if channel in producers:
-                    raise ValueError(
-                        f"channel {channel!r} has two producers: {self.name(producers[channel][0])} and {self.name(i)}"
-                    )
+                    both = f"{self.name(producers[channel][0])} and {self.name(i)}"
+                    raise ValueError(f"channel {channel!r} has two producers: {both}")
                 producers[channel] = (i, k)
         self.sources: dict[Slot, Slot] = {}
         for i, op in enumerate(self.ops):
@@ -86,10 +85,8 @@ class Routing:
                 if channel not in producers:
                     raise ValueError(f"channel {channel!r} read by {self.name(i)} has no producer in this chain{hint}")
                 if producers[channel][0] >= i:
-                    raise ValueError(
-                        f"channel {channel!r} read by {self.name(i)} has no earlier producer, "
-                        f"it is written by {self.name(producers[channel][0])}"
-                    )
+                    writer = self.name(producers[channel][0])
+                    raise ValueError(f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}")
                 self.sources[i, k] = producers[channel]
 
     def name(self, index: int) -> str:
@@ -116,10 +113,8 @@ class Routing:
                 if value is None and anchor not in demands:
                     demands[anchor] = op.in_features * ratio
                 elif value is not None and value != op.in_features:
-                    raise ValueError(
-                        f"{self.name(i)} takes {op.in_features} features in the last dimension, "
-                        f"but the ops before it give {value}"
-                    )
+                    takes = f"{self.name(i)} takes {op.in_features} features in the last dimension"
+                    raise ValueError(f"{takes}, but the ops before it give {value}")
                 value = op.in_features
             if op.out_features is not None:
                 value = op.out_features
@@ -129,7 +124,7 @@ class Routing:
                 ratio *= op.feature_ratio
             elif value % op.feature_ratio:
                 raise ValueError(
-                    f"{self.name(i)} splits the last dimension into {op.feature_ratio}, but gets {value} features"
+                    f"{self.name(i)} splits its features into {op.feature_ratio}, but gets {value} of them"
                 )
             else:
                 value //= op.feature_ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from .plan import FusionPlan
     from .quantization import Recipe
 
+R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
-
-
-class Recorder(Protocol):
-    """What a thread's scope tells about every call of a fuser."""
-
-    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Called before the chain runs."""
 
 
 class Environment(NamedTuple):
@@ -87,6 +81,31 @@ class Scope(threading.local):
     def recipe(self) -> Recipe | None:
         """The quantization recipe."""
         return self.settings[2]
+
+
+class Recorder:
+    """Told of every call of a fuser in its thread, inside a ``with`` block of its own.
+
+    Args:
+        scope: The scope whose calls it is told of.
+    """
+
+    _outer: Recorder | None = None
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __enter__(self: R) -> R:
+        self._outer, self.scope.recorder = self.scope.recorder, self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.scope.recorder = self._outer
+
+    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+        """Called before a chain runs; tells an outer recorder too."""
+        if self._outer is not None:
+            self._outer.record(fuser, plan)
 
 
 class Setting:

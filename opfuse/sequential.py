@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .fuser import OperationFuser
+from .fuser import OperationFuser, run_in_turn
 from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
 
 
@@ -40,14 +41,11 @@ class Sequential(nn.Sequential):
         cache = self._cache
         if cache.key != children:
             groups: list[Any] = []
-            for child in children:
-                if isinstance(child, FusibleOperation):
-                    if not groups or not isinstance(groups[-1], list):
-                        groups.append([])
-                    groups[-1].append(child)
-                elif child is not None:
-                    groups.append(child)
-            cache.value = [OperationFuser(group) if isinstance(group, list) else group for group in groups]
+            present = [child for child in children if child is not None]
+            for fusible, group in groupby(present, lambda child: isinstance(child, FusibleOperation)):
+                run: Any = list(group)
+                groups += [OperationFuser(run)] if fusible else run
+            cache.value = groups
             cache.key = children
 
     def forward(
@@ -71,21 +69,13 @@ class Sequential(nn.Sequential):
         groups = self._module_groups
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0].run(input, *extra_inputs)
-        expected = sum(group.num_extra_inputs for group in groups if isinstance(group, OperationFuser))
+        fusers = [group for group in groups if isinstance(group, OperationFuser)]
+        expected = sum(fuser.num_extra_inputs for fuser in fusers)
         if len(extra_inputs) != expected:
             raise ValueError(f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}")
-        kwargs = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
-        x, outputs = input, []
-        for group in groups:
-            if not isinstance(group, OperationFuser):
-                x = group(x)
-                continue
-            given, extra_inputs = extra_inputs[: group.num_extra_inputs], extra_inputs[group.num_extra_inputs :]
-            here = [kwargs.get(op, {}) for op in group._routing.ops] if kwargs else None
-            result = group.run(x, *given, basic_op_kwargs=here)
-            x, *more = result if isinstance(result, tuple) else (result,)
-            outputs += more
-        return (x, *outputs) if outputs else x
+        given = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
+        kwargs = [given.get(op, {}) for fuser in fusers for op in fuser._routing.ops] if given else []
+        return run_in_turn(groups, input, extra_inputs, kwargs)
 
     def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]]) -> dict[BasicOperation, dict[str, Any]]:
         """Hand keyword arguments of children to their basic ops."""

@@ -258,7 +258,7 @@ def test_a_condition_says_why_not(fused):
 
 @pytest.mark.parametrize("answer", [False, None, "", 1])
 def test_a_condition_that_gives_no_reason_is_warned_about(fused, answer):
-    with pytest.warns(PluginWarning, match=r"fusion AB \(plugin-x 1.0\) is not used: its condition returned "):
+    with pytest.warns(PluginWarning, match=r"fusion AB \(plugin plugin-x 1.0\) is not used: its condition returned "):
         choice = decide("AB", source(Fusion([A, B], fused("AB"), lambda ops, env: answer)))
     assert taken(choice) == []
     assert reasons(choice) == {"AB": f"its condition returned {answer!r} instead of True or a sentence"}
@@ -365,7 +365,7 @@ def test_a_fusion_function_of_a_plugin_that_raises_is_warned_about():
     def broken(ops, *, recipe):
         raise KeyError("gone")
 
-    with pytest.warns(PluginWarning, match=r"fusion broken \(plugin-x 1.0\) is not used: it raised KeyError: 'gone'"):
+    with pytest.warns(PluginWarning, match=r"fusion broken \(plugin plugin-x 1.0\) is not used: it raised KeyError: 'gone'"):
         assert taken(decide("AB", source(broken))) == []
     with pytest.raises(KeyError):  # registered in code: it is the user's own
         decide("AB", source(broken, distribution=None, version=None))

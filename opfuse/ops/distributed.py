@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,20 +18,53 @@ class _Collective(BasicOperation):
 
     saved_names = ()
     grad_input = "same"
+    _there: Callable[[Tensor], Tensor]
+    _back: Callable[[Tensor], Tensor]
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"{type(self).__name__} needs an initialised process group: "
-                "call torch.distributed.init_process_group first"
-            )
+            raise RuntimeError(f"{type(self).__name__} needs torch.distributed.init_process_group to be called first")
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
 
     def extra_repr(self) -> str:
         """How many processes take part."""
         return f"process_group_size={self.process_group_size}"
+
+    def op_forward(  # type: ignore[override]
+        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Tensor:
+        """What the processes make of their inputs; saves nothing."""
+        return self._there(input_)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """What the processes make of their gradients."""
+        return self._back(grad_output), ()
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        if self.process_group_size == 1:
+            return tensor
+        self._check_dimensions(tensor)
+        gathered = tensor.new_empty((self.process_group_size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
+        return gathered
+
+    def _reduce_scatter(self, tensor: Tensor) -> Tensor:
+        size = self.process_group_size
+        if size == 1:
+            return tensor
+        self._check_dimensions(tensor)
+        if tensor.shape[0] % size:
+            expected = f"{type(self).__name__} expected a multiple of {size}, the number of processes, in dimension 0"
+            raise ValueError(f"{expected}, got shape {tuple(tensor.shape)}")
+        part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
+        return part
+
+    def _check_dimensions(self, tensor: Tensor) -> None:
+        if not tensor.ndim:
+            raise ValueError(f"{type(self).__name__} expected a tensor with at least one dimension, got a scalar")
 
 
 class AllGather(_Collective):
@@ -46,15 +80,8 @@ class AllGather(_Collective):
         RuntimeError: ``torch.distributed`` is not initialised.
     """
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
-        """The joined tensor; saves nothing."""
-        return _all_gather(self, input_)
-
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """This process's part of the sum of the gradients of all."""
-        return _reduce_scatter(self, grad_output), ()
+    _there = _Collective._all_gather
+    _back = _Collective._reduce_scatter
 
 
 class ReduceScatter(_Collective):
@@ -70,15 +97,8 @@ class ReduceScatter(_Collective):
         ValueError: In a call, a dimension 0 that is not a multiple of the number of processes.
     """
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
-        """This process's part of the sum; saves nothing."""
-        return _reduce_scatter(self, input_)
-
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """The gradients of all parts, joined."""
-        return _all_gather(self, grad_output), ()
+    _there = _Collective._reduce_scatter
+    _back = _Collective._all_gather
 
 
 class AllReduce(_Collective):
@@ -101,45 +121,12 @@ class AllReduce(_Collective):
         super().__init__(process_group)
         self.reduce_in_backward = reduce_in_backward
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
-        """The sum; saves nothing."""
+    def _there(self, tensor: Tensor) -> Tensor:
         if self.process_group_size == 1:
-            return input_
-        y = input_.clone(memory_format=torch.contiguous_format)
+            return tensor
+        y = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(y, group=self.process_group)
         return y
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """``dx = dy``."""
-        return grad_output, ()
-
-
-def _all_gather(op: _Collective, tensor: Tensor) -> Tensor:
-    if op.process_group_size == 1:
+    def _back(self, tensor: Tensor) -> Tensor:
         return tensor
-    _check_dimensions(op, tensor)
-    gathered = tensor.new_empty((op.process_group_size * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=op.process_group)
-    return gathered
-
-
-def _reduce_scatter(op: _Collective, tensor: Tensor) -> Tensor:
-    size = op.process_group_size
-    if size == 1:
-        return tensor
-    _check_dimensions(op, tensor)
-    if tensor.shape[0] % size:
-        raise ValueError(
-            f"{type(op).__name__} expected a multiple of {size}, the number of processes, in dimension 0, "
-            f"got shape {tuple(tensor.shape)}"
-        )
-    part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(part, tensor.contiguous(), group=op.process_group)
-    return part
-
-
-def _check_dimensions(op: _Collective, tensor: Tensor) -> None:
-    if not tensor.ndim:
-        raise ValueError(f"{type(op).__name__} expected a tensor with at least one dimension, got a scalar")

@@ -60,11 +60,9 @@ class GatedActivation(Activation):
         """
         size = self.glu_interleave_size
         width = x.shape[-1] if x.ndim else 1
-        if width % (2 * (size or 1)):
-            raise ValueError(
-                f"{type(self).__name__} expected a multiple of {2 * (size or 1)} features in the last dimension, "
-                f"got shape {tuple(x.shape)}"
-            )
+        if width % (parts := 2 * (size or 1)):
+            expected = f"{type(self).__name__} expected a multiple of {parts} features in the last dimension"
+            raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
         if size is None:
             a, b = x.chunk(2, -1)
             return a, b

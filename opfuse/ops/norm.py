@@ -56,9 +56,7 @@ class _Norm(BasicOperation):
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape  # of one dimension: the chain has checked it
         if len(shape) > 1 and x.shape[-len(shape) :] != shape:
-            raise ValueError(
-                f"{type(self).__name__} expected an input whose last dimensions are {shape}, got {tuple(x.shape)}"
-            )
+            raise ValueError(f"{type(self).__name__} expected last dimensions {shape}, got shape {tuple(x.shape)}")
 
     def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """What the normalized values are multiplied by."""

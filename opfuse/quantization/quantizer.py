@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class QuantizedTensor:
     """Quantized data and its scale: a plain pair, not a tensor subclass.
 
@@ -23,13 +25,10 @@ class QuantizedTensor:
     :meth:`tensors`, :meth:`rebuild` and :meth:`dequantize`.
     """
 
-    __slots__ = ("data", "dtype", "quantizer", "scale")
-
-    def __init__(self, data: Tensor, scale: Tensor | None, quantizer: Quantizer, dtype: torch.dtype) -> None:
-        self.data = data
-        self.scale = scale
-        self.quantizer = quantizer
-        self.dtype = dtype
+    data: Tensor
+    scale: Tensor | None
+    quantizer: Quantizer
+    dtype: torch.dtype
 
     @property
     def shape(self) -> torch.Size:

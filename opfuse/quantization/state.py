@@ -36,9 +36,7 @@ class QuantizerStates:
             count = op.num_quantizers(mode)
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
-                raise RuntimeError(
-                    f"{type(op).__name__} names {len(roles)} {mode} quantizer roles for {count} quantizers"
-                )
+                raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers")
             made.append(tuple(manager.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))
@@ -101,10 +99,8 @@ class QuantizerStates:
             for key, quantizer, name in self._entries(recipe):
                 if key not in state:
                     continue
-                target = getattr(quantizer, name)
-                if target.shape != state[key].shape:
-                    raise RuntimeError(
-                        f"quantizer state {key}: expected shape {tuple(target.shape)}, "
-                        f"the checkpoint has {tuple(state[key].shape)}"
-                    )
-                target.copy_(state[key])
+                target, value = getattr(quantizer, name), state[key]
+                if target.shape != value.shape:
+                    shapes = f"expected shape {tuple(target.shape)}, the checkpoint has {tuple(value.shape)}"
+                    raise RuntimeError(f"quantizer state {key}: {shapes}")
+                target.copy_(value)

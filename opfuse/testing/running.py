@@ -18,6 +18,7 @@ from ..fusion import Fusion
 from ..op import FusedOperation
 from ..plan import FusionPlan
 from ..plugins import manager, using
+from ..scope import Recorder
 from .cases import Built, Case, Subject
 
 
@@ -45,21 +46,15 @@ def only(*fusions: Subject | None) -> Iterator[None]:
         manager._changed()
 
 
-class Plans:
+class Plans(Recorder):
     """Collects the plans of every call in this thread, for a ``with`` block."""
 
     def __init__(self) -> None:
+        super().__init__(manager.scope)
         self.plans: list[FusionPlan] = []
 
-    def __enter__(self) -> Plans:
-        self._outer, manager.scope.recorder = manager.scope.recorder, self
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        manager.scope.recorder = self._outer
-
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Called by a fuser before every call."""
+        """Keep the plan."""
         self.plans.append(plan)
 
     def require(self, case: Case) -> None:
