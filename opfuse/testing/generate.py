@@ -146,6 +146,8 @@ def make_chains(
         makers: How to make ops of classes that are not built in: by class, a function of the input's features.
         examples: Chains of a fusion function, which has no pattern to make them from.
     """
+    makers = makers or {}
+    subject = subject._replace(makers=tuple(makers.items()))
     given = [Case(subject, tuple(example), device=device) for example in examples]
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
@@ -153,13 +155,13 @@ def make_chains(
     for elements in structures(pattern):
         reason: str | None = "no op could be made; tell how with `makers`"
         for width in WIDTHS:
-            cases = [Case(subject, ops, device=device) for ops in chains(elements, width, makers or {})]
+            cases = [Case(subject, ops, device=device) for ops in chains(elements, width, makers)]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [Case(subject, ops, device=device) for ops in chains(elements, 2 * width - 1, makers or {})[:1]]
+                odd = [Case(subject, ops, device=device) for ops in chains(elements, 2 * width - 1, makers)[:1]]
                 plain.append(accepted[0])
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
-                residual += _residual(accepted[0], elements, makers or {})
+                residual += _residual(accepted[0], elements, makers)
                 break
             reason = refusal(cases[0]) if cases else reason
         else:
