@@ -30,8 +30,8 @@ def first_failure(subject, **given):
     chains = testing.make_chains(subject, **given)
     assert chains.all, chains.declined
     for check in testing.CHECKS.values():
-        outcome = testing.run_all(check, chains)
-        if outcome.failure is not None:
+        outcome = testing.run_all(check, chains) if subject.kind in check.kinds else None
+        if outcome is not None and outcome.failure is not None:
             return outcome
     return None
 
@@ -48,8 +48,37 @@ def test_wrong_fusions(name, register):
     assert f"fails the check '{fault.check}'" in str(outcome) and subject.name in str(outcome)
 
 
-def test_there_are_enough_of_them():
-    assert len(faulty.FAULTS) + len(faulty.DISTRIBUTIONS) >= 25
+def plain_case(name):
+    fault = faulty.FAULTS[name]
+    subject = testing.find("faulty", fault.kind, name)
+    return testing.make_chains(subject).plain[0]
+
+
+ALSO = ["gradcheck", "checkpoint", "deepcopy", "pattern"]
+
+
+@pytest.mark.parametrize("check", ALSO)
+def test_checks_that_an_earlier_one_would_spare(check, register):
+    name = "SaysNoWithoutAReason" if check == "pattern" else "DoublesAGradient"
+    fault = faulty.FAULTS[name]
+    register(name="faulty", **{f"{fault.kind}_fusions": [fault.make()]})
+    with pytest.raises(testing.Failure):
+        testing.run(check, plain_case(name))
+
+
+def test_a_sound_fusion_beside_a_wrong_one(register):
+    faults = [faulty.FAULTS[name] for name in ("DoublesAGradient", "IsWrongInHalfPrecision")]
+    sound_one = opfuse.Fusion([opfuse.ops.BasicLinear, opfuse.ops.Bias], faulty.Forward, name="sound")
+    register(name="faulty", backward_fusions=[faults[0].make()], forward_fusions=[faults[1].make(), sound_one])
+    case = testing.make_chains(testing.find("faulty", "forward", "sound")).plain[0]
+    testing.run("gradients", case)
+    with pytest.raises(testing.Failure, match="weight of op 0 .* is wrong by"):
+        testing.run("together", case)
+
+
+def test_every_check_is_seen_to_fail():
+    assert {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together"} == set(testing.CHECKS)
+    assert {check for check, *_ in faulty.DISTRIBUTIONS.values()} == set(PLUGIN_CHECKS)
 
 
 @pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint

@@ -154,6 +154,19 @@ def test_chains_are_as_wide_as_the_condition_asks():
     assert not never.all and list(never.declined.values()) == ["it never applies"]
 
 
+def test_chains_are_in_the_dtype_and_of_the_rows_that_the_condition_asks():
+    def only_bf16(matched, env):
+        return True if env.dtype is torch.bfloat16 else "it is for bf16"
+
+    def aligned(matched, env):
+        return True if env.row_alignment == 16 else "it takes blocks of 16 rows"
+
+    (case,) = testing.make_chains(subject(ops.GELU, when=only_bf16)).plain
+    assert (case.dtype, case.rows) == (torch.bfloat16, (3,))
+    (case,) = testing.make_chains(subject(ops.GELU, when=aligned, needs_row_alignment=True)).plain
+    assert (case.dtype, case.rows) == (torch.float32, (16,))
+
+
 class Stranger(ops.Identity):
     """An op whose constructor nobody can guess."""
 

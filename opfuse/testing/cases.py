@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,11 +77,12 @@ def where(cls: type) -> str:
 
 
 class Subject(NamedTuple):
-    """The fusion under test: which plugin offers it, for which pass."""
+    """The fusion under test: which plugin offers it, for which pass, and how ops that are not built in are made."""
 
     plugin: str
     kind: str
     fusion: FusionLike
+    makers: tuple[tuple[type, Callable[[int], Any]], ...] = ()
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ..op import BasicOperation
 from ..scope import Environment
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
 from .running import Declined, separate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Which dtypes to try, the first that a fusion takes being the usual one."""
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 Makers = Mapping[type, Callable[[int], Any]]
@@ -138,7 +142,7 @@ class Chains:
 def make_chains(
     subject: Subject, device: str = "cpu", makers: Makers | None = None, examples: Sequence[Sequence[Op]] = ()
 ) -> Chains:
-    """The chains for a fusion, as wide as its condition asks for.
+    """The chains for a fusion: as wide, in the dtype, and with as many rows as its condition asks for.
 
     Args:
         subject: The fusion.
@@ -146,22 +150,26 @@ def make_chains(
         makers: How to make ops of classes that are not built in: by class, a function of the input's features.
         examples: Chains of a fusion function, which has no pattern to make them from.
     """
+    makers = makers or {}
+    subject = subject._replace(makers=tuple(makers.items()))
     given = [Case(subject, tuple(example), device=device) for example in examples]
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     for elements in structures(pattern):
         reason: str | None = "no op could be made; tell how with `makers`"
-        for width in WIDTHS:
-            cases = [Case(subject, ops, device=device) for ops in chains(elements, width, makers or {})]
+        for dtype, rows, width in itertools.product(DTYPES, ((3,), (16,)), WIDTHS):
+            base = Case(subject, (), rows=rows, dtype=dtype, device=device)
+            cases = [base.with_(ops=ops) for ops in chains(elements, width, makers)]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [Case(subject, ops, device=device) for ops in chains(elements, 2 * width - 1, makers or {})[:1]]
+                odd = [base.with_(ops=ops) for ops in chains(elements, 2 * width - 1, makers)[:1]]
                 plain.append(accepted[0])
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
-                residual += _residual(accepted[0], elements, makers or {})
+                residual += _residual(accepted[0], elements, makers)
                 break
-            reason = refusal(cases[0]) if cases else reason
+            if cases and dtype is torch.float32 and rows == (3,):
+                reason = refusal(cases[0])
         else:
             names = [getattr(element, "__name__", str(element)) for element in elements]
             declined[" + ".join(names)] = str(reason)
@@ -186,20 +194,23 @@ def refusal(case: Case) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    try:
-        separate(case)
-    except Declined as reason:
-        return str(reason)
-    env, start = environment(case.device), len(case.before)
+    aligned = math.gcd(math.prod(case.rows), 16) if fusion.needs_row_alignment else 1
+    env = environment(case.device, dtype=case.dtype, row_alignment=aligned)
+    start = len(case.before)
     ops = tuple(case.basic_ops()[start : start + len(case.ops)])
     try:
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:
             return answer
         benefit = fusion.benefit_of(ops, env)
-        return f"it declares a benefit of {benefit:g}" if benefit < 0 else None
+        if benefit < 0:
+            return f"it declares a benefit of {benefit:g}"
+        separate(case)
+    except Declined as reason:
+        return str(reason)
     except Exception:  # the check of the condition is going to tell
-        return None
+        pass
+    return None
 
 
 def environment(device: str, **changes: Any) -> Environment:

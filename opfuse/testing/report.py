@@ -97,7 +97,7 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
                 yield case.with_(**{field.name: field.default})
     if case.dtype is not torch.float32:
         yield case.with_(dtype=torch.float32)
-    for rows in ((1,), (3,), (2, 3), (127,)):
+    for rows in ((1,), (3,), (2, 3), (127,), (1024,)):
         if len(rows) < len(case.rows) or torch.Size(rows).numel() < torch.Size(case.rows).numel():
             yield case.with_(rows=rows)
     for other in others:

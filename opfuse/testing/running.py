@@ -98,9 +98,16 @@ class Result:
     grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
 
 
-def forward(case: Case, dtype: torch.dtype | None = None, chain: Any = None) -> Result:
-    """Run the forward of a case with what is in force here."""
-    built = case.build(dtype)
+def forward(case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None) -> Result:
+    """Run the forward of a case with what is in force here.
+
+    Args:
+        case: The case.
+        dtype: See :meth:`Case.build`.
+        built: What to run, if it was built before.
+        chain: Makes what to call out of the chain.
+    """
+    built = built or case.build(dtype)
     given = built.inputs()
     return Result(built, given, built(*given, chain=chain(built.chain) if chain else None))
 
@@ -145,6 +152,21 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool 
         result = forward(case, chain=chain)
         plans.require(case)
         return backward(case, result, only_main) if grads else result
+
+
+def both(case: Case, step: Callable[[], Result]) -> tuple[Result, Result]:
+    """What ``step`` gives with the fusion, and without any.
+
+    Raises:
+        Declined: The fusion refused.
+        Failure: It is not used.
+    """
+    with only():
+        expected = step()
+    with only(case.subject), Plans() as plans:
+        got = step()
+    plans.require(case)
+    return got, expected
 
 
 @contextlib.contextmanager

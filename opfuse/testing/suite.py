@@ -58,7 +58,7 @@ class FusionSuite:
                 for tier in runnable
                 for subject in found
                 for name, check in CHECKS.items()
-                if not (check.slow and tier.name == "interpret")
+                if subject.kind in check.kinds and not (check.slow and tier.name == "interpret")
             ]
             metafunc.parametrize(("tier", "subject", "fusion_check"), params)
 

@@ -15,7 +15,7 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 }
 """``(rtol, atol)`` per dtype. The relative one is held against the largest value, since most results are sums."""
 
-ROWS: tuple[tuple[int, ...], ...] = ((3,), (), (1,), (127,), (129,), (2, 3), (2, 1, 3), (0,), (2, 0))
+ROWS: tuple[tuple[int, ...], ...] = ((3,), (), (1,), (127,), (129,), (2, 3), (2, 1, 3), (2, 16), (0,), (2, 0))
 """Leading dimensions worth testing: inputs of one to four dimensions, odd row counts, and no rows."""
 
 

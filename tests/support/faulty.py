@@ -517,6 +517,15 @@ class SwallowsErrors(Forward):
             )  # fmt: skip
 
 
+@faulty("errors", "an error raised inside its operation .* does not reach the caller", "backward", BasicLinear, Bias)
+class SwallowsErrorsOfItsBackward(Backward):
+    def grad_input_of(self, dy, weight):
+        try:
+            return dy @ weight
+        except RuntimeError:
+            return torch.einsum("...o,oi->...i", dy, weight)
+
+
 @faulty(
     "errors",
     "extra input 0 with one row is accepted, the separate ops raise ValueError",

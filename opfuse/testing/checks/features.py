@@ -19,27 +19,22 @@ from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe
 from ..cases import Case
 from ..generate import Chains
 from ..reference import compare_outputs, compare_results
-from ..running import Failure, Plans, Result, backward, forward, fused, only, separate, watched
-from .registry import check, first, plain, surrounded
+from ..running import Failure, Result, backward, both, forward, fused, only, separate, watched
+from .registry import check, first, joined, plain, surrounded
 
 
-@check(plain)
+@check(plain, kinds=("forward", "joint"))
 def without_grad(case: Case) -> None:
     """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved."""
+    saved: list[Any] = []
+
+    def keep(op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
+        saved.extend(tensor for ctx in ctxs for tensor in ctx.to_save or () if tensor is not None)
+
     for mode in (torch.no_grad, torch.inference_mode):
-        saved: list[Any] = []
-
-        def keep(op: Any, ctxs: Any, x: Tensor, result: Any, saved: list[Any] = saved) -> None:
-            saved.extend(ctx.to_save for ctx in ctxs)
-
-        kept = watched(case, keep)
-        with only(), mode():
-            expected = forward(case)
-        with only(kept.subject), Plans() as plans, mode():
-            got = forward(case)
-        if case.subject.kind != "backward":
-            plans.require(case)
-        if any(tensor is not None for tensors in saved for tensor in tensors or ()):
+        with mode():
+            got, expected = both(watched(case, keep), lambda: forward(case))
+        if saved:
             raise Failure(f"under {mode.__name__} it saves tensors for a backward that never comes")
         try:
             compare_outputs(case, got, expected, separate(case, torch.float64))
@@ -52,6 +47,7 @@ def _autocasts(chains: Chains) -> Iterator[Case]:
         yield case.with_(autocast=True)
     for case in chains.plain:
         yield case.with_(autocast=True, wide=True)
+        yield joined(case).with_(autocast=True, wide=True)
         yield case.with_(autocast=True, frozen=("input",))
 
 
@@ -106,10 +102,11 @@ def errors(case: Case) -> None:
     """An error inside a kernel reaches the caller, and what the separate ops refuse is refused."""
     fused(case, grads=False)
     with only(case.subject):
-        for at in range(24):
+        for at in range(40):
+            built = case.build()
             try:
                 with Raising(at) as mode:
-                    backward(case, forward(case))
+                    backward(case, forward(case, built=built))
             except Injected:
                 continue
             except Exception as error:  # another exception, made from it
@@ -204,24 +201,17 @@ def checkpoint(case: Case) -> None:
 @check(plain)
 def deepcopy(case: Case) -> None:
     """A copy of the chain is a chain of its own: used, and independent of the original."""
-    with only():
-        expected = _step_of_a_copy(case)
-    with only(case.subject), Plans() as plans:
-        got = _step_of_a_copy(case)
-        plans.require(case)
+
+    def step() -> Result:
+        original = forward(case).built
+        twin = copy.deepcopy(original.chain)
+        for param in original.chain.parameters():
+            param.data.add_(1)
+        built = original._replace(chain=twin, leaves={**original.leaves, **dict(twin.named_parameters())})
+        return backward(case, forward(case, built=built))
+
+    got, expected = both(case, step)
     compare_results(case, got, expected, expected)
-
-
-def _step_of_a_copy(case: Case) -> Result:
-    """Run the chain, copy it, change the original, and run the copy."""
-    original = forward(case).built
-    twin = copy.deepcopy(original.chain)
-    for param in original.chain.parameters():
-        param.data.add_(1)
-    leaves = {**original.leaves, **dict(twin.named_parameters())}
-    built = original._replace(chain=twin, leaves=leaves)
-    given = built.inputs()
-    return backward(case, Result(built, given, built(*given)))
 
 
 # Recipes

@@ -43,7 +43,7 @@ def unmodified_inputs(case: Case) -> None:
     with only(case.subject):
         built = case.build()
         before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
-        built(*built.inputs())
+        forward(case, built=built)
     _unchanged(before, "forward")
 
 
@@ -63,12 +63,12 @@ def unmodified_gradients(case: Case) -> None:
         before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = built(*given)
-        left = _copies({f"output {k}": y for k, y in enumerate(outputs)})
         weights = case.weights(outputs)
-        incoming = _copies({f"the incoming gradient of output {k}": w for k, w in enumerate(weights)})
+        before |= _copies({f"output {k}": y for k, y in enumerate(outputs)})
+        before |= _copies({f"the incoming gradient of output {k}": w for k, w in enumerate(weights)})
         wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
         torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
-    _unchanged({**before, **left, **incoming, **saved}, "backward")
+    _unchanged({**before, **saved}, "backward")
 
 
 def _shared(result: Result) -> set[tuple[str, str]]:
@@ -105,7 +105,7 @@ def aliasing(case: Case) -> None:
     _unchanged(kept, "second call")
 
 
-@check(surrounded)
+@check(surrounded, kinds=("backward", "joint"))
 def grad_input(case: Case) -> None:
     """The gradient that the fused backward returns relates to other tensors as its ``grad_input`` declares."""
     found: list[str] = []

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...fusion import PASSES
 from ..cases import LAYOUTS, Case, Op
 from ..generate import Chains, neighbours
 from ..tolerance import ROWS
@@ -19,12 +20,14 @@ class Check(NamedTuple):
         name: What reports and limits call it.
         run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the case.
         cases: The cases to run it on, plainest first.
+        kinds: For which fusions.
         slow: Whether it compiles, and is left out where kernels are interpreted.
     """
 
     name: str
     run: Callable[[Case], None]
     cases: Callable[[Chains], Iterable[Case]]
+    kinds: tuple[str, ...] = PASSES
     slow: bool = False
 
 
@@ -33,18 +36,21 @@ FOUND: dict[str, Check] = {}
 
 
 def check(
-    cases: Callable[[Chains], Iterable[Case]], *, slow: bool = False
+    cases: Callable[[Chains], Iterable[Case]], *, kinds: tuple[str, ...] = PASSES, slow: bool = False
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
     """Add a function to the checks, under its name."""
 
     def add(run: Callable[[Case], None]) -> Callable[[Case], None]:
-        FOUND[run.__name__] = Check(run.__name__, run, cases, slow)
+        FOUND[run.__name__] = Check(run.__name__, run, cases, kinds, slow)
         return run
 
     return add
 
 
 # Which cases
+
+MANY_ROWS = (2048,)
+"""Enough for a kernel that only takes large tensors."""
 
 
 def first(chains: Chains) -> Iterable[Case]:
@@ -84,7 +90,8 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield from (case.with_(rows=rows) for rows in ROWS)
         yield from (case.with_(rows=(5,), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
-        yield case.with_(rows=(127,), dtype=torch.bfloat16)
+        yield from (case.with_(rows=rows, dtype=torch.bfloat16) for rows in ((127,), MANY_ROWS))
+        yield case.with_(rows=MANY_ROWS)
         yield case.with_(wide=True, dtype=torch.bfloat16)
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
     yield from chains.residual

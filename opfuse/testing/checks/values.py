@@ -13,8 +13,21 @@ from ...ops import ConstantScale
 from ..cases import Case, subjects
 from ..generate import Chains
 from ..reference import compare, compare_grads, compare_outputs, compare_results, describe
-from ..running import Declined, Failure, OneByOne, Result, backward, forward, fused, only, separate, watched
-from .registry import check, frozen, joined, numeric, plain, surrounded
+from ..running import (
+    Declined,
+    Failure,
+    OneByOne,
+    Plans,
+    Result,
+    backward,
+    both,
+    forward,
+    fused,
+    only,
+    separate,
+    watched,
+)
+from .registry import MANY_ROWS, check, frozen, joined, numeric, plain, surrounded
 
 
 def _pair(case: Case) -> tuple[Result, Result]:
@@ -30,23 +43,22 @@ def output(case: Case) -> None:
 
 
 def _saving(chains: Chains) -> Iterator[Case]:
-    if chains.subject.kind == "forward":
-        yield from chains.all
-        yield from frozen(chains)
-        yield from (case.with_(autocast=True) for case in chains.plain)
-        yield from (case.with_(rows=(2, 3), dtype=torch.bfloat16) for case in chains.plain)
-        yield from (case.with_(rows=(5,), layout="strided") for case in chains.plain)
+    yield from chains.all
+    yield from frozen(chains)
+    for case in chains.plain:
+        yield case.with_(autocast=True)
+        yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
+        yield case.with_(rows=(5,), layout="strided")
+        yield case.with_(rows=MANY_ROWS)
 
 
-@check(_saving)
+@check(_saving, kinds=("forward",))
 def saved_state(case: Case) -> None:
     """A forward fusion leaves in every context what the basic op would: names, order, values, dtypes, aliases."""
-    kept = Kept()
-    reference = Kept()
+    kept, reference = Kept(), Kept()
     one_by_one = Fusion([op.cls for op in case.ops], OneByOne, name="one by one")
     fused(watched(case, kept), grads=False)
-    plain_case = case.with_(subject=case.subject._replace(fusion=one_by_one))
-    fused(watched(plain_case, reference), grads=False)
+    fused(watched(case.with_(subject=case.subject._replace(fusion=one_by_one)), reference), grads=False)
     for number, (got, expected) in enumerate(zip(kept.left, reference.left, strict=True)):
         who = f"op {number} ({case.ops[number].cls.__name__})"
         _compare_context(case, who, got, expected)
@@ -181,51 +193,38 @@ def together(case: Case) -> None:
 def repeatable(case: Case) -> None:
     """The same chain gives bitwise the same twice, and the right thing in every call."""
     expected, truth = _pair(case)
-    results = []
-    with only(case.subject):
-        chain = case.build()
-        for _ in range(3):
-            again = case.build()
-            for mine, other in zip(chain.chain.parameters(), again.chain.parameters(), strict=True):
-                mine.grad = other.grad = None
-            leaves = {
-                **again.leaves,
-                **{n: p for n, p in chain.leaves.items() if n in dict(chain.chain.named_parameters())},
-            }
-            built = again._replace(chain=chain.chain, leaves=leaves)
-            given = built.inputs()
-            results.append(backward(case, Result(built, given, built(*given))))
-    fused(case, grads=False)
+    with only(case.subject), Plans() as plans:
+        built = case.build()
+        results = [backward(case, forward(case, built=built)) for _ in range(3)]
+    plans.require(case)
     for call, got in enumerate(results):
         try:
             compare_results(case, got, expected, truth)
         except Failure as failure:
             raise Failure(f"in call {call + 1}, {failure}") from failure
-    for call, got in enumerate(results[1:]):
         pairs: list[Any] = [("the output", got.outputs[0], results[0].outputs[0])]
         pairs += [(f"the gradient of {describe(case, n)}", g, results[0].grads[n]) for n, g in got.grads.items()]
         for what, one, first in pairs:
             if one is not None and first is not None and not torch.equal(one, first):
-                raise Failure(f"{what} differs in its last bits between call 1 and call {call + 2} of the same")
+                raise Failure(f"{what} differs in its last bits between call 1 and call {call + 1} of the same")
 
 
 @check(plain)
 def follows_values(case: Case) -> None:
     """Parameters, and numbers on the ops, are read at every call: who changes them sees the change."""
-    results = []
-    for subject in (None, case.subject):
-        with only(subject):
-            result = forward(case)
-            for param in result.built.chain.parameters():
-                param.data.mul_(-1.5)
-            for op in result.built.chain.modules():
-                if isinstance(op, ConstantScale):
-                    op.scale = 2.25
-            given = result.built.inputs()
-            results.append(backward(case, Result(result.built, given, result.built(*given))))
-    fused(case, grads=False)
+
+    def step() -> Result:
+        built = forward(case).built
+        for param in built.chain.parameters():
+            param.data.mul_(-1.5)
+        for op in built.chain.modules():
+            if isinstance(op, ConstantScale):
+                op.scale = 2.25
+        return backward(case, forward(case, built=built))
+
+    got, expected = both(case, step)
     try:
-        compare_results(case, results[1], results[0], results[0])
+        compare_results(case, got, expected, expected)
     except Failure as failure:
         raise Failure(f"after its parameters were changed, {failure}") from failure
 
@@ -233,14 +232,13 @@ def follows_values(case: Case) -> None:
 @check(plain)
 def nan_and_inf(case: Case) -> None:
     """NaN and inf come out where they come out of the separate ops."""
-    results = []
-    for subject in (None, case.subject):
-        with only(subject):
-            built = case.with_(rows=(4,)).build()
-            built.leaves["input"].data[0, 0] = torch.nan
-            built.leaves["input"].data[1, 0] = torch.inf
-            built.leaves["input"].data[2, -1] = -torch.inf
-            given = built.inputs()
-            results.append(backward(case, Result(built, given, built(*given))))
-    fused(case, grads=False)
-    compare_results(case, results[1], results[0], results[0])
+    case = case.with_(rows=(4,))
+
+    def step() -> Result:
+        built = case.build()
+        for row, column, value in ((0, 0, torch.nan), (1, 0, torch.inf), (2, -1, -torch.inf)):
+            built.leaves["input"].data[row, column] = value
+        return backward(case, forward(case, built=built))
+
+    got, expected = both(case, step)
+    compare_results(case, got, expected, expected)
