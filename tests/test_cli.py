@@ -168,7 +168,7 @@ def test_a_malformed_selection(command, monkeypatch):
     result = call(*command)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
-        "Error: OPFUSE_PLUGINS='a,-b' mixes names to use and names to block: give either 'a,b' or '-a,-b'"
+        "Error: OPFUSE_PLUGINS='a,-b' mixes names to use and names to block: give 'a,b' or '-a,-b'"
     ]
 
 

@@ -144,7 +144,7 @@ def test_features_that_do_not_split():
         ops.SwiGLU(glu_interleave_size=4)(torch.ones(2, 12))
     with pytest.raises(ValueError, match="GLU"):
         ops.GLU()(torch.ones(()))
-    with pytest.raises(ValueError, match="splits the last dimension into 2, but gets 5"):
+    with pytest.raises(ValueError, match="splits its features into 2, but gets 5 of them"):
         opfuse.Sequential(ops.Linear(4, 5), ops.GLU())(torch.ones(1, 4))
     with pytest.raises(ValueError, match="SwiGLU expected a glu_interleave_size of at least 1, got 0"):
         ops.SwiGLU(glu_interleave_size=0)
