@@ -73,7 +73,13 @@ def report(seed):
     chains = testing.make_chains(subject)
     outcomes = [testing.run_all(check, chains) for check in testing.CHECKS.values()]
     alarms = [str(outcome) for outcome in outcomes if outcome.failure is not None]
-    return {"seed": seed, "kind": kind, "pattern": _text(made.pattern), "cases": sum(o.ran for o in outcomes), "alarms": alarms}
+    return {
+        "seed": seed,
+        "kind": kind,
+        "pattern": _text(made.pattern),
+        "cases": sum(o.ran for o in outcomes),
+        "alarms": alarms,
+    }
 
 
 def _text(element):
@@ -83,5 +89,3 @@ def _text(element):
         return " + ".join(map(_text, element))
     inner = element.elements if isinstance(element, OneOf) else (getattr(element, "element", None) or element.cls,)
     return f"{type(element).__name__}({', '.join(map(_text, inner))})"
-
-
