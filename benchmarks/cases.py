@@ -132,7 +132,7 @@ class Case:
     def name(self) -> str:
         """What the case is called beside its id."""
         size = f" of {self.rows}" + (f"x{self.width}" if self.width else "")
-        parts = [self.special or self.metric, self.chain, self.dtype + size, self.recipe]
+        parts = [self.metric, self.chain, self.dtype + size, self.recipe]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -277,7 +277,7 @@ def cpu() -> Iterator[Case]:
         yield Case("C1", MLP, rows, both, goals, CPU, rounds=5)
     for dtype, numbers in {"fp32": (2.3, 2.6, 2.6), "bf16": (2.3, 2.7, 2.7)}.items():
         goals, options = (Goal("eager", *numbers),), {"dtype": dtype, "special": "in_place"}
-        yield Case("C2", "bias:4096 gelu", 4096, "backward", goals, CPU, **options)
+        yield Case("C2", "bias:4096 gelu", 4096, "backward in place", goals, CPU, **options)
     chains = {"rmsnorm:1024": (6, 10, 12.9), "add fork rmsnorm:1024": (5, 6, 6.2), "swiglu": (2.2, 2.5, 2.5)}
     for chain, numbers in chains.items():
         goals = Goal("eager", *numbers), Goal("compile", 1.0)

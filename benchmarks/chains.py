@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FP8_SCALE = 64.0
+FP8_SCALE = 32.0
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 
 

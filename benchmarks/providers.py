@@ -157,7 +157,7 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
             return Built(_quantizing(model, work, case), context, {"checked": case.metric != "backward"})
         work.fill(model)
         steps = opfuse.explain(model, *work.inputs[0]).to_dict()
-    wanted = PASSES.get(case.metric, ("forward", "backward"))
+    wanted = PASSES.get(case.metric.split()[0], ("forward", "backward"))
     fused = [f"{direction} {step['fusion']}" for direction in wanted for step in steps[direction] if step["fusion"]]
     if not fused and selection is None and not case.unfused:
         raise NotBuilt("no plugin fuses anything here")
@@ -206,8 +206,7 @@ def liger(work: Work, case: Any) -> Built:
 def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
     """The FP8 training or casts of torchao, compiled."""
     need("torchao")
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.config import LinearMMConfig
+    from torchao.float8 import Float8LinearConfig, LinearMMConfig, convert_to_float8_training
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
     if work.chain in ("cast", "castt"):

@@ -17,7 +17,7 @@ from .record import ROOT
 Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
-COLORS = {True: "#2a7f4f", False: "#c0392b"}
+COLORS = {True: "#3b6ea5", False: "#d9822b"}
 
 
 def load(path: str | pathlib.Path) -> Run:
@@ -75,7 +75,10 @@ def plot(rows: list[Row], title: str) -> str:
     from matplotlib import pyplot
 
     shown = [row for row in rows if row["value"] and row["den"] not in ("", "plan")]
-    halves = [(False, "how many times faster: right is better"), (True, "cost over the other's: left is better")]
+    halves = [
+        (False, "how many times faster: right is better; orange misses its goal"),
+        (True, "cost over the other's: left is better; orange misses its goal"),
+    ]
     halves = [(half, label) for cost, label in halves if (half := [r for r in shown if r["cost"] == cost])]
     if not halves:
         return ""
@@ -180,7 +183,7 @@ precision, *bare* an autograd function that does nothing.
 
 ## Without any fusion
 
-A chain that no plugin fuses should cost what PyTorch costs. How many times faster than eager it is:
+A chain that no plugin fuses should cost what PyTorch costs. How many times faster than eager it is, the slowest first:
 
 {unfused}
 
@@ -224,7 +227,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
         line += f"worst {max(values) if of[0]['cost'] else min(values):.3g}, goal {of[0]['goal']:.3g}"
         (behind if missed else met).extend(["", f"{line}, missed by {missed}." if missed else f"{line}."])
     pairs = [pair for run in runs for pair in unfused(run)]
-    slow = [f"| {name} | {value:.2f} |" for name, value in pairs]
+    slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
     runs_text = "\n".join(f"- {where(run)}" for run in runs)
     parts = {"unknown": unknown, "behind": "\n".join(behind), "met": "\n".join(met), "runs": runs_text}
     parts["unfused"] = "\n".join(["| chain | ratio |", "|---|---|", *slow])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -61,7 +62,8 @@ class Harness:
     def run(self, case: Case) -> tuple[list[Row], list[Row]]:
         """The rows of a case's providers and the ratios of its goals."""
         rows: dict[str, Row] = {}
-        torch._dynamo.reset()  # every case compiles the same few modules anew, and there is a limit
+        if "torch._dynamo" in sys.modules:  # every case compiles the same few modules anew, and there is a limit
+            torch._dynamo.reset()
         gc.collect()
         try:
             if case.special:
@@ -83,8 +85,10 @@ class Harness:
         except Exception as reason:
             rows["opfuse"] = _failed(reason)
             return {}
-        key = "median_us" if case.metric in PASSES else "value"
+        key = "median_us" if case.metric.split()[0] in PASSES else "value"
         for name, values in numbers.items():
+            if name.endswith(AGAIN):
+                continue
             rows[name] = _status(values) if isinstance(values, Skip) else {"status": "ok"} | _summary(values, key)
         return {name: values for name, values in numbers.items() if not isinstance(values, Skip)}
 
@@ -144,7 +148,7 @@ class Harness:
         found: dict[str, Built] = {}
         backward = passing in ("backward", "forward+backward")
         reference = work.reference(backward)
-        limit = 0.1 if case.recipe else TOLERANCE[case.dtype]
+        limit = 0.15 if case.recipe else TOLERANCE[case.dtype]
         for name in self._wanted(case):
             start = time.perf_counter()
             try:
