@@ -229,13 +229,16 @@ def te(work: Work, case: Any) -> Built:
     need("transformer_engine")
     import transformer_engine.pytorch as te_pytorch
     from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch import ops
 
-    layers = [table(te_pytorch.ops)[name](*sizes) for name, sizes in parse(work.chain)]
-    model = work.fill(te_pytorch.ops.Sequential(*layers))
+    model = work.fill(ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)]))
     if not case.recipe:
         return Built(model)
     recipe = getattr(recipes, case.recipe)()
-    return Built(model, lambda: te_pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe), {"recipe": case.recipe})
+    context = functools.partial(te_pytorch.fp8_autocast, fp8_recipe=recipe)
+    if hasattr(te_pytorch, "autocast"):  # its newer name
+        context = functools.partial(te_pytorch.autocast, recipe=recipe)
+    return Built(model, context, {"recipe": case.recipe})
 
 
 def library(work: Work, case: Any) -> Built:

@@ -11,23 +11,10 @@ from typing import Any
 
 import torch
 
-from . import special
+from . import measure, special
 from .cases import CASES, Case, Goal
 from .chains import TOLERANCE, Work, error, flops, widths
-from .measure import (
-    Step,
-    around,
-    host_us,
-    noise,
-    peak_bytes,
-    poison,
-    ratio,
-    sample_rounds,
-    saved_bytes,
-    spread,
-    steps,
-    timer,
-)
+from .measure import Step, around, timer
 from .providers import PROVIDERS, Built, NotBuilt, Skip
 
 AGAIN = " again"
@@ -109,7 +96,7 @@ class Harness:
         if metric == "saved bytes":
             return {name: [rows[name]["saved_bytes"]] for name in built}
         accumulate = case.id[0] == "O"
-        passes = {name: steps(each, work, passing, accumulate) for name, each in built.items()}
+        passes = {name: measure.steps(each, work, passing, accumulate) for name, each in built.items()}
         if metric == "peak bytes":
             return {name: [peak] for name in built if (peak := self._peak(passes[name][0], rows[name])) is not None}
         samplers, rounds = {}, min(self.rounds, case.rounds) if case.rounds == 5 else case.rounds or self.rounds
@@ -117,22 +104,22 @@ class Harness:
             each = built[name]
             sampler = self.make_timer(passes[name])
             if case.metric.startswith("host "):
-                sampler = lambda step=passes[name][0]: host_us(step)  # noqa: E731
+                sampler = lambda step=passes[name][0]: measure.host_us(step)  # noqa: E731
             key = name if name not in samplers else name + AGAIN
             samplers[key] = sampler, lambda each=each: around(each, passing)
-        samples = sample_rounds(samplers, rounds, 2 if rounds > 5 else 1) if samplers else {}
+        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1) if samplers else {}
         amount = flops(case.chain, case.rows, metric)
         for name in built:
             rows[name] |= _summary(samples[name]) | {"flops": amount, "bytes": case.traffic * case.rows or None}
             rows[name] |= self._shares(case, rows[name], amount)
             if self.device.type == "cuda" and not case.metric.startswith("host "):
                 with around(built[name], passing):
-                    rows[name]["host_us"] = host_us(passes[name][0], 5)
+                    rows[name]["host_us"] = measure.host_us(passes[name][0], 5)
                     self._peak(passes[name][0], rows[name])
         return samples
 
     def _peak(self, step: Step, row: Row) -> int | None:
-        row["peak_mem"] = peak_bytes(step, self.device)
+        row["peak_mem"] = measure.peak_bytes(step, self.device)
         return row["peak_mem"]
 
     def _sets(self, case: Case) -> int:
@@ -154,7 +141,7 @@ class Harness:
             try:
                 with self.device:
                     built = PROVIDERS[name](work, case)
-                poison(self.device)
+                measure.poison(self.device)
                 with around(built, passing):
                     results = work.results(built.model, built.params, work.inputs[0], backward)
                 first = time.perf_counter() - start
@@ -165,7 +152,7 @@ class Harness:
                     rows[name]["status"] = f"wrong answer: relative error {wrong:.1e}, at most {limit:.0e}"
                     continue
                 if passing != "inference":
-                    rows[name]["saved_bytes"] = saved_bytes(built, work.inputs[0])
+                    rows[name]["saved_bytes"] = measure.saved_bytes(built, work.inputs[0])
             except Skip as reason:
                 rows[name] = _status(reason)
             except Exception as reason:  # a peer's failure is a result
@@ -197,14 +184,14 @@ class Harness:
                 return made | {"reason": status if name == goal.subject else f"{name}: {status}"}
         mine = samples[goal.subject]
         if goal.versus in ("", "sol"):
-            value = rows[goal.subject]["sol"] if goal.versus else spread(mine)[1]
+            value = rows[goal.subject]["sol"] if goal.versus else measure.spread(mine)[1]
         else:
             other = samples[goal.versus]
-            value = ratio(mine, other) if goal.cost else ratio(other, mine)
+            value = measure.ratio(mine, other) if goal.cost else measure.ratio(other, mine)
         if value is None:
             return made | {"reason": "the copy was not measured"}
         again = next((name for name in samples if name.endswith(AGAIN)), None)
-        floor = noise(samples[again.removesuffix(AGAIN)], samples[again]) if again else 0.0
+        floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again]) if again else 0.0
         reached = value == goal.goal if goal.exact else value <= goal.goal if goal.cost else value >= goal.goal
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": abs(value - 1) > 2 * floor}
 
@@ -221,7 +208,7 @@ def _failed(reason: Exception) -> Row:
 
 
 def _summary(values: list[float], key: str = "median_us") -> Row:
-    low, middle, high = spread(values)
+    low, middle, high = measure.spread(values)
     return {key: middle, "p20": low, "p80": high, "rounds": len(values)}
 
 

@@ -20,6 +20,7 @@ from .cases import Case
 from .chains import Work, error
 from .measure import around, cpu_timer, sample_rounds, saved_bytes
 from .providers import NotBuilt, Skip, with_opfuse
+from .record import ROOT
 from .steps import alone
 
 Numbers = dict[str, list[float] | Skip]
@@ -145,7 +146,7 @@ def cold_start(case: Case, device: torch.device) -> Numbers:
         environment = os.environ | {"TRITON_CACHE_DIR": folder}
         command = [sys.executable, "-c", COLD, case.chain, str(case.rows), str(device)]
         for _ in range(2 if "warm" in case.metric else 1):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     return {"opfuse": [float(done.stdout)]}
 
 

@@ -15,9 +15,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from benchmarks.measure import ceilings, cuda_timer
 from benchmarks.record import about
@@ -34,7 +36,7 @@ CONFIGS = [  # BM, BN, BK, group, subtiles, warps, stages, warp specialization
     (128, 128, 64, 8, 1, 4, 4, True),  # Triton 3.6 specializes no kernel that splits its result
     (128, 256, 64, 8, 1, 4, 3, True),
 ]
-FP8_CONFIG = (128, 256, 128, 8, 2, 8, 4, False)
+FP8_CONFIG, FP8_SMALL = (128, 256, 128, 8, 2, 8, 4, False), (128, 128, 128, 8, 1, 8, 4, False)
 
 
 def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
@@ -47,9 +49,9 @@ def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[st
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Random numbers of the size that products of matrices keep."""
-    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1])).to(dtype)
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers of the size that products of matrices keep, times ``scale``."""
+    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1]) * scale).to(dtype)
 
 
 def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of_b=False):
@@ -68,16 +70,16 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
     return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
 
 
-def tried(name: str, make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> Any:
+def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> Any:
     """A step that was run and is right, or what is wrong with it."""
     try:
         step, c = make()
         step()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{name}: {type(error).__name__}: {error}".splitlines()[0][:200]
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     wrong = float((c.float() - expected).norm() / expected.norm())
-    return step if wrong < 2e-2 else f"{name}: relative error {wrong:.1e}"
+    return step if wrong < 2e-2 else f"relative error {wrong:.1e}"
 
 
 def compared(base: dict[str, Callable[[], Any]], steps: dict[str, Any], **about: Any) -> Rows:
@@ -88,117 +90,89 @@ def compared(base: dict[str, Callable[[], Any]], steps: dict[str, Any], **about:
     return rows + [about | {"name": name, "failed": step} for name, step in steps.items() if not callable(step)]
 
 
-def probe_gemm() -> Rows:
+def probe_gemm(m: int, k: int, n: int) -> Rows:
     """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there."""
-    rows = []
-    for m, k, n in SHAPES:
-        a, b = randn(m, k), randn(n, k)
-        expected = (a @ b.t()).float()
-        steps = {str(c): tried(str(c), lambda c=c: triton_gemm(a, b, c), expected) for c in CONFIGS}  # noqa: B023
-        rows += compared({"cublas": lambda: a @ b.t()}, steps, shape=[m, k, n])  # noqa: B023
-    return rows
+    a, b = randn(m, k), randn(n, k)
+    expected = (a @ b.t()).float()
+    steps = {str(config): tried(partial(triton_gemm, a, b, config), expected) for config in CONFIGS}
+    return compared({"cublas": partial(torch.matmul, a, b.t())}, steps)
 
 
-def probe_addmm() -> Rows:
+def probe_addmm(m: int, k: int, n: int) -> Rows:
     """``_addmm_activation``: its kernels, and its time against product and GELU apart."""
-    rows = []
-    for m, k, n in SHAPES:
-        x, w, bias = randn(m, k), randn(n, k), randn(n)
-        fused = lambda: torch._addmm_activation(bias, x, w.t(), use_gelu=True)  # noqa: B023, E731
-        apart = lambda: torch.nn.functional.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")  # noqa: B023, E731
+    x, w, bias = randn(m, k), randn(n, k), randn(n)
+    fused = partial(torch._addmm_activation, bias, x, w.t(), use_gelu=True)
+    fused()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fused()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            fused()
-            torch.cuda.synchronize()
-        kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        rows += compared({"apart": apart}, {"fused": fused}, shape=[m, k, n], kernels=kernels)
-    return rows
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    apart = {"apart": lambda: F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")}
+    return compared(apart, {"fused": fused}, kernels=kernels)
 
 
-def probe_specialization() -> Rows:
+def probe_specialization(m: int, k: int, n: int) -> Rows:
     """Whether warp specialization, or halves, hide a GELU and the store of what was before it."""
-    rows = []
-    for m, k, n in SHAPES:
-        a, b = randn(m, k), randn(n, k)
-        expected = torch.nn.functional.gelu((a @ b.t()).float(), approximate="tanh")
-        steps = {}
-        for config in CONFIGS:
-            for save in (False, True):
-                name = f"{config}, {'stored' if save else 'not stored'}"
-                make = lambda c=config, s=save: triton_gemm(a, b, c, gelu=True, save=s)  # noqa: B023, E731
-                steps[name] = tried(name, make, expected)
-        rows += compared({"cublas, no GELU": lambda: a @ b.t()}, steps, shape=[m, k, n])  # noqa: B023
-    return rows
+    a, b = randn(m, k), randn(n, k)
+    expected, steps = F.gelu((a @ b.t()).float(), approximate="tanh"), {}
+    for config in CONFIGS:
+        for save, word in ((False, ""), (True, ", stored")):
+            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, gelu=True, save=save), expected)
+    return compared({"cublas, no GELU": partial(torch.matmul, a, b.t())}, steps)
 
 
-def probe_fp8() -> Rows:
+def probe_fp8(size: int) -> Rows:
     """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
-    rows = []
-    for size in (4096, 8192):
-        x, w = (randn(size, size, dtype=torch.float8_e4m3fn) for _ in range(2))
-        one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
-        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-        library = {
-            name: lambda fast=fast: torch._scaled_mm(x, w.t(), **options, use_fast_accum=fast)  # noqa: B023
-            for name, fast in (("library, fast", True), ("library", False))
-        }
-        turned = w.t().contiguous()
-        variants = {"imprecise": {}, "promoted every 128": {"imprecise": 128}, "b is [K, N]": {"rows_of_b": True}}
-        steps = {
-            name: tried(
-                name,
-                lambda v=variant: triton_gemm(x, turned if "rows_of_b" in v else w, FP8_CONFIG, **v),  # noqa: B023
-                expected,
-            )
-            for name, variant in variants.items()
-        }
-        steps["library, 1x128 and 128x128"] = tried("blocks", lambda: blockwise(x, w), expected)  # noqa: B023
-        rows += compared(library, steps, shape=[size] * 3, flops=2 * size**3)
-    return rows
+    x, w = (randn(size, size, dtype=torch.float8_e4m3fn, scale=8) for _ in range(2))
+    one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
+    product = partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    library = {"library, fast": partial(product, use_fast_accum=True), "library": product}
+    mine = partial(triton_gemm, x)
+    steps = {
+        "imprecise": tried(partial(mine, w, FP8_CONFIG), expected),
+        "promoted every 128": tried(partial(mine, w, FP8_CONFIG, imprecise=128), expected),
+        "promoted, smaller tile": tried(partial(mine, w, FP8_SMALL, imprecise=128), expected),
+        "b is [K, N]": tried(partial(mine, w.t().contiguous(), FP8_CONFIG, rows_of_b=True), expected),
+        "library, 1x128 and 128x128": tried(partial(blockwise, x, w), expected),
+    }
+    return compared(library, steps, flops=2 * size**3)
 
 
 def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
     """The library's product with a scale for each 1x128 of the input and each 128x128 of the weight."""
-    from torch.nn import functional as F
-
     (m, k), n, kinds = x.shape, w.shape[0], F.ScalingType
     scale_x = torch.ones(k // 128, m, device="cuda").t()
     scale_w = torch.ones(n // 128, k // 128, device="cuda").t()
     scales = scale_x, kinds.BlockWise1x128, scale_w, kinds.BlockWise128x128
-    step = lambda: F.scaled_mm(x, w.t(), *scales, output_dtype=torch.bfloat16)  # noqa: E731
+    step = partial(F.scaled_mm, x, w.t(), *scales, output_dtype=torch.bfloat16)
     return step, step()
 
 
-def probe_norm() -> Rows:
+def probe_norm(h: int) -> Rows:
     """RMSNorm's backward by programs a multiprocessor, as a share of what the same bytes take to copy."""
+    x, dy, weight = randn(8192, h), randn(8192, h), 1 + randn(h)
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
+    n, g = x.float() * rstd[:, None], dy.float() * weight.float()
+    expected = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
+    steps, sms = {}, torch.cuda.get_device_properties(0).multi_processor_count
+    for each in (1, 2, 4, 8, 16):
+        for warps in (4, 8):
+            make = partial(norm_backward, x, dy, weight, rstd, each * sms, warps)
+            steps[f"{each} programs, {warps} warps"] = tried(make, expected)
+    source, target = (torch.ones(3 * x.numel() // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return compared({"copy of the same bytes": partial(target.copy_, source)}, steps)
+
+
+def norm_backward(x, dy, weight, rstd, programs, warps):
+    """A call of the kernel with the sum of its partial results, and where it writes."""
     import triton
 
-    from .kernels import norm_backward
+    from .kernels import norm_backward as kernel
 
-    rows, sms = [], torch.cuda.get_device_properties(0).multi_processor_count
-    for h in (2048, 4096, 8192):
-        x, dy, weight = randn(8192, h), randn(8192, h), 1 + randn(h)
-        rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
-        n, g = x.float() * rstd[:, None], dy.float() * weight.float()
-        expected = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
-        steps, block, copy = {}, triton.next_power_of_2(h), torch.empty(3 * x.numel() // 2, device="cuda").bfloat16()
-        for each in (1, 2, 4, 8, 16):
-            for warps in (4, 8):
-
-                def make(each=each, warps=warps):
-                    dx, partial = torch.full_like(x, math.nan), torch.empty(each * sms, h, device="cuda")  # noqa: B023
-
-                    def step():
-                        given = x, dy, weight, rstd, dx, partial, 8192, h, block  # noqa: B023
-                        norm_backward[(each * sms,)](*given, each * sms, num_warps=warps)
-                        return partial.sum(0)
-
-                    return step, dx
-
-                steps[f"{each} programs, {warps} warps"] = tried("norm", make, expected)
-        target = torch.empty_like(copy)
-        rows += compared({"copy of the same bytes": lambda: target.copy_(copy)}, steps, h=h)  # noqa: B023
-    return rows
+    (m, h), dx = x.shape, torch.full_like(x, math.nan)
+    partial_sums = torch.empty(programs, h, device="cuda")
+    given = x, dy, weight, rstd, dx, partial_sums, m, h, triton.next_power_of_2(h), programs
+    return (lambda: (kernel[(programs,)](*given, num_warps=warps), partial_sums.sum(0))), dx
 
 
 def probe_launcher() -> Rows:
@@ -234,7 +208,15 @@ def probe_cache() -> Rows:
     return rows
 
 
-PROBES = {name.removeprefix("probe_"): value for name, value in globals().items() if name.startswith("probe_")}
+PROBES: dict[str, tuple[Callable[..., Rows], list[tuple[int, ...]]]] = {
+    "cache": (probe_cache, [()]),  # first: another probe would compile what it looks for
+    "gemm": (probe_gemm, SHAPES),
+    "addmm": (probe_addmm, SHAPES),
+    "specialization": (probe_specialization, SHAPES),
+    "fp8": (probe_fp8, [(4096,), (8192,)]),
+    "norm": (probe_norm, [(2048,), (4096,), (8192,)]),
+    "launcher": (probe_launcher, [()]),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -247,21 +229,20 @@ def main(arguments: list[str] | None = None) -> int:
     if "compile" in options.names:
         from .ahead import compile_all
 
-        result = {"compiled": compile_all(options.capability)}
-    elif not torch.cuda.is_available():
+        print(json.dumps(compile_all(options.capability), indent=1))
+        return 0
+    if not torch.cuda.is_available():
         raise SystemExit("probes need a CUDA GPU, and there is none; compile runs anywhere")
-    else:
-        result = about("probes", torch.device("cuda"))
-    with torch.cuda.stream(torch.cuda.Stream()) if "suite" in result else torch.no_grad(), torch.no_grad():
-        if "suite" in result:
-            result["ceilings"] = ceilings(torch.device("cuda"))
-        for name in [] if "compile" in options.names else options.names or PROBES:
-            result[name] = PROBES[name]()
+    device = torch.device("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
+        result = about("probes", device) | {"ceilings": ceilings(device)}
+        for name in options.names or PROBES:
+            probe, shapes = PROBES[name]
+            result[name] = [{"shape": shape} | row for shape in shapes for row in probe(*shape)]
             print(name, json.dumps(result[name], indent=1), flush=True)
             if options.out:
                 with open(options.out, "w", encoding="utf-8") as file:
                     json.dump(result, file, indent=1)
-    print(json.dumps(result.get("compiled", []), indent=1))
     return 0
 
 

@@ -61,6 +61,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     forms = [(config, {}, bf16) for config in probes.CONFIGS]
     forms += [(config, {"GELU": True, "SAVE": True}, bf16) for config in probes.CONFIGS]
     forms += [(probes.FP8_CONFIG, more, fp8) for more in ({}, {"IMPRECISE": 128}, {"ROWS_OF_B": True})]
+    forms += [(probes.FP8_SMALL, {"IMPRECISE": 128}, fp8)]
     rows = []
     for config, more, types in forms:
         bm, bn, bk, group, subtiles, warps, stages, ws = config
