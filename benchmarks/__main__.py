@@ -51,6 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result["ratios"] += together(result["ratios"])
     if device.type == "cuda":
         result["gpu"]["after"] = gpu_state()
+    result["host"]["load_after"] = about(options.suite, device)["host"]["load"]
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
 
