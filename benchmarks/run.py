@@ -98,7 +98,8 @@ class Harness:
         accumulate = case.id[0] == "O"
         passes = {name: measure.steps(each, work, passing, accumulate) for name, each in built.items()}
         if metric == "peak bytes":
-            return {name: [peak] for name in built if (peak := self._peak(passes[name][0], rows[name])) is not None}
+            peaks = {name: self._peak(each, passes[name][0], passing, rows[name]) for name, each in built.items()}
+            return {name: [peak] for name, peak in peaks.items() if peak is not None}
         samplers, rounds = {}, min(self.rounds, case.rounds) if case.rounds == 5 else case.rounds or self.rounds
         for name in [*built, *list(built)[:1]]:
             each = built[name]
@@ -115,11 +116,12 @@ class Harness:
             if self.device.type == "cuda" and not case.metric.startswith("host "):
                 with around(built[name], passing):
                     rows[name]["host_us"] = measure.host_us(passes[name][0], 5)
-                    self._peak(passes[name][0], rows[name])
+                self._peak(built[name], passes[name][0], passing, rows[name])
         return samples
 
-    def _peak(self, step: Step, row: Row) -> int | None:
-        row["peak_mem"] = measure.peak_bytes(step, self.device)
+    def _peak(self, built: Built, step: Step, passing: str, row: Row) -> int | None:
+        with around(built, passing):
+            row["peak_mem"] = measure.peak_bytes(step, self.device)
         return row["peak_mem"]
 
     def _sets(self, case: Case) -> int:

@@ -191,6 +191,19 @@ def test_a_peer_that_fails_or_is_missing_is_skipped_with_a_reason(no_plugins, mo
     assert "0 active drivers" in ratios[0]["reason"]
 
 
+def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fused, monkeypatch):
+    register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
+    selections = []
+
+    def peak(step, device):
+        selections.append(opfuse.plugins.manager.scope.selection)
+        return 100 * len(selections)
+
+    monkeypatch.setattr(measure, "peak_bytes", peak)
+    (row,) = harness().run(case(metric="peak bytes", goals=(Goal("eager", 0.5, cost=True),)))[1]
+    assert selections == [None, "", None] and (row["value"], row["pass"]) == (pytest.approx(1 / 3), True)
+
+
 def test_noise_is_a_provider_against_itself():
     assert measure.noise([1.0] * 5, [1.0] * 5) == 0
     assert measure.noise([1.0, 1.1, 0.9, 1.2, 0.8], [1.0] * 5) == pytest.approx(0.1)
