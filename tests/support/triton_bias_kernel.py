@@ -6,9 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _bias_activation(
-    x, bias, hidden, y, size, columns, FORM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _bias_activation(x, bias, hidden, y, size, columns, FORM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + at % columns, inside).to(tl.float32)

@@ -1,0 +1,238 @@
+"""Timers, ceilings and counters. Every time is in microseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .chains import Work, several
+from .providers import Built
+
+SHORT_US = 100.0
+"""GPU calls below this are timed by replaying a CUDA graph."""
+
+Step = Callable[[], Any]
+
+
+def steps(built: Built, work: Work, metric: str, accumulate: bool = False) -> list[Step]:
+    """What a timer calls: one pass for each set of inputs.
+
+    Args:
+        built: A provider's form of the chain.
+        work: The chain.
+        metric: Which pass: inference, forward, backward, or forward+backward.
+        accumulate: ``y.backward()``, as a training loop does, instead of the gradients alone.
+    """
+    model = built.model
+
+    def step(inputs: list[Tensor]) -> Step:
+        if metric in ("inference", "forward"):
+            return lambda: model(*inputs)
+        if accumulate:
+            (grad,) = work.grads
+            return lambda: model(*inputs).backward(grad)
+        wanted = [*inputs, *built.params]
+        if metric == "forward+backward":
+            return lambda: torch.autograd.grad(several(model(*inputs)), wanted, work.grads)
+        kept: list[Any] = []
+
+        def backward() -> Any:
+            if not kept:
+                kept.append(several(model(*inputs)))
+            return torch.autograd.grad(kept[0], wanted, work.grads, retain_graph=True)
+
+        return backward
+
+    return [step(inputs) for inputs in work.inputs]
+
+
+@contextlib.contextmanager
+def around(built: Built, metric: str):
+    """The context to call a step in."""
+    with built.context(), torch.set_grad_enabled(metric != "inference"):
+        yield
+
+
+def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None = None) -> Step:
+    """CPU time of this process, which with one thread does not count the time that other programs get.
+
+    Args:
+        passes: What to call; one set of inputs is enough.
+        seconds: How long a sample should take.
+        before: Called before each call, and not timed.
+    """
+    (step,) = passes[:1]
+    calls = 0
+
+    def sample() -> float:
+        nonlocal calls
+        if not calls:
+            step()
+            start = time.process_time()
+            step()
+            calls = 1 if before else max(1, int(seconds / (time.process_time() - start + 1e-6)))
+        if before:
+            before()
+        start = time.process_time()
+        for _ in range(calls):
+            step()
+        return (time.process_time() - start) / calls * 1e6
+
+    return sample
+
+
+def cuda_timer(passes: Sequence[Step]) -> Step:
+    """Time on the GPU: ``do_bench``, or for short calls a CUDA graph over several sets of inputs."""
+    from triton.testing import do_bench
+
+    graph: list[Any] = []
+
+    def long() -> float:
+        return do_bench(passes[0], warmup=25, rep=100, return_mode="median") * 1e3
+
+    def sample() -> float:
+        if not graph:
+            graph.append(_capture(passes) if long() < SHORT_US else None)
+        return long() if graph[0] is None else graph[0]()
+
+    return sample
+
+
+def _capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
+    """A replay of at least ``calls`` calls in one CUDA graph; None where they cannot be captured."""
+    for step in passes:
+        step()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), math.ceil(calls / len(passes))
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(times):
+                for step in passes:
+                    step()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay() -> float:
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / (times * len(passes))
+
+    return replay
+
+
+def timer(device: torch.device) -> Callable[[Sequence[Step]], Step]:
+    """The timer of a device."""
+    return cuda_timer if device.type == "cuda" else cpu_timer
+
+
+def host_us(step: Step, calls: int = 50) -> float:
+    """Wall time of a call on a GPU, launches counted: what a program that launches eagerly waits."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def sample_rounds(samplers: dict[str, tuple[Step, Callable[[], Any]]], rounds: int, warmup: int) -> dict[str, Any]:
+    """Round-robin over the samplers, each in its context: name -> one sample for each round."""
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    for round_ in range(-warmup, rounds):
+        for name, (sampler, context) in samplers.items():
+            with context():
+                taken = sampler()
+            if round_ >= 0:
+                samples[name].append(taken)
+    return samples
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th percentile, the median and the 80th."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 5], statistics.median(ordered), ordered[-1 - len(ordered) // 5]
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def noise(first: Sequence[float], again: Sequence[float]) -> float:
+    """How far a provider is from itself: half the width of the middle 60 % of its rounds' ratios, and their median."""
+    low, middle, high = spread([a / b for a, b in zip(first, again, strict=True)])
+    return max((high - low) / 2, abs(middle - 1))
+
+
+def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
+    """What one forward keeps for the backward, parameters not counted, each storage once."""
+    kept: dict[int, int] = {}
+    owned = {param.untyped_storage().data_ptr() for param in built.params}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with around(built, "forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = built.model(*inputs)  # alive, so that no storage is counted twice
+    del outputs
+    return sum(kept.values())
+
+
+def peak_bytes(step: Step, device: torch.device) -> int | None:
+    """What a call allocates at its highest, beyond what was there; GPU only."""
+    if device.type != "cuda":
+        return None
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def poison(device: torch.device, megabytes: int = 512) -> None:
+    """Fill memory that is about to be reused with NaN, so that what is not written shows."""
+    sizes = [megabytes << 18] if device.type == "cuda" else [1 << 10, 1 << 16, 1 << 20]
+    for size in sizes:
+        torch.full((size,), math.nan, device=device)
+
+
+def ceilings(device: torch.device, size: int = 0) -> dict[str, float | None]:
+    """What the machine reaches now: a copy, and matrix products of random numbers."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    sample = timer(device)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) / math.sqrt(size) for _ in range(2))
+    source = torch.randint(
+        0, 100, (size * size * (8 if device.type == "cuda" else 64),), device=device, dtype=torch.int16
+    )
+    target = torch.empty_like(source)
+    work = {"copy_TBps": (lambda: target.copy_(source), 2 * source.nbytes), "bf16_TF": (lambda: a @ b, 2 * size**3)}
+    if device.type == "cpu":
+        wide, other = a.float(), b.float()
+        work["fp32_TF"] = lambda: wide @ other, 2 * size**3
+    elif torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+        x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        work["fp8_TF"] = lambda: torch._scaled_mm(x, y, **options), 2 * size**3
+    found: dict[str, float | None] = dict.fromkeys(("copy_TBps", "bf16_TF", "fp8_TF"))
+    for name, (step, amount) in work.items():
+        one_sample = sample([step])
+        found[name] = amount / statistics.median([one_sample() for _ in range(5)]) * 1e-6
+    return found

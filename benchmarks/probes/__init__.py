@@ -1,0 +1,1 @@
+"""Measurements that decide how kernels are written, on a GPU and without any plugin."""

@@ -1,0 +1,250 @@
+"""Run probes on a GPU, or compile their kernels without one.
+
+python -m benchmarks.probes --out probes.json            # all, in the order in which they decide something
+python -m benchmarks.probes fp8 norm --out probes.json
+python -m benchmarks.probes compile                      # no GPU: registers, spills, shared memory, instructions
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.measure import ceilings, cuda_timer
+from benchmarks.record import about
+
+Rows = list[dict[str, Any]]
+SHAPES = [(8192, 4096, 16384), (8192, 4096, 4096), (8192, 2048, 8192), (50432, 1024, 4096), (16384, 768, 3072)]
+CONFIGS = [  # BM, BN, BK, group, subtiles, warps, stages, warp specialization
+    (128, 256, 64, 8, 1, 8, 3, False),
+    (128, 256, 64, 8, 2, 8, 4, False),
+    (128, 256, 64, 1, 2, 8, 4, False),
+    (128, 128, 64, 8, 1, 4, 4, False),
+    (128, 128, 64, 8, 2, 4, 4, True),
+    (128, 256, 64, 8, 2, 4, 3, True),
+    (128, 128, 64, 8, 1, 4, 4, True),  # Triton 3.6 specializes no kernel that splits its result
+    (128, 256, 64, 8, 1, 4, 3, True),
+]
+FP8_CONFIG, FP8_SMALL = (128, 256, 128, 8, 2, 8, 4, False), (128, 128, 128, 8, 1, 8, 4, False)
+
+
+def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """Median microseconds of each, in turns."""
+    samplers = {name: cuda_timer([step]) for name, step in work.items()}
+    samples = {name: [] for name in work}
+    for _ in range(rounds):
+        for name, sample in samplers.items():
+            samples[name].append(sample())
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers of the size that products of matrices keep, times ``scale``."""
+    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1]) * scale).to(dtype)
+
+
+def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of_b=False):
+    """A call of the kernel, and where it writes."""
+    import triton
+
+    from .kernels import gemm
+
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    (m, k), n = a.shape, b.shape[1] if rows_of_b else b.shape[0]
+    bm, bn, bk, group, subtiles, warps, stages, ws = config
+    c, h = (torch.full((m, n), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    grid = (min(sms, triton.cdiv(m, bm) * triton.cdiv(n, bn)),)
+    fixed = (sms, bm, bn, bk, group, subtiles, ws, gelu, save, imprecise, rows_of_b)
+    return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
+
+
+def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> Any:
+    """A step that was run and is right, or what is wrong with it."""
+    try:
+        step, c = make()
+        step()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    wrong = float((c.float() - expected).norm() / expected.norm())
+    return step if wrong < 2e-2 else f"relative error {wrong:.1e}"
+
+
+def compared(base: dict[str, Callable[[], Any]], steps: dict[str, Any], **about: Any) -> Rows:
+    """A row for each: its time, how many times faster than the first, or its failure."""
+    times = side_by_side(base | {name: step for name, step in steps.items() if callable(step)})
+    first = next(iter(times.values()))
+    rows = [about | {"name": name, "us": us, "ratio": first / us} for name, us in times.items()]
+    return rows + [about | {"name": name, "failed": step} for name, step in steps.items() if not callable(step)]
+
+
+def probe_gemm(m: int, k: int, n: int) -> Rows:
+    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there."""
+    a, b = randn(m, k), randn(n, k)
+    expected = (a @ b.t()).float()
+    steps = {str(config): tried(partial(triton_gemm, a, b, config), expected) for config in CONFIGS}
+    return compared({"cublas": partial(torch.matmul, a, b.t())}, steps)
+
+
+def probe_addmm(m: int, k: int, n: int) -> Rows:
+    """``_addmm_activation``: its kernels, and its time against product and GELU apart."""
+    x, w, bias = randn(m, k), randn(n, k), randn(n)
+    fused = partial(torch._addmm_activation, bias, x, w.t(), use_gelu=True)
+    fused()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fused()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    apart = {"apart": lambda: F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")}
+    return compared(apart, {"fused": fused}, kernels=kernels)
+
+
+def probe_specialization(m: int, k: int, n: int) -> Rows:
+    """Whether warp specialization, or halves, hide a GELU and the store of what was before it."""
+    a, b = randn(m, k), randn(n, k)
+    expected, steps = F.gelu((a @ b.t()).float(), approximate="tanh"), {}
+    for config in CONFIGS:
+        for save, word in ((False, ""), (True, ", stored")):
+            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, gelu=True, save=save), expected)
+    return compared({"cublas, no GELU": partial(torch.matmul, a, b.t())}, steps)
+
+
+def probe_fp8(size: int) -> Rows:
+    """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
+    x, w = (randn(size, size, dtype=torch.float8_e4m3fn, scale=8) for _ in range(2))
+    one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
+    product = partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    library = {"library, fast": partial(product, use_fast_accum=True), "library": product}
+    mine = partial(triton_gemm, x)
+    steps = {
+        "imprecise": tried(partial(mine, w, FP8_CONFIG), expected),
+        "promoted every 128": tried(partial(mine, w, FP8_CONFIG, imprecise=128), expected),
+        "promoted, smaller tile": tried(partial(mine, w, FP8_SMALL, imprecise=128), expected),
+        "b is [K, N]": tried(partial(mine, w.t().contiguous(), FP8_CONFIG, rows_of_b=True), expected),
+        "library, 1x128 and 128x128": tried(partial(blockwise, x, w), expected),
+    }
+    return compared(library, steps, flops=2 * size**3)
+
+
+def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
+    """The library's product with a scale for each 1x128 of the input and each 128x128 of the weight."""
+    (m, k), n, kinds = x.shape, w.shape[0], F.ScalingType
+    scale_x = torch.ones(k // 128, m, device="cuda").t()
+    scale_w = torch.ones(n // 128, k // 128, device="cuda").t()
+    scales = scale_x, kinds.BlockWise1x128, scale_w, kinds.BlockWise128x128
+    step = partial(F.scaled_mm, x, w.t(), *scales, output_dtype=torch.bfloat16)
+    return step, step()
+
+
+def probe_norm(h: int) -> Rows:
+    """RMSNorm's backward by programs a multiprocessor, as a share of what the same bytes take to copy."""
+    x, dy, weight = randn(8192, h), randn(8192, h), 1 + randn(h)
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
+    n, g = x.float() * rstd[:, None], dy.float() * weight.float()
+    expected = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
+    steps, sms = {}, torch.cuda.get_device_properties(0).multi_processor_count
+    for each in (1, 2, 4, 8, 16):
+        for warps in (4, 8):
+            make = partial(norm_backward, x, dy, weight, rstd, each * sms, warps)
+            steps[f"{each} programs, {warps} warps"] = tried(make, expected)
+    source, target = (torch.ones(3 * x.numel() // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return compared({"copy of the same bytes": partial(target.copy_, source)}, steps)
+
+
+def norm_backward(x, dy, weight, rstd, programs, warps):
+    """A call of the kernel with the sum of its partial results, and where it writes."""
+    import triton
+
+    from .kernels import norm_backward as kernel
+
+    (m, h), dx = x.shape, torch.full_like(x, math.nan)
+    partial_sums = torch.empty(programs, h, device="cuda")
+    given = x, dy, weight, rstd, dx, partial_sums, m, h, triton.next_power_of_2(h), programs
+    return (lambda: (kernel[(programs,)](*given, num_warps=warps), partial_sums.sum(0))), dx
+
+
+def probe_launcher() -> Rows:
+    """Host time of one launch: through the JIT, and of the compiled kernel."""
+    from .kernels import nothing
+
+    x = torch.empty(64, device="cuda", dtype=torch.int32)
+    given = (x,) * 8 + (3, 4)
+    compiled = nothing[(1,)](*given)
+    rows = []
+    for name, step in {"jit": lambda: nothing[(1,)](*given), "compiled": lambda: compiled[(1, 1, 1)](*given)}.items():
+        samples = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                step()
+            samples.append((time.perf_counter() - start) / 200 * 1e6)
+        rows.append({"name": name, "host_us": statistics.median(samples)})
+    return rows
+
+
+def probe_cache() -> Rows:
+    """Whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found: seconds until the first product is over."""
+    a, b = randn(512, 512), randn(512, 512)
+    rows = []
+    for config in CONFIGS[:2]:
+        start = time.perf_counter()
+        triton_gemm(a, b, config)[0]()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        rows.append({"name": str(config), "first_s": seconds, "cache": os.environ.get("TRITON_CACHE_DIR", "")})
+    return rows
+
+
+PROBES: dict[str, tuple[Callable[..., Rows], list[tuple[int, ...]]]] = {
+    "cache": (probe_cache, [()]),  # first: another probe would compile what it looks for
+    "gemm": (probe_gemm, SHAPES),
+    "addmm": (probe_addmm, SHAPES),
+    "specialization": (probe_specialization, SHAPES),
+    "fp8": (probe_fp8, [(4096,), (8192,)]),
+    "norm": (probe_norm, [(2048,), (4096,), (8192,)]),
+    "launcher": (probe_launcher, [()]),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser("probes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PROBES)}; or compile")
+    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each probe")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
+    options = parser.parse_args(arguments)
+    if "compile" in options.names:
+        from .ahead import compile_all
+
+        print(json.dumps(compile_all(options.capability), indent=1))
+        return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("probes need a CUDA GPU, and there is none; compile runs anywhere")
+    device = torch.device("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
+        result = about("probes", device) | {"ceilings": ceilings(device)}
+        for name in options.names or PROBES:
+            probe, shapes = PROBES[name]
+            result[name] = [{"shape": shape} | row for shape in shapes for row in probe(*shape)]
+            print(name, json.dumps(result[name], indent=1), flush=True)
+            if options.out:
+                with open(options.out, "w", encoding="utf-8") as file:
+                    json.dump(result, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""Who runs a workload: opfuse, PyTorch, and the peers, each built from the same chain, or left out with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import opfuse
+
+from .chains import FP8_SCALE, PLAIN, Cast, Layer, Work, parse, plain, widths
+from .steps import alone
+
+MAX_TUNED = 4
+"""GEMM chains that ``compile-max`` tunes in a run, since each takes minutes."""
+
+PASSES = {"inference": ("forward",), "forward": ("forward",), "backward": ("backward",)}
+
+
+class Skip(Exception):
+    """Why a provider does not run a case."""
+
+
+class NotBuilt(Skip):
+    """opfuse has nothing for it yet."""
+
+
+@dataclasses.dataclass
+class Built:
+    """A provider's form of a chain.
+
+    Attributes:
+        model: Takes the inputs, gives the outputs.
+        context: Makes the context to call it in.
+        config: What a reader should know of it.
+    """
+
+    model: Any
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
+
+
+class Hand(nn.Module):
+    """A function of the inputs, with a model's parameters."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.forward = model, function
+
+
+def eager(work: Work, case: Any) -> Built:
+    """PyTorch's own modules."""
+    return Built(work.fill(plain(work.chain)))
+
+
+@contextlib.contextmanager
+def _medium():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def eager_medium(work: Work, case: Any) -> Built:
+    """PyTorch's own modules, with matrix products of medium precision."""
+    if case.dtype != "fp32":
+        raise Skip("medium precision is for fp32")
+    return Built(work.fill(plain(work.chain)), _medium)
+
+
+def compiled(work: Work, case: Any) -> Built:
+    """``torch.compile`` as it comes."""
+    return Built(torch.compile(work.fill(plain(work.chain)), fullgraph=True, dynamic=False))
+
+
+def separate(work: Work, case: Any) -> Built:
+    """Each layer compiled on its own: one good kernel for each."""
+    model = work.fill(plain(work.chain))
+    return Built(nn.Sequential(*[torch.compile(layer, fullgraph=True, dynamic=False) for layer in model]))
+
+
+_tuned: set[str] = set()
+
+
+def compile_max(work: Work, case: Any) -> Built:
+    """``torch.compile`` in its strongest honest form: tuned, with TMA and mixed reductions, without CUDA graphs."""
+    from torch._inductor import config, list_mode_options
+
+    if work.device.type != "cuda":
+        raise Skip("what it tunes is for GPUs")
+    if work.gemms and len(_tuned | {work.chain}) > MAX_TUNED:
+        raise Skip(f"tunes at most {MAX_TUNED} GEMM chains in a run")
+    _tuned.update([work.chain] * work.gemms)
+    wanted = {"triton.enable_persistent_tma_matmul", "triton.mix_order_reduction"} & set(config.get_config_copy())
+    options = list_mode_options("max-autotune-no-cudagraphs") | dict.fromkeys(wanted, True)
+    model = torch.compile(work.fill(plain(work.chain)), fullgraph=True, dynamic=False, options=options)
+    return Built(model, config={"options": options})
+
+
+def table(ops: Any) -> dict[str, Callable[..., Any]]:
+    """The layers of a chain in fusible ops: opfuse's, or Transformer Engine's of the same names."""
+    return {
+        "linear": ops.Linear,
+        "matmul": lambda k, n: ops.Linear(k, n, bias=False),
+        "bias": ops.Bias,
+        "gelu": ops.GELU,
+        "swiglu": ops.SwiGLU,
+        "rmsnorm": ops.RMSNorm,
+        "scale": lambda: ops.ConstantScale(0.5),
+        "identity": ops.Identity,
+        "add": ops.AddExtraInput,
+        "fork": ops.MakeExtraOutput,
+    }
+
+
+def recipe_of(name: str) -> opfuse.Recipe:
+    """A recipe out of a plugin, by the name of its class."""
+    for cls in opfuse.plugins.recipes().values():
+        if cls.__name__ == name:
+            return cls()
+    raise NotBuilt(f"no plugin offers the recipe {name}")
+
+
+def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
+    """Chains of opfuse with every plugin installed, if one of them fuses something here; or with the selected ones."""
+    recipe = recipe_of(case.recipe) if case.recipe else None
+    *body, last = parse(work.chain)
+    casts = last.name in ("cast", "castt")
+    if casts:  # a linear beside it is who wants the quantized tensor
+        wide = case.width if case.metric == "backward" else widths(work.chain, case.width)[-1]
+        linear = Layer("matmul", (wide, wide))
+        body = [linear, *body] if case.metric == "backward" else [*body, linear]
+    layers = body if casts else [*body, last]
+    model = opfuse.Sequential(*[table(opfuse.ops)[name](*sizes) for name, sizes in layers])
+
+    @contextlib.contextmanager
+    def context():
+        with opfuse.plugins.using(selection), opfuse.autocast(recipe is not None, recipe=recipe):
+            yield
+
+    with context():
+        if casts:
+            model = model.to(work.device, work.dtype)
+            return Built(_quantizing(model, work, case), context, {"checked": case.metric != "backward"})
+        work.fill(model)
+        steps = opfuse.explain(model, *work.inputs[0]).to_dict()
+    wanted = PASSES.get(case.metric.split()[0], ("forward", "backward"))
+    fused = [f"{direction} {step['fusion']}" for direction in wanted for step in steps[direction] if step["fusion"]]
+    if not fused and selection is None and not case.unfused:
+        raise NotBuilt("no plugin fuses anything here")
+    return Built(model, context, {"fused": fused})
+
+
+def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
+    """The cast alone, or the step that ends in it."""
+    names = [layer.name for layer in parse(work.chain)]
+    if len(names) == 1:
+        role = opfuse.QuantizerRole("linear", "input")
+        return Hand(nn.Module(), opfuse.plugins.manager.quantizer(recipe_of(case.recipe), role).quantize)
+    op = {"rmsnorm": opfuse.ops.RMSNorm, "swiglu": opfuse.ops.SwiGLU}[names[0]]
+    backward = case.metric == "backward"
+    step, quantizer = alone(model, work.inputs[0], op, backward=backward)
+    if quantizer is None:
+        raise NotBuilt(f"no plugin writes the result of {op.__name__} quantized")
+    return Hand(nn.Module(), (lambda x: step(work.grads[0])) if backward else step)
+
+
+def liger(work: Work, case: Any) -> Built:
+    """Liger's Triton kernels in place of norms, residual norms and SwiGLU; not in place, so that passes repeat."""
+    if work.device.type != "cuda":
+        raise Skip("its kernels need a GPU")
+    need("liger_kernel")
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
+    def norm(size: int) -> nn.Module:
+        inner = nn.RMSNorm(size, eps=1e-5)
+        return Hand(inner, lambda x: LigerRMSNormFunction.apply(x, inner.weight, 1e-5, 0.0, "llama", False))
+
+    mine = {"rmsnorm": norm, "swiglu": lambda: Hand(nn.Module(), lambda x: LigerFusedGateUpSiLUMulFunction.apply(x))}
+    names = [layer.name for layer in parse(work.chain)]
+    if not set(mine) & set(names):
+        raise Skip("it has no kernel for a layer of this chain")
+    if names == ["add", "fork", "rmsnorm"]:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as AddNorm
+
+        model = work.fill(plain(work.chain))
+        (weight,) = model.parameters()
+        return Built(Hand(model, lambda x, extra: AddNorm.apply(x, extra, weight, 1e-5)))
+    return Built(work.fill(plain(work.chain, PLAIN | mine)))
+
+
+def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
+    """The FP8 training or casts of torchao, compiled."""
+    need("torchao")
+    from torchao.float8 import Float8LinearConfig, LinearMMConfig, convert_to_float8_training
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    if work.chain in ("cast", "castt"):
+
+        def cast(x):
+            y = hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())
+            return (y._data, y._data.t().contiguous(), y._scale) if work.chain == "castt" else (y._data, y._scale)
+
+        return Built(torch.compile(Hand(nn.Module(), cast)), config={"checked": False})
+    if not case.recipe or not work.gemms:
+        raise Skip("it converts FP8 linear layers, and there is none")
+    model = convert_to_float8_training(work.fill(plain(work.chain)), config=Float8LinearConfig.from_recipe_name(recipe))
+    return Built(torch.compile(model, fullgraph=True, dynamic=False), config={"recipe": recipe})
+
+
+def te(work: Work, case: Any) -> Built:
+    """Transformer Engine's fuser."""
+    if work.device.type != "cuda":
+        raise Skip("it needs CUDA")
+    need("transformer_engine")
+    import transformer_engine.pytorch as te_pytorch
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch import ops
+
+    model = work.fill(ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)]))
+    if not case.recipe:
+        return Built(model)
+    recipe = getattr(recipes, case.recipe)()
+    context = functools.partial(te_pytorch.fp8_autocast, fp8_recipe=recipe)
+    if hasattr(te_pytorch, "autocast"):  # its newer name
+        context = functools.partial(te_pytorch.autocast, recipe=recipe)
+    return Built(model, context, {"recipe": case.recipe})
+
+
+def library(work: Work, case: Any) -> Built:
+    """The fused call that PyTorch has itself, by hand: a GEMM's GELU epilogue, or a scaled FP8 GEMM with its casts."""
+    model = work.fill(plain(work.chain))
+    names, params = [layer.name for layer in parse(work.chain)], [p.detach() for p in model.parameters()]
+    if names == ["linear", "gelu"] and case.metric == "inference":
+        weight, bias = params
+        return Built(Hand(model, lambda x: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)))
+    if names != ["matmul"] or not case.recipe or work.device.type != "cuda":
+        raise Skip("PyTorch has no fused call for this chain")
+    if case.recipe == "Float8BlockScaling":
+        return Built(Hand(model, _blockwise(params[0])))
+    cast = torch.compile(Cast())
+    weight, one = cast(params[0])[0], torch.tensor(1 / FP8_SCALE, device=work.device)
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return Built(Hand(model, lambda x: torch._scaled_mm(cast(x)[0], weight.t(), **options)))
+
+
+def _blockwise(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A linear whose input has a scale for each 1x128, and whose weight one for each 128x128."""
+
+    def cast(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, 128)).float()
+        scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448
+        return (tiles / scale).to(torch.float8_e4m3fn).view_as(x), scale[:, 0, :, 0]
+
+    cast = torch.compile(cast)
+    kinds, (w, scale_w) = F.ScalingType, cast(weight, 128)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        y, scale = cast(x.detach(), 1)
+        scales = scale.t().contiguous().t(), kinds.BlockWise1x128, scale_w.t(), kinds.BlockWise128x128
+        return F.scaled_mm(y, w.t(), *scales, output_dtype=torch.bfloat16)
+
+    return linear
+
+
+class Bare(torch.autograd.Function):
+    """The floor of a chain's cost in Python: an autograd function that does nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def bare(work: Work, case: Any) -> Built:
+    """An autograd function that does nothing, for a chain that does nothing."""
+    return Built(Bare.apply)
+
+
+def need(module: str) -> None:
+    """Skip without a peer."""
+    if importlib.util.find_spec(module) is None:
+        raise Skip(f"{module} is not installed")
+
+
+PROVIDERS: dict[str, Callable[[Work, Any], Built]] = {
+    "opfuse": with_opfuse,
+    "opfuse-off": functools.partial(with_opfuse, selection=""),
+    "eager": eager,
+    "eager-medium": eager_medium,
+    "compile": compiled,
+    "compile-max": compile_max,
+    "separate": separate,
+    "liger": liger,
+    "torchao": torchao,
+    "torchao-rowwise": functools.partial(torchao, recipe="rowwise"),
+    "te": te,
+    "library": library,
+    "bare": bare,
+}

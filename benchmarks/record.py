@@ -1,0 +1,69 @@
+"""What a run's file says besides the numbers: the machine, the versions, the state of the checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from typing import Any
+
+import torch
+
+import opfuse
+
+SCHEMA = 1
+ROOT = pathlib.Path(__file__).parents[1]
+PEERS = ("triton", "liger-kernel", "torchao", "transformer-engine")
+QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,mig.mode.current"
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def gpu_state() -> dict[str, str]:
+    """Clocks, power and temperature now, read and never set."""
+    line = _run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader").partition("\n")[0]
+    return dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
+
+
+def _cpu() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def about(suite: str, device: torch.device) -> dict[str, Any]:
+    """Everything but the numbers."""
+    host = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        host["ram_GB"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
+    host["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "opfuse": opfuse.__version__}
+    versions["plugins"] = {row["distribution"]: row["version"] for row in opfuse.plugins.listing()}
+    versions["peers"] = {name: _version(name) for name in PEERS}
+    made = {"schema": SCHEMA, "suite": suite, "git_sha": _run("git", "rev-parse", "HEAD"), "host": host, "gpu": None}
+    made |= {"dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no")), "versions": versions}
+    made["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        made["gpu"] = {"name": found.name, "sms": found.multi_processor_count, "l2": found.L2_cache_size}
+        made["gpu"] |= {"mem": found.total_memory, "capability": [found.major, found.minor], "before": gpu_state()}
+        made["gpu"]["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return made

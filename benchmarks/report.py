@@ -1,0 +1,261 @@
+"""What runs say: two of them compared, a folder of them with plots, and the page of the documentation."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import io
+import json
+import pathlib
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from .cases import CASES, TITLES
+from .record import ROOT
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+RESULTS = ROOT / "benchmarks" / "results"
+COLORS = {True: "#3b6ea5", False: "#d9822b"}
+
+
+def load(path: str | pathlib.Path) -> Run:
+    """A run's file."""
+    return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+
+
+def key(row: Row) -> tuple[str, ...]:
+    """What a ratio is of."""
+    return row["id"], row["case"], row["num"], row["den"], row["metric"]
+
+
+def compare(before: str, after: str) -> int:
+    """Print the ratios of two runs side by side; times of different runs are never compared."""
+    old = {key(row): row for row in load(before)["ratios"]}
+    for row in load(after)["ratios"]:
+        then = old.get(key(row), {}).get("value")
+        if then is None or row["value"] is None:
+            continue
+        change = row["value"] / then - 1 if then else 0.0
+        floor = (row["noise"] or 0) + (old[key(row)]["noise"] or 0)
+        better = (change < 0) == row["cost"]
+        word = "" if abs(change) <= 2 * floor or not change else "better" if better else "WORSE"
+        name = f"{row['id']:4}{row['case'][:70]:71}{row['num']} / {row['den']}"
+        print(f"{name:110}{then:8.3f}{row['value']:8.3f}{change:+8.1%}  {word}")
+    return 0
+
+
+def against(row: Row) -> str:
+    """A ratio in words."""
+    other = {"sol": "share of copy bandwidth", "": row["metric"]}.get(row["den"])
+    who = "" if row["num"] == "opfuse" else f"{row['num']}: "
+    return who + (other or f"{'cost over' if row['cost'] else 'times as fast as'} {row['den']}")
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Ratios as a Markdown table."""
+    lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
+        sign = "=" if row["den"] == "plan" else "≤" if row["cost"] else "≥"
+        near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
+        missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
+        met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
+        bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
+        lines.append(
+            f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} | {bound} | {met} |"
+        )
+    return lines
+
+
+def plot(rows: list[Row], title: str) -> str:
+    """An SVG picture of ratios: a bar for each, its goal as a line and its bound as a ring."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    shown = [row for row in rows if row["value"] and row["den"] not in ("", "plan")]
+    halves = [
+        (False, "times as fast: right is better; orange misses its goal"),
+        (True, "cost over the other's: left is better; orange misses its goal"),
+    ]
+    halves = [(half, label) for cost, label in halves if (half := [r for r in shown if r["cost"] == cost])]
+    if not halves:
+        return ""
+    heights = [len(half) + 1.5 for half, _ in halves]
+    with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(
+            len(halves), figsize=(10, 0.24 * sum(heights) + 0.6), squeeze=False, height_ratios=heights
+        )
+        for (half, label), axis in zip(halves, axes[:, 0], strict=True):
+            names = [f"{row['id']}  {row['case']}  ·  {against(row)}" for row in half]
+            at = range(len(half))
+            colors = [COLORS[row["pass"]] for row in half]
+            noise = [row["noise"] or 0 for row in half]
+            axis.barh(at, [row["value"] for row in half], color=colors, xerr=noise, height=0.6, error_kw={"lw": 0.8})
+            goals = [row["goal"] for row in half]
+            axis.scatter(goals, at, marker="|", s=110, color="black", linewidths=1.6, zorder=3, label="goal")
+            bounds = [(row["bound"], i) for i, row in enumerate(half) if row["bound"] is not None]
+            if bounds:
+                style = {"facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "bound"}
+                axis.scatter(*zip(*bounds, strict=True), marker="o", s=22, **style)
+            axis.axvline(1, color="gray", lw=0.6)
+            axis.set_yticks(at, names)
+            axis.invert_yaxis()
+            axis.set_xlabel(label)
+            axis.margins(y=0.5 / len(half))
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        figure.tight_layout()
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Description": digest(rows)})
+        pyplot.close(figure)
+    return file.getvalue()
+
+
+def digest(rows: Any) -> str:
+    """A fingerprint of data."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def where(run: Run) -> str:
+    """The machine of a run, in one sentence."""
+    host, versions = run["host"], run["versions"]
+    device = run["gpu"]["name"] if run["gpu"] else f"{host['cpu']}, {host['threads']} thread(s)"
+    plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
+    state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
+    return (
+        f"{device}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
+        f"{versions['opfuse']} at {state}, {plugins}; load {host['load']:.1f} when it began; `{run['command']}`"
+    )
+
+
+def report(folder: str) -> int:
+    """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
+    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], ["<h1>Benchmarks</h1>"]
+    for path in sorted(home.glob("*.json")):
+        run = load(path)
+        text += [f"## {path.stem}", "", where(run), ""]
+        page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
+        for family in dict.fromkeys(row["id"][0] for row in run["ratios"]):
+            rows = [row for row in run["ratios"] if row["id"][0] == family]
+            picture = plot(rows, f"{path.stem}: {family}")
+            if picture:
+                name = f"report-{path.stem}-{family}.svg"
+                (home / name).write_text(picture, encoding="utf-8")
+                text += [f"![{family}]({name})", ""]
+                page.append(picture[picture.index("<svg") :])
+            text += [*table(rows), ""]
+            cells = [line[1:-1].replace("**", "").split("|") for line in table(rows) if not line.startswith("|---")]
+            lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells]
+            page.append(f"<table>{''.join(lines)}</table>")
+    style = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style>"
+    (home / "report.md").write_text("\n".join(text), encoding="utf-8")
+    (home / "report.html").write_text(style + "\n".join(page), encoding="utf-8")
+    print(home / "report.html")
+    return 0
+
+
+PAGE = """# Performance
+
+<!-- Written by python -m benchmarks page from benchmarks/results. -->
+
+Every number here is a ratio of two programs that ran side by side, in turns, in one process, on random data, after the
+answers of both had been compared with fp64. What follows ± is how far a program is from itself in the same run; twice
+that is *within the noise*. A *goal* is what a fusion is held to, a *bound* what the hardware or the arithmetic allows.
+*opfuse* is with the plugins of this repository, *opfuse-off* with none, *eager* is PyTorch, *eager-medium* PyTorch with
+matrix products of medium precision, *bare* an autograd function that does nothing.
+
+## What is not known
+
+{unknown}
+
+## Where opfuse is behind
+
+{behind}
+
+## Where it meets its goals
+
+{met}
+
+![measured ratios with their goals and bounds](performance.svg)
+
+## Without any fusion
+
+A chain that no plugin fuses should cost what PyTorch costs. How many times as fast as eager it is, the slowest first:
+
+{unfused}
+
+## How it was measured
+
+{runs}
+
+On a CPU what counts is the process's CPU time with one thread, since other programs run beside it; they still share
+caches and memory, and make the noise what it is. `python -m benchmarks --suite cpu` measures again; `compare` and
+`report` read what it writes, and `python -m benchmarks --help` says how. The suites `gpu-quick` and `gpu-full` need a
+CUDA GPU.
+"""
+
+
+def committed() -> list[Run]:
+    """The newest run of each suite in ``benchmarks/results``."""
+    runs = sorted((load(path) for path in RESULTS.glob("*.json")), key=lambda run: run["time"])
+    return list({run["suite"]: run for run in runs}.values())
+
+
+def listed(ids: Iterable[str]) -> str:
+    """Ids with what they are."""
+    return "\n".join(f"- {name}: {TITLES[name]}" for name in sorted(set(ids), key=lambda n: (n[0], int(n[1:]))))
+
+
+def written(runs: list[Run]) -> tuple[str, str]:
+    """The page, and the fingerprint of the rows in its picture."""
+    rows = [row for run in runs for row in run["ratios"]]
+    seen = {row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None}
+    on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
+    absent = {row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")}
+    absent -= {row["id"] for row in rows if row["value"] is not None}
+    unknown = "Not measured on a GPU yet:\n\n" + listed(on_gpu) if on_gpu else "Every goal for a GPU has been measured."
+    unknown += "\n\nMeasured, but not built: no plugin here fuses it.\n\n" + listed(absent) if absent else ""
+    single = [row for row in rows if row["id"] not in ("L1", "C4")]
+    behind = table([row for row in single if row["pass"] is False])
+    met = table([row for row in single if row["pass"]])
+    many = [row for row in rows if row["id"] in ("L1", "C4") and row["value"] is not None]
+    for name in sorted({row["id"] for row in many}):
+        of = [row for row in many if row["id"] == name]
+        values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
+        line = f"{name}, {TITLES[name]}: {len(of)} cases, median {statistics.median(values):.3g}, "
+        line += f"worst {max(values) if of[0]['cost'] else min(values):.3g}, goal {of[0]['goal']:.3g}"
+        (behind if missed else met).extend(["", f"{line}, missed by {missed}." if missed else f"{line}."])
+    pairs = [pair for run in runs for pair in unfused(run)]
+    slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
+    runs_text = "\n".join(f"- {where(run)}" for run in runs)
+    parts = {"unknown": unknown, "behind": "\n".join(behind), "met": "\n".join(met), "runs": runs_text}
+    parts["unfused"] = "\n".join(["| chain | ratio |", "|---|---|", *slow])
+    return PAGE.format(**parts), digest(pictured(runs))
+
+
+def unfused(run: Run) -> list[tuple[str, float]]:
+    """How many times faster than eager a chain is with all plugins off."""
+    times = {
+        (row["case"], row["provider"]): row.get("median_us") for row in run["cases"] if row["id"] not in ("L1", "O1")
+    }
+    found = [(case, times.get((case, "eager")), mine) for (case, name), mine in times.items() if name == "opfuse-off"]
+    return [(case, plain / mine) for case, plain, mine in found if plain and mine]
+
+
+def pictured(runs: list[Run]) -> list[Row]:
+    """The rows in the page's picture."""
+    return [row for run in runs for row in run["ratios"] if row["id"] != "L1" and row["value"] is not None]
+
+
+def page() -> int:
+    """Write ``docs/performance.md`` and its picture from the committed runs."""
+    runs = committed()
+    (ROOT / "docs" / "performance.md").write_text(written(runs)[0], encoding="utf-8", newline="\n")
+    picture = plot(pictured(runs), "")
+    (ROOT / "docs" / "performance.svg").write_text(picture, encoding="utf-8", newline="\n")
+    return 0

@@ -1,0 +1,62 @@
+"""One step of an opfuse plan on its own, as a kernel is measured: with its contexts, without the chain around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import opfuse
+from opfuse.execute import _restore_contexts, run_forward
+
+
+class _Saved:
+    """What the autograd function's context is to the loops."""
+
+    left: dict[int, Any]
+    saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+def alone(
+    model: opfuse.Sequential, inputs: list[Any], op: type, *, backward: bool = False, owns: bool = False
+) -> tuple[Callable[[Any], Any], Any]:
+    """The step that covers the first ``op`` of a chain, with the contexts of a real pass.
+
+    Args:
+        model: The chain.
+        inputs: Its inputs.
+        op: A class of basic op.
+        backward: The backward step instead of the forward one.
+        owns: Let the backward step overwrite its incoming gradient.
+
+    Returns:
+        The step, from incoming tensor to outgoing tensors, and the quantizer its result leaves in, or None.
+    """
+    y = model(*inputs)
+    (fuser,) = model._module_groups
+    program, saved = fuser._latest, _Saved()
+    run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
+    ctxs = program.new_contexts()
+    tensors = list(model.parameters())
+    for index, first, last in program.params:
+        ctxs[index].params = tuple(tensors[first:last])
+    for index, start, stop in program.saving:
+        ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
+    if program.keeping:
+        _restore_contexts(ctxs, saved.left, saved.saved_tensors)
+    position = next(i for i, each in enumerate(program.routing.ops) if isinstance(each, op))
+    steps = program.backward if backward else program.forward
+    step = next(step for step in steps if step.start <= position < step.stop)
+    mine, nothing = ctxs[step.start : step.stop], [()] * (step.stop - step.start)
+    del y
+    if backward:
+        for ctx in mine:
+            ctx.owns_grad_output = owns or ctx.owns_grad_output
+        quantizer = mine[0].prev_op_grad_output_quantizer
+        return lambda dy: step.op.fuser_backward(mine, dy, basic_op_grad_extra_outputs=nothing), quantizer
+    quantizer = mine[-1].next_op_input_quantizer
+    options = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": quantizer}
+    options |= {"basic_op_extra_inputs": nothing, "basic_op_kwargs": [{}] * len(mine)}
+    return lambda x: step.op.fuser_forward(mine, x, **options)[0], quantizer
