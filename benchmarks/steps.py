@@ -36,7 +36,7 @@ def alone(
     """
     y = model(*inputs)
     (fuser,) = model._module_groups
-    program, saved = fuser._latest, _Saved()
+    program, saved = fuser._last[1], _Saved()
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
     ctxs = program.new_contexts()
     tensors = list(model.parameters())

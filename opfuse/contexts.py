@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -92,7 +91,8 @@ class _Forward(Recorder):
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the state of the chain's quantizers."""
         super().record(fuser, plan)
-        self.states.append([(q, name, getattr(q, name).clone()) for q, name in _forward_state(fuser)])
+        quantizers = [q for op in fuser._routing.ops for q in op._quantizers.of(self.scope.recipe)[0]]
+        self.states.append([(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names])
 
 
 class _Recompute(Recorder):
@@ -124,13 +124,6 @@ class _Recompute(Recorder):
             self._after.setdefault((id(quantizer), name), (quantizer, state.clone()))
             state.copy_(before)
         self._position += 1
-
-
-def _forward_state(fuser: OperationFuser) -> Iterator[tuple[Quantizer, str]]:
-    for op in fuser._routing.ops:
-        for quantizer in op._quantizers.of(manager.scope.recipe)[0]:
-            for name in quantizer.state_names:
-                yield quantizer, name
 
 
 def checkpoint_contexts() -> tuple[_Forward, _Recompute]:

@@ -7,7 +7,7 @@ tensors a call in Python costs as much as an operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 next_op_input_quantizer=ctx.next_op_input_quantizer,
             )
             continue
-        x, outputs = run(
+        result = run(
             ctxs[start:stop],
             x,
             basic_op_extra_inputs=nothing if wired is None else extras.given(wired),  # type: ignore[union-attr]
@@ -65,6 +65,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
         )
+        x, outputs = result if type(result) is tuple else _refuse_result(program, run, result)
         if wired is not None:
             extras.keep(wired, outputs)  # type: ignore[union-attr]
     if program.recipe is not None and isinstance(x, QuantizedTensor):
@@ -130,10 +131,12 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if prepared is not None:
             dy = _prepare(prepared, dy)
         if simple:
-            dy, grads[start] = run(ctxs[start], dy)
+            result = run(ctxs[start], dy)
+            dy, grads[start] = result if type(result) is tuple else _refuse_result(program, run, result)
             continue
         given = nothing if wired is None else extras.given(wired)  # type: ignore[union-attr]
-        dy, grads[start:stop], grad_extras = run(ctxs[start:stop], dy, basic_op_grad_extra_outputs=given)
+        result = run(ctxs[start:stop], dy, basic_op_grad_extra_outputs=given)
+        dy, grads[start:stop], grad_extras = result if type(result) is tuple else _refuse_result(program, run, result)
         if len(grads) != len(ctxs):
             who = type(run.__self__).__name__  # type: ignore[attr-defined]
             raise RuntimeError(f"{who} must give parameter gradients for {stop - start} basic ops")
@@ -175,24 +178,28 @@ def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tenso
         raise RuntimeError(f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}")
     for index, op in enumerate(program.routing.ops):
         if not op.differentiable:
-            raise RuntimeError(
-                f"second derivatives and functorch transforms need ops made of differentiable torch operations, "
-                f"{program.routing.name(index)} is not declared to be (BasicOperation.differentiable)"
-            )
+            who = f"{program.routing.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
+            raise RuntimeError(f"second derivatives and functorch transforms: {who}")
     return run_forward(None, program, kwargs, x, *tensors)
+
+
+def _refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
+    """Refuse what an op gave instead of a tuple, which might be a tensor that unpacks by rows."""
+    op, method = type(run.__self__).__name__, run.__name__
+    steps = (*program.plan.forward, *program.plan.backward)
+    by = next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
+    raise TypeError(f"{by}: {method} must return a tuple as documented, got {type(result).__name__}")
 
 
 def _prepare(step: Step, x: Any) -> Any:
     """Look at a tensor before it enters a step: cast it, or make it plain; insist on its width."""
-    assert step.prepare is not None
-    cast, takes_quantized, width = step.prepare
-    if cast is not None:
-        return cast(x)
-    if not takes_quantized and isinstance(x, QuantizedTensor):
+    if step.cast is not None:
+        return step.cast(x)
+    if not step.takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    if width is not None and (not x.ndim or x.shape[-1] != width):
-        who = type(step.op).__name__
-        raise ValueError(f"{who} expected {width} features in the last dimension, got shape {tuple(x.shape)}")
+    if step.width is not None and (not x.ndim or x.shape[-1] != step.width):
+        who = f"{type(step.op).__name__} expected {step.width} features in the last dimension"
+        raise ValueError(f"{who}, got shape {tuple(x.shape)}")
     return x
 
 

@@ -69,10 +69,8 @@ class ForwardExtras:
         for tensor in saved:
             root = tensor._base if tensor is not None and tensor._is_view() else tensor
             if tensor is not None and id(root) in came_in and _memory(tensor) in memory:
-                raise RuntimeError(
-                    "an in-place op overwrote an extra input that the backward of another op of the chain needs: "
-                    "pass in_place=False, or a copy"
-                )
+                what = "an in-place op overwrote an extra input that the backward of another op of the chain needs"
+                raise RuntimeError(f"{what}: pass in_place=False, or a copy")
 
     def beside(self, output: Tensor, func_ctx: Any) -> Any:
         """The output with the extra outputs that the caller gets, if there are some."""

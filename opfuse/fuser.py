@@ -66,20 +66,16 @@ class OperationFuser:
         for op in self._routing.ops:
             op.pre_first_fuser_forward()
 
-    @property
-    def _latest(self) -> Program | None:
-        return self._last[1]
-
     # The latest plan, in Transformer Engine's form
 
     @property
     def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._latest.forward if self._latest else ()
+        steps = self._last[1].forward if self._last[1] else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     @property
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._latest.backward[::-1] if self._latest else ()
+        steps = self._last[1].backward[::-1] if self._last[1] else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     # Calling

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,11 @@ class ModuleCache:
 class _OperationMeta(ABCMeta):
     """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op."""
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        init = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return init.replace(parameters=list(init.parameters.values())[1:])
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         op = super().__call__(*args, **kwargs)
         if op.param_names is None:
@@ -108,6 +113,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def __init__(self) -> None:
         super().__init__()
         self._cache = ModuleCache()
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError("opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's replicas")
 
     def pre_first_fuser_forward(self) -> None:
         """Called once, when a fuser captures this op."""
@@ -301,9 +309,9 @@ class BasicOperation(FusibleOperation):
         if channel is not None and (not isinstance(channel, str) or not channel):
             raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
         if self._channels_captured:
+            when = "a Sequential at its first call, or op(x)"
             raise RuntimeError(
-                f"the channels of this {name} cannot change any more: a fuser has captured them "
-                "(a Sequential at its first call, or op(x)). Bind them on a new op."
+                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op"
             )
 
     # Quantizers
@@ -384,10 +392,8 @@ class BasicOperation(FusibleOperation):
 
     def _check_has_no_extras(self, direction: str) -> None:
         if self.num_extra_inputs or self.num_extra_outputs:
-            raise RuntimeError(
-                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} "
-                f"extra outputs: it must implement fuser_{direction}, not op_{direction}"
-            )
+            who = f"{type(self).__name__} has extra inputs or outputs"
+            raise RuntimeError(f"{who}: it must implement fuser_{direction}, not op_{direction}")
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Apply the op on its own: the output, or ``(output, *extra_outputs)``."""

@@ -15,20 +15,6 @@ from .routing import Routing
 from .scope import Environment
 
 
-class Preparation(NamedTuple):
-    """What happens to a tensor before it enters a step.
-
-    Attributes:
-        cast: The quantizer to cast it with.
-        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
-        width: Last dimension to insist on.
-    """
-
-    cast: Quantizer | None
-    takes_quantized: bool
-    width: int | None
-
-
 class Step(NamedTuple):
     """One call of one op over ``ops[start:stop]``.
 
@@ -36,7 +22,10 @@ class Step(NamedTuple):
         op: A basic op, or the fused op that stands for several.
         start, stop: Which basic ops.
         simple: Whether ``op_forward`` / ``op_backward`` can be called directly.
-        prepare: What happens to the incoming tensor first, if anything does.
+        prepares: Whether anything happens to the incoming tensor first, as follows.
+        cast: The quantizer to cast it with.
+        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
+        width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
     """
@@ -45,14 +34,17 @@ class Step(NamedTuple):
     start: int
     stop: int
     simple: bool
-    prepare: Preparation | None
+    prepares: bool
+    cast: Quantizer | None
+    takes_quantized: bool
+    width: int | None
     has_extras: bool
     owns: bool
 
     def call(self, direction: str) -> Call:
         """What a loop needs of it."""
         method = getattr(self.op, ("op_" if self.simple else "fuser_") + direction)
-        prepared, wired = self if self.prepare is not None else None, self if self.has_extras else None
+        prepared, wired = self if self.prepares else None, self if self.has_extras else None
         return method, self.start, self.stop, self.simple, prepared, wired, ((),) * (self.stop - self.start)
 
 
@@ -120,9 +112,13 @@ class Program:
 
     def give_back(self, contexts: list[OperationContext]) -> None:
         """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
-        for i in self.keeping:
-            contexts[i] = _filled(self.templates[i])
+        for i, ctx in enumerate(contexts):
+            if len(ctx.__dict__) != _DOCUMENTED or i in self.keeping:  # something was left on it, or may be
+                contexts[i] = _filled(self.templates[i])
         self.unused.append(contexts)
+
+
+_DOCUMENTED = len(vars(OperationContext()))  # attributes
 
 
 def _filled(template: dict[str, Any]) -> OperationContext:
@@ -212,12 +208,11 @@ class _Run:
             and not kwargs[self.start]
         )
         width = routing.later_widths.get(self.start) if forward else None
-        prepare = None
-        if env.recipe is not None or width is not None:
-            wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
-            prepare = Preparation(self.cast, wanted is not None, width)
+        prepares = env.recipe is not None or width is not None
+        wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
         extras = any(op.num_extra_inputs or op.num_extra_outputs for op in routing.ops[self.start : self.stop])
-        return Step(self.op, self.start, self.stop, simple, prepare, extras, owns)
+        preparation = prepares, self.cast, wanted is not None, width
+        return Step(self.op, self.start, self.stop, simple, *preparation, extras, owns)
 
 
 def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:

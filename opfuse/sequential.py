@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -98,14 +98,11 @@ class Sequential(nn.Sequential):
                     resolved.setdefault(op, {})[name] = value
         return resolved
 
-    def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
-        return self.extend(modules)
-
-    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:  # torch's would not fuse, nor would its product
-        return Sequential(*self, *modules)
+    def __add__(self, other: nn.Sequential) -> Sequential:  # torch's would not fuse, nor would its product
+        return Sequential(*super().__add__(other))
 
     def __mul__(self, times: int) -> Sequential:
-        return Sequential(*list(self) * times)
+        return Sequential(*super().__mul__(times))
 
     __rmul__ = __mul__
 

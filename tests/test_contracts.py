@@ -157,7 +157,7 @@ def test_contexts_serve_again_and_hold_nothing_between_calls():
         alive.add(y)
         y.sum().backward()
         del y
-    program = chain._module_groups[0]._latest
+    program = chain._module_groups[0]._last[1]
     (contexts,) = program.unused  # forward and backward take turns
     assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
     assert not alive
@@ -166,7 +166,7 @@ def test_contexts_serve_again_and_hold_nothing_between_calls():
     assert len(program.unused) == 1
     with torch.no_grad():
         chain(x)
-    (contexts,) = chain._module_groups[0]._latest.unused
+    (contexts,) = chain._module_groups[0]._last[1].unused
     assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
 
 
@@ -191,6 +191,35 @@ def test_a_context_that_may_hold_anything_serves_once():
         chain(torch.randn(rows, 4)).sum().backward()
         with torch.no_grad():
             chain(torch.randn(rows, 4))
+
+
+class Careless(opfuse.ops.Identity):
+    """Declares that it saves nothing, and leaves a number all the same."""
+
+    reads = True
+
+    def op_forward(self, ctx, input_, **unused):
+        ctx.factor = float(input_.detach().max())
+        return input_ * ctx.factor
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * (ctx.factor if self.reads else 1), ()
+
+
+def test_what_an_op_did_not_declare_does_not_reach_a_backward():
+    chain = opfuse.Sequential(Careless())
+    small, large = chain(torch.ones(2, requires_grad=True)), chain(torch.full((2,), 9.0, requires_grad=True))
+    for y in (small, large):
+        with pytest.raises(AttributeError, match="factor"):
+            y.sum().backward()
+    held = weakref.ref(torch.ones(1))
+    chain[0].reads = False
+    x = torch.ones(2, requires_grad=True)
+    chain(x).sum().backward()
+    held = weakref.ref(x)
+    del x
+    assert held() is None
+    assert all("factor" not in vars(ctx) for contexts in chain._module_groups[0]._last[1].unused for ctx in contexts)
 
 
 # Plans
@@ -225,7 +254,7 @@ def fused_steps(chain):
     """The fusions of every plan, in the order in which a limit counts them."""
     found = []
     for group in chain._module_groups:
-        plan = group._latest.plan
+        plan = group._last[1].plan
         forward = [s for s in plan.forward if s.fusion]
         backward = [s for s in plan.backward[::-1] if s.fusion and s.op != "Joint"]
         found += [s for s in forward if s.op == "Joint"] + [s for s in forward if s.op != "Joint"] + backward

@@ -101,7 +101,7 @@ def test_what_replans():
 
     def plan():
         chain(x)
-        plans.add(id(fuser_of(chain)._latest))
+        plans.add(id(fuser_of(chain)._last[1]))
         return len(plans)
 
     assert plan() == 1 and plan() == 1
@@ -375,7 +375,7 @@ def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
         x = torch.ones(1, 1)
         assert chain(x).item() == 100
         assert chain(x, op_kwargs={0: {"add": 1.0}}).item() == 2
-        assert "does not take the keyword argument 'add' given to Keyword" in str(fuser_of(chain)._latest.plan.refused)
+        assert "does not take the keyword argument 'add' given to Keyword" in str(fuser_of(chain)._last[1].plan.refused)
     finally:
         handle.unregister()
 
@@ -549,3 +549,36 @@ def test_a_forward_sees_new_fusions_with_the_new_generation(monkeypatch):
     monkeypatch.setattr(type(manager), "generation", generation, raising=False)
     manager._changed()
     assert seen == [{}]
+
+
+class Bare(opfuse.FusedOperation):
+    """Returns a bare tensor, which unpacks by rows."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        return input_ * 6
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output * 6
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_fused_op_that_returns_a_bare_tensor_is_named(kind, rows):
+    fusion = opfuse.Fusion((ops.ConstantScale,) * 2, Bare)
+    handle = getattr(opfuse, f"register_{kind}_fusion")(fusion)
+    try:
+        chain = opfuse.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+        message = rf"Bare \(registered in code\): fuser_{kind} must return a tuple as documented, got Tensor"
+        with pytest.raises(TypeError, match=message):
+            chain(torch.ones(rows, 3, requires_grad=True)).sum().backward()
+    finally:
+        handle.unregister()
+
+
+def test_an_op_whose_backward_returns_a_bare_tensor_is_named():
+    class BareOp(ops.Identity):
+        def op_backward(self, ctx, grad_output):
+            return grad_output
+
+    with pytest.raises(TypeError, match="BareOp: op_backward must return a tuple as documented, got Tensor"):
+        opfuse.Sequential(BareOp())(torch.ones(2, 3, requires_grad=True)).sum().backward()

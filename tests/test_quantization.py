@@ -30,7 +30,7 @@ def two_linears():
 
 
 def steps(chain, which="forward"):
-    return [step.op for step in getattr(chain._module_groups[0]._latest.plan, which)]
+    return [step.op for step in getattr(chain._module_groups[0]._last[1].plan, which)]
 
 
 class RoundBoth(torch.autograd.Function):
@@ -145,10 +145,10 @@ def test_equal_recipes_share_plans_and_quantizers():
     chain, x = two_linears()
     with opfuse.autocast(recipe=Rounding()):
         chain(x)
-    program = chain._module_groups[0]._latest
+    program = chain._module_groups[0]._last[1]
     with opfuse.autocast(recipe=Rounding(step=0.25)):
         chain(x)
-    assert chain._module_groups[0]._latest is program
+    assert chain._module_groups[0]._last[1] is program
 
 
 def test_two_recipes_alternate_without_planning(monkeypatch):

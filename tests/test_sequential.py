@@ -32,10 +32,10 @@ def test_list_operations():
     assert list(chain) == [b, c, d]
     chain[0] = a
     assert list(chain) == [a, c, d]
-    assert list(chain.__add__([b])) == [a, c, d, b] and len(chain) == 3
-    chain += [b]
+    assert list(chain + opfuse.Sequential(b)) == [a, c, d, b] and len(chain) == 3
+    chain += opfuse.Sequential(b)
     assert list(chain) == [a, c, d, b]
-    for several in (chain.__add__([b]), chain * 2, 2 * chain):
+    for several in (chain + nn.Sequential(b), chain * 2, 2 * chain):
         assert type(several) is opfuse.Sequential and list(several)[:4] == [a, c, d, b]
     with pytest.raises(IndexError):
         chain[9]

@@ -136,6 +136,12 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
         self._reset_bias()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; refused for the bias of a layer without one."""
+        if name == "bias" and param is not None and len(self.basic_ops) == 1:
+            raise RuntimeError("Linear(bias=False) does not add a bias: make one with bias=True and set its bias")
+        super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is drawn."""
         if self.weight.numel():

@@ -1,6 +1,7 @@
 """Linear, BasicLinear, Bias: exchange with torch.nn, initial values, arguments, quantization."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -292,3 +293,21 @@ def test_what_is_saved(call):
     assert saved[0] is x and saved[1].data_ptr() == linear.weight.data_ptr()
     assert call(linear, x, param_requires_grad=False).saved[0] is None
     assert call(linear, x, input_requires_grad=False).saved[1] is None
+
+
+def test_a_bias_cannot_be_added_later():
+    linear = ops.Linear(3, 2, bias=False)
+    with pytest.raises(RuntimeError, match=r"Linear\(bias=False\) does not add a bias: make one with bias=True"):
+        linear.bias = torch.nn.Parameter(torch.ones(2))
+    linear.bias = None
+    assert list(linear.state_dict()) == ["weight"]
+
+
+def test_signatures_are_those_of_init():
+    assert list(inspect.signature(ops.Linear).parameters)[:3] == ["in_features", "out_features", "bias"]
+    assert torch.nn.utils.skip_init(ops.Linear, 3, 2).weight.shape == (2, 3)
+
+
+def test_data_parallel_replicas_are_refused():
+    with pytest.raises(RuntimeError, match="not of torch.nn.DataParallel's replicas"):
+        ops.Linear(3, 2)._replicate_for_data_parallel()
