@@ -83,10 +83,6 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             extras.refuse_overwritten(x, saved)
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
-    for index, _, _ in program.params:
-        ctxs[index].params = ()
-    for index, _, _ in program.saving:
-        ctxs[index].to_save = None
     if not program.compiling:
         program.give_back(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)
@@ -154,8 +150,6 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             who = program.routing.name(index)
             raise RuntimeError(f"{who} must give {last - first} parameter gradients, gave {len(of_op)}")
         flat += of_op
-    for index, _, _ in program.saving:
-        ctxs[index].saved_tensors = None
     if not tracing:
         program.give_back(ctxs)
     return (*flat, *ends)

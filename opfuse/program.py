@@ -108,24 +108,28 @@ class Program:
 
     def new_contexts(self) -> list[OperationContext]:
         """One context per basic op, for one pass."""
-        return [_filled(template) for template in self.templates]
+        return [self._new_context(i) for i in range(len(self.templates))]
 
     def give_back(self, contexts: list[OperationContext]) -> None:
         """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
         for i, ctx in enumerate(contexts):
-            if len(ctx.__dict__) != _DOCUMENTED or i in self.keeping:  # something was left on it, or may be
-                contexts[i] = _filled(self.templates[i])
+            if ctx.__dict__:  # something more may be left on it
+                contexts[i] = self._new_context(i)
+            else:
+                ctx.params, ctx.saved_tensors, ctx.to_save = (), None, None
         self.unused.append(contexts)
 
+    def _new_context(self, index: int) -> OperationContext:
+        ctx = OperationContext() if self.compiling or index in self.keeping else _Lent()
+        for name, value in self.templates[index].items():
+            setattr(ctx, name, value)
+        return ctx
 
-_DOCUMENTED = len(vars(OperationContext()))  # attributes
 
+class _Lent(OperationContext):
+    """A context for ops that declare what they leave: what they do not is all there is in its ``__dict__``."""
 
-def _filled(template: dict[str, Any]) -> OperationContext:
-    ctx = OperationContext()
-    for name, value in template.items():
-        setattr(ctx, name, value)
-    return ctx
+    __slots__ = tuple(vars(OperationContext()))
 
 
 def compile_program(

@@ -66,7 +66,9 @@ class Sequential(nn.Sequential):
             ValueError: The wrong number of extra inputs; ``op_kwargs`` for something that is not an op here.
             TypeError: A keyword argument that an op does not take.
         """
-        groups = self._module_groups
+        cache = self._cache
+        current = not is_dynamo_compiling() and cache.key == tuple(self._modules.values())
+        groups = cache.value if current else self._module_groups
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0].run(input, *extra_inputs)
         fusers = [group for group in groups if isinstance(group, OperationFuser)]

@@ -306,7 +306,7 @@ def test_wrong_channels():
 def test_channels_are_bound_before_the_first_call():
     make, _ = residual()
     make(torch.ones(1, 1))
-    with pytest.raises(RuntimeError, match="a fuser has captured them"):
+    with pytest.raises(RuntimeError, match="are fixed: a fuser captured them"):
         make.set_extra_output_channel(0, "other")
     with pytest.raises(IndexError, match="MakeExtraOutput has 0 extra inputs"):
         ops.MakeExtraOutput().set_extra_input_channel(0, "a")
