@@ -76,7 +76,7 @@ def test_names_that_do_not_do(name, tmp_path):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         f"Error: {name!r} does not do as the name of a plugin: "
-        "lower-case letters and digits, words joined by single hyphens, such as 'fast-gelu'"
+        "lower-case letters and digits, beginning with a letter, words joined by single hyphens, such as 'fast-gelu'"
     ]
     assert not list(tmp_path.iterdir())
 

@@ -49,7 +49,7 @@ def check_size(op: object, name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{type(op).__name__} expected a whole number as {name}, got {value!r}")
     if value < 0:
-        raise ValueError(f"{type(op).__name__} expected a {name} of at least 0, got {value}")
+        raise ValueError(f"{type(op).__name__} expected {name} of at least 0, got {value}")
     return value
 
 

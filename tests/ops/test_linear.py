@@ -152,13 +152,13 @@ def test_sizes_of_zero(compare):
 
 @pytest.mark.parametrize("build", [ops.BasicLinear, ops.Linear])
 def test_bad_sizes(build):
-    with pytest.raises(ValueError, match=r"BasicLinear expected a in_features of at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"BasicLinear expected in_features of at least 0, got -1"):
         build(-1, 2)
     with pytest.raises(ValueError, match=r"out_features of at least 0, got -2"):
         build(1, -2)
     with pytest.raises(TypeError, match=r"expected a whole number as in_features, got 1.5"):
         build(1.5, 2)
-    with pytest.raises(ValueError, match=r"Bias expected a size of at least 0, got -3"):
+    with pytest.raises(ValueError, match=r"Bias expected size of at least 0, got -3"):
         ops.Bias(-3)
 
 

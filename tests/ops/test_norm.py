@@ -113,7 +113,7 @@ def test_arguments(op):
         assert op(4, sm_margin=margin).sm_margin == margin
     with pytest.raises(TypeError, match=f"{op.__name__} expected an int or a dict of ints as sm_margin, got 'x'"):
         op(4, sm_margin="x")
-    with pytest.raises(ValueError, match=f"{op.__name__} expected a normalized_shape of at least 0, got -4"):
+    with pytest.raises(ValueError, match=f"{op.__name__} expected normalized_shape of at least 0, got -4"):
         op(-4)
     with pytest.raises(ValueError, match="at least one dimension as normalized_shape"):
         op([])
