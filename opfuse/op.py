@@ -310,9 +310,7 @@ class BasicOperation(FusibleOperation):
             raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
         if self._channels_captured:
             when = "a Sequential at its first call, or op(x)"
-            raise RuntimeError(
-                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op"
-            )
+            raise RuntimeError(f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op")
 
     # Quantizers
 
