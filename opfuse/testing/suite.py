@@ -109,7 +109,10 @@ class FusionSuite:
         chains = self.chains(subject, device)
         if not chains.all and all("makers" in reason for reason in chains.declined.values()):
             wanted = "`examples`" if not chains.declined else "`makers`"
-            pytest.fail(f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}", pytrace=False)
+            problem = f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}"
+            if name == next(iter(CHECKS)):  # said once is enough
+                pytest.fail(problem, pytrace=False)
+            pytest.skip(problem)
         return run_all(CHECKS[name], chains)
 
     @classmethod
