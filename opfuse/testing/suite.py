@@ -31,7 +31,8 @@ class FusionSuite:
     Attributes:
         plugin: Name of the plugin's entry point.
         limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` -> reason. A limit that
-            is not one, because the check passes, is a failure.
+            is not one, because the check passes, is a failure. Dropout is compared for the same seed: a fusion
+            that draws otherwise than torch declares that here.
         makers: How to make ops that are not built in: class -> function of the input's features that gives an
             :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains, each a list

@@ -334,17 +334,6 @@ class IsNotDeterministic(Pointwise):
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if self.calls % 2 and y.dtype is torch.float32 else y
 
 
-@faulty("follows_values", "after its parameters and numbers were changed, .*wrong by", "forward", BasicLinear, Bias)
-class ReadsTheBiasOnce(Forward):
-    def __init__(self, basic_ops):
-        super().__init__(basic_ops)
-        self.bias = basic_ops[1].bias.detach().clone()
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
-
-
 @faulty("nan_and_inf", "the output is NaN in 0 places", "forward", ReLU)
 class SwallowsNaN(Pointwise):
     def spoil(self, y):

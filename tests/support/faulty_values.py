@@ -1,10 +1,11 @@
 """Fusions that are wrong where a call is not the only one, or an argument not the default."""
 
 import torch
-from faulty import Pointwise, faulty
+from faulty import Forward, Pointwise, faulty
+from torch.nn import functional as F
 
 import opfuse
-from opfuse.ops import GELU, ClampedSwiGLU, Dropout, L2Normalization, RMSNorm
+from opfuse.ops import GELU, BasicLinear, Bias, ClampedSwiGLU, Dropout, L2Normalization, RMSNorm
 
 # State of one call, kept on the fused op
 
@@ -117,6 +118,17 @@ class IgnoresItsArguments(Pointwise):
         (act,) = self.basic_ops
         usual = ClampedSwiGLU(glu_interleave_size=act.glu_interleave_size)
         return usual.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
+
+
+@faulty("follows_values", "after its parameters and numbers were changed, .*wrong by", "forward", BasicLinear, Bias)
+class ReadsTheBiasOnce(Forward):
+    def __init__(self, basic_ops):
+        super().__init__(basic_ops)
+        self.bias = basic_ops[1].bias.detach().clone()
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
 
 
 @faulty("follows_values", "after its parameters and numbers were changed, the output", "forward", L2Normalization)
