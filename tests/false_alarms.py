@@ -1,7 +1,7 @@
 """Sound fusions with random patterns under the conformance suite, which must find nothing wrong with them.
 
 ``python tests/false_alarms.py 200`` checks 200 seeds and writes ``false_alarms.json`` beside this file. Needs about
-two seconds a seed on one core.
+four seconds a seed on one core.
 """
 
 import collections

@@ -10,6 +10,7 @@ import torch
 import opfuse
 from opfuse import ops, testing
 from opfuse.fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, separate
@@ -219,3 +220,64 @@ def test_what_a_check_counts(register):
     assert (outcome.ran, outcome.declined, outcome.failure) == (1, ("it has no SiLU",), None)
     with pytest.raises(LookupError, match="plugin 'counts' offers no joint fusion 'counts'"):
         testing.find("counts", "joint", "counts")
+
+
+# Conditions, and what is set around the tests
+
+
+def _decorated(when=None):
+    return lambda cls: (cls, when)
+
+
+@_decorated(when=lambda matched, env: True if env.recipe is None else "it does not quantize")
+class ClassWithALambda:
+    def method(self):
+        return "this is no refusal"
+
+
+def _condition(matched, env):
+    def inner():
+        return "this is no refusal either"
+
+    if env.recipe is None:
+        return True
+    return "it does not quantize"
+
+
+def test_the_returns_of_a_condition_are_its_own():
+    assert planning._refusing_returns(ClassWithALambda[1]) == []
+    ((text, lines),) = planning._refusing_returns(_condition)
+    assert text == "return 'it does not quantize'" and lines[0] == _condition.__code__.co_firstlineno + 6
+    assert planning._refusing_returns(len) == []
+
+
+def test_options_do_not_reach_the_checks(register):
+    fusion = Fusion([ops.GELU], OffInLargeHalfPrecision, name="off")
+    register(forward_fusions=[fusion], name="off")
+    case = testing.Case(
+        testing.find("off", "forward", "off"), (testing.Op(ops.GELU),), rows=(2, 3), dtype=torch.bfloat16
+    )
+    with opfuse.options(fusion_limit=0), pytest.raises(Failure, match="the output is wrong by 1"):
+        testing.run("output", case)
+    assert opfuse.plugins.manager.scope.options == ()
+
+
+def test_dropout_draws_the_same_in_every_call():
+    case = testing.Case(subject(ops.Dropout), (testing.Op(ops.Dropout, 0.5),), rows=(20,))
+    built, state = case.build(), torch.get_rng_state()
+    (first,), (again,) = built(), built()
+    assert torch.equal(first, again) and not torch.equal(first, built.leaves["input"])
+    assert torch.equal(torch.get_rng_state(), state)
+    built = case.with_(training=False).build()
+    assert torch.equal(built()[0], built.leaves["input"])
+
+
+def test_arguments_are_not_only_the_usual_ones():
+    def made(cls):
+        chains = testing.make_chains(subject(cls))
+        return {(case.rows, *case.ops[0].args, *(name for name, _ in case.ops[0].kwargs)) for case in chains.all}
+
+    assert made(ops.RMSNorm) >= {((3,), 8, "eps"), ((4, 4), (4, 8))}
+    assert made(ops.Dropout) == {((3,), 0.0), ((3,), 0.5)}
+    for cls in (ops.ScaledClampedQGeGLU, ops.ClampedSwiGLU):
+        assert made(cls) == {((3,),), ((3,), "glu_interleave_size"), ((3,), "limit", "alpha", "glu_linear_offset")}

@@ -133,10 +133,12 @@ class Built(NamedTuple):
         return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
 
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
-        """Every output of the chain."""
-        device = self.leaves["input"].device.type
-        context = torch.autocast(device, self.autocast) if self.autocast else contextlib.nullcontext()
-        with context:
+        """Every output of the chain, with torch's generators at the same seed in every call."""
+        device = self.leaves["input"].device
+        context = torch.autocast(device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), context:
+            generator = torch.cuda if device.type == "cuda" else torch.default_generator
+            generator.manual_seed(0)  # what draws, draws the same with and without a fusion
             result = (chain or self.chain)(*(inputs or self.inputs()))
         return result if isinstance(result, tuple) else (result,)
 
@@ -158,6 +160,7 @@ class Case:
         residual: Extra inputs come out of a channel, from the first extra output.
         hidden: Extra outputs go into channels that nobody reads.
         device: Where it runs.
+        training: The mode of the chain.
     """
 
     subject: Subject
@@ -173,6 +176,7 @@ class Case:
     residual: bool = False
     hidden: bool = False
     device: str = "cpu"
+    training: bool = True
 
     def __repr__(self) -> str:
         lines = [f"    {self.subject!r},", f"    ops={_tuple(self.ops)},"]
@@ -191,6 +195,18 @@ class Case:
     def gemm(self) -> bool:
         """Whether a matrix product is in the chain."""
         return any(op.cls is built_in.BasicLinear for op in (*self.before, *self.ops, *self.after))
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether an op may do something else in evaluation mode: a dropout, or one that is not built in."""
+        known = [op.cls for op in self.ops if op.cls.__module__.startswith("opfuse.")]
+        return len(known) < len(self.ops) or built_in.Dropout in known
+
+    @property
+    def exact(self) -> torch.dtype | None:
+        """What the truth is computed in: fp64; None, as the case is, where the numbers drawn depend on the dtype."""
+        draws = self.training and any(issubclass(op.cls, built_in.Dropout) for op in self.ops)
+        return None if draws and self.device != "cpu" else torch.float64
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -225,7 +241,7 @@ class Case:
             dtype: What to compute in: fp64 for the truth; default: as the case says.
         """
         basic = self.basic_ops()
-        chain = Sequential(*basic)
+        chain = Sequential(*basic).train(self.training)
         half = self.dtype.itemsize < 4
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}

@@ -59,18 +59,42 @@ def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
             continue
         found.append(op)
         break
-    if issubclass(cls, built_in.GatedActivation) and "glu_interleave_size" in inspect.signature(cls).parameters:
-        found.append(Op(cls, glu_interleave_size=2))
+    takes = inspect.signature(cls).parameters if issubclass(cls, _GATED) else ()
+    found += [Op(cls, **{name: 2}) for name in ("glu_interleave_size",) if name in takes]
+    if cls in _ARGUMENTS:
+        found.append(Op(cls, **_ARGUMENTS[cls]))
     return found
+
+
+_GATED = (built_in.GatedActivation, built_in.ScaledActivation)
+_CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
+_BOUNDED = {"beta1": 2.0, "beta2": 3.0}
+_ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
+    built_in.ClampedSwiGLU: _CLAMPED,
+    built_in.ScaledClampedQGeGLU: _CLAMPED,
+    built_in.SiTUGLU: _BOUNDED,
+    built_in.ScaledSiTUGLU: _BOUNDED,
+    built_in.L2Normalization: {"eps": 0.1},
+}
+"""Arguments that are not the default, and matter for inputs around 1."""
+
+
+def _norms(cls: type, width: int) -> list[Op]:
+    plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
+    return [*plain, Op(cls, width, eps=0.1), Op(cls, (_DEEP[-1], width))]
+
+
+_DEEP = (4, 4)
+"""Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""
 
 
 _MAKERS: Makers = {
     built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width + width // 2),
-    built_in.LayerNorm: lambda width: [Op(built_in.LayerNorm, width, zero_centered_gamma=c) for c in (False, True)],
-    built_in.RMSNorm: lambda width: [Op(built_in.RMSNorm, width, zero_centered_gamma=c) for c in (False, True)],
+    built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
+    built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
     built_in.ConstantScale: lambda width: Op(built_in.ConstantScale, -0.75),
     built_in.AddExtraInput: lambda width: [Op(built_in.AddExtraInput), Op(built_in.AddExtraInput, in_place=True)],
-    built_in.Dropout: lambda width: Op(built_in.Dropout, 0.0),
+    built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
     built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
 }
@@ -160,7 +184,8 @@ def make_chains(
         reason: str | None = "no op could be made; tell how with `makers`"
         for dtype, rows, width in itertools.product(DTYPES, ((3,), (16,)), WIDTHS):
             base = Case(subject, (), rows=rows, dtype=dtype, device=device)
-            cases = [base.with_(ops=ops) for ops in chains(elements, width, makers)]
+            made = chains(elements, width, makers)
+            cases = [base.with_(ops=ops, rows=_DEEP if _is_deep(ops) else rows) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
                 odd = [base.with_(ops=ops) for ops in chains(elements, 2 * width - 1, makers)[:1]]
@@ -174,6 +199,12 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             declined[" + ".join(names)] = str(reason)
     return Chains(subject, tuple(plain), tuple(dict.fromkeys(every)), tuple(residual), declined)
+
+
+def _is_deep(ops: Sequence[Op]) -> bool:
+    """Whether a norm is over more than the last dimension."""
+    norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
+    return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
 def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:

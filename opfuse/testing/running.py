@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from ..fuser import OperationFuser
 from ..fusion import Fusion
 from ..op import FusedOperation
 from ..plan import FusionPlan
-from ..plugins import manager, using
+from ..plugins import manager
 from ..scope import Recorder
 from .cases import Built, Case, Subject
+
+R = TypeVar("R")
 
 
 class Failure(AssertionError):
@@ -32,17 +34,18 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin and no fusion but these; a warning about a plugin is an error."""
+    """No plugin, no fusion but these, and no options; a warning about a plugin is an error."""
     before, manager._registered = manager._registered, []
+    settings, manager.scope.settings = manager.scope.settings, ((), "", None)
     manager._changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.kind, subject.fusion, False)
     try:
-        with using(""), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("error", PluginWarning)
             yield
     finally:
-        manager._registered = before
+        manager._registered, manager.scope.settings = before, settings
         manager._changed()
 
 
@@ -154,7 +157,7 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool 
         return backward(case, result, only_main) if grads else result
 
 
-def both(case: Case, step: Callable[[], Result]) -> tuple[Result, Result]:
+def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
     """What ``step`` gives with the fusion, and without any.
 
     Raises:
@@ -190,7 +193,7 @@ def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = Fal
     """
     try:
         with only():
-            return backward(case, forward(case, dtype), only_main)
+            return backward(case, forward(case, dtype and case.exact), only_main)
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 

@@ -31,7 +31,8 @@ class FusionSuite:
     Attributes:
         plugin: Name of the plugin's entry point.
         limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` -> reason. A limit that
-            is not one, because the check passes, is a failure.
+            is not one, because the check passes, is a failure. Dropout is compared for the same seed: a fusion
+            that draws otherwise than torch declares that here.
         makers: How to make ops that are not built in: class -> function of the input's features that gives an
             :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains, each a list
@@ -109,7 +110,10 @@ class FusionSuite:
         chains = self.chains(subject, device)
         if not chains.all and all("makers" in reason for reason in chains.declined.values()):
             wanted = "`examples`" if not chains.declined else "`makers`"
-            pytest.fail(f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}", pytrace=False)
+            problem = f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}"
+            if name == next(iter(CHECKS)):  # said once is enough
+                pytest.fail(problem, pytrace=False)
+            pytest.skip(problem)
         return run_all(CHECKS[name], chains)
 
     @classmethod

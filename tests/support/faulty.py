@@ -1,6 +1,7 @@
 """Fusions that are wrong, each in one way, and which check must say so in which words.
 
-``FAULTS`` maps a name to a :class:`Fault`. Those that need a process of their own are in ``DISTRIBUTIONS``, as files.
+``FAULTS`` maps a name to a :class:`Fault`; ``faulty_values`` adds to it. Those that need a process of their own are in
+``faulty_distributions``, as files.
 """
 
 from __future__ import annotations
@@ -333,17 +334,6 @@ class IsNotDeterministic(Pointwise):
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if self.calls % 2 and y.dtype is torch.float32 else y
 
 
-@faulty("follows_values", "after its parameters were changed, .*wrong by", "forward", BasicLinear, Bias)
-class ReadsTheBiasOnce(Forward):
-    def __init__(self, basic_ops):
-        super().__init__(basic_ops)
-        self.bias = basic_ops[1].bias.detach().clone()
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
-
-
 @faulty("nan_and_inf", "the output is NaN in 0 places", "forward", ReLU)
 class SwallowsNaN(Pointwise):
     def spoil(self, y):
@@ -563,41 +553,3 @@ def _(x):
 class HasAWrongFake(Pointwise):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         return _gelu(self.basic_ops[0].operand(basic_op_ctxs[0], input_)), [()]
-
-
-# Distributions: entry points, and a module
-
-_FUSION = """
-class Gelu(opfuse.FusedOperation):
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (act,) = self.basic_ops
-        return act.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
-
-
-@opfuse.hookimpl
-def opfuse_forward_fusions():
-    return [opfuse.Fusion([opfuse.ops.GELU], Gelu)]
-"""
-
-SOUND = "import opfuse, torch\n" + _FUSION
-"""A sound plugin, as one module."""
-
-DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {  # name -> check, message, entry points, module
-    "imports_triton": ("imports", "imports triton", "opfuse.v1", "import opfuse, triton\n" + _FUSION),
-    "wrong_group": ("entry_point", "is in group opfuse.v2", "opfuse.v2", "import opfuse\n" + _FUSION),
-    "does_not_import": ("entry_point", "does not load: import: ZeroDivisionError", "opfuse.v1", "1 / 0"),
-    "unknown_hook": (
-        "entry_point",
-        "unknown hook opfuse_sideways_fusions",
-        "opfuse.v1",
-        "import opfuse\n" + _FUSION.replace("forward_fusions", "sideways_fusions"),
-    ),
-    "hash_order": (
-        "processes",
-        "two processes plan the same chain differently",
-        "opfuse.v1",
-        "import opfuse\n"
-        + _FUSION.replace("[opfuse.ops.GELU], Gelu)", "[opfuse.ops.GELU], Gelu, name=sorted('abcdefgh', key=hash)[0])"),
-    ),
-}
-"""Faults of an installed plugin."""

@@ -6,7 +6,6 @@ import ast
 import inspect
 import itertools
 import sys
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,17 +108,25 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
 
 
 def _refusing_returns(when: Any) -> list[tuple[str, range]]:
-    """The return statements of a function that can return something but True: text and lines."""
+    """The return statements of a function that can return something but True: text and lines. A lambda has none."""
+    code: Any = getattr(when, "__code__", None)
     try:
-        lines, start = inspect.getsourcelines(when)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):  # no source, or a lambda inside something else
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
+    except (OSError, TypeError, SyntaxError):  # no source
         return []
-    return [
-        (ast.unparse(node), range(start + node.lineno - 1, start + (node.end_lineno or node.lineno)))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is True)
-    ]
+    todo: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            if code.co_firstlineno in (node.lineno, *(part.lineno for part in node.decorator_list[:1])):
+                todo += node.body
+    found = []
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is True):
+            found.append((ast.unparse(node), range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):  # those return for themselves
+            todo += ast.iter_child_nodes(node)
+    return sorted(found, key=lambda part: part[1].start)
 
 
 class ProbeRecipe(Recipe):

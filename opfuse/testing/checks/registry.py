@@ -68,6 +68,11 @@ def every(chains: Chains) -> Iterable[Case]:
     return chains.all
 
 
+def evaluating(chains: Chains) -> Iterator[Case]:
+    """The chains with an op that depends on it, in evaluation mode."""
+    return (case.with_(training=False) for case in chains.all if case.has_modes)
+
+
 def surrounded(chains: Chains) -> Iterator[Case]:
     """One chain per structure, alone, after another op, before another op, and between two."""
     for case in chains.plain:
@@ -94,6 +99,7 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield case.with_(rows=MANY_ROWS)
         yield case.with_(wide=True, dtype=torch.bfloat16)
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    yield from evaluating(chains)
     yield from chains.residual
 
 

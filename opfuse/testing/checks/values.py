@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...fusion import Fusion
-from ...ops import ConstantScale
+from ...ops import Dropout
 from ..cases import Case, subjects
 from ..generate import Chains
 from ..reference import compare, compare_grads, compare_outputs, compare_results, describe
@@ -27,7 +27,7 @@ from ..running import (
     separate,
     watched,
 )
-from .registry import MANY_ROWS, check, frozen, joined, numeric, plain, surrounded
+from .registry import MANY_ROWS, check, evaluating, frozen, joined, numeric, plain, surrounded
 
 
 def _pair(case: Case) -> tuple[Result, Result]:
@@ -44,6 +44,7 @@ def output(case: Case) -> None:
 
 def _saving(chains: Chains) -> Iterator[Case]:
     yield from chains.all
+    yield from evaluating(chains)
     yield from frozen(chains)
     for case in chains.plain:
         yield case.with_(autocast=True)
@@ -210,6 +211,39 @@ def repeatable(case: Case) -> None:
 
 
 @check(plain)
+def interleaved(case: Case) -> None:
+    """Forwards of one chain with other values, one with fewer rows, then their backwards: none disturbs another."""
+    counts = [tuple(times * size for size in case.rows[:1]) for times in (2, 2, 1)]
+    cases = [case.with_(rows=count + case.rows[1:]) for count in counts]
+
+    def step(dtype: torch.dtype | None = None) -> list[Result]:
+        chain, results = case.build(dtype), []
+        for one, factor in zip(cases, (1.0, -2.5, 1.75), strict=True):
+            fresh = one.build(dtype).leaves
+            fresh = {name: leaf for name, leaf in fresh.items() if "." not in name}
+            for leaf in fresh.values():
+                leaf.data.mul_(factor)
+            results.append(forward(one, built=chain._replace(leaves={**chain.leaves, **fresh})))
+        return [backward(one, result) for one, result in zip(cases, results, strict=True)]
+
+    for one in cases[1:]:
+        separate(one)
+    with only():
+        truth = step(case.exact)
+    got, expected = both(case, step)
+    for number, one in enumerate(cases):
+        try:
+            compare_results(one, got[number], expected[number], truth[number])
+        except Failure as failure:
+            raise Failure(f"with 3 forwards before their backwards, in number {number + 1}, {failure}") from failure
+
+
+def _with_constants(chains: Chains) -> Iterator[Case]:
+    yield from chains.plain
+    yield from (case for case in chains.all if any(issubclass(op.cls, Dropout) for op in case.ops))
+
+
+@check(_with_constants)
 def follows_values(case: Case) -> None:
     """Parameters, and numbers on the ops, are read at every call: who changes them sees the change."""
 
@@ -218,15 +252,16 @@ def follows_values(case: Case) -> None:
         for param in built.chain.parameters():
             param.data.mul_(-1.5)
         for op in built.chain.modules():
-            if isinstance(op, ConstantScale):
-                op.scale = 2.25
+            for name, number in (("scale", 2.25), ("eps", 0.5), ("p", 0.25)):
+                if isinstance(old := getattr(op, name, None), float) and old:
+                    setattr(op, name, number)
         return backward(case, forward(case, built=built))
 
     got, expected = both(case, step)
     try:
         compare_results(case, got, expected, expected)
     except Failure as failure:
-        raise Failure(f"after its parameters were changed, {failure}") from failure
+        raise Failure(f"after its parameters and numbers were changed, {failure}") from failure
 
 
 @check(plain)
