@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import threading
 import time
@@ -26,7 +27,8 @@ from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext
 from opfuse.op import ModuleCache
-from opfuse.ops import AddExtraInput, Bias, ConstantScale, Dropout, Identity, MakeExtraOutput, ScaledActivation
+from opfuse.ops import AddExtraInput, Bias, ConstantScale, Dropout, GatedActivation, Identity, MakeExtraOutput, ScaledActivation
+from opfuse.ops._common import wide
 
 logger = logging.getLogger("opfuse.inductor")
 
@@ -138,14 +140,11 @@ class Kernel:
             return run
 
     def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
-        decompose = self._backend != "eager"
-        graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=decompose)
+        if self._backend == "eager" or all(is_input for is_input, _ in self._slots):
+            return lambda rows: True, lambda tensors: self._graph(*tensors)
+        graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
         used, slots = prune(graph)
         assert (used, slots) == (self.used, self._slots)
-        if not any(not is_input for is_input, _ in slots):
-            return lambda rows: True, lambda tensors: ()
-        if not decompose:
-            return lambda rows: True, lambda tensors: graph(*tensors)
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
 
@@ -310,9 +309,7 @@ class Run:
         self.flags = tuple(flags)
         self.ops = []
         for i, op in enumerate(ops):
-            twin = copy.copy(op)
-            vars(twin).update(_parameters={}, _cache=ModuleCache())
-            vars(twin).pop("_owner", None)
+            twin = twin_of(op)
             if isinstance(op, ScaledActivation):  # traced tensors do not tell; those out of a channel count as wanted
                 vars(twin)["_extra_input_channels"] = ["wanted" if i in wanted else None]
             self.ops.append(twin)
@@ -382,6 +379,28 @@ class Run:
         return dy, param_grads, extra_grads
 
 
+def twin_of(op: Any) -> Any:
+    """A copy to trace, without parameters."""
+    twin = copy.copy(op)
+    modules = {name: twin_of(child) for name, child in op.named_children()}
+    vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
+    vars(twin).pop("_owner", None)
+    if getattr(type(op), "backward_value", None) is GatedActivation.backward_value:
+        vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
+    return twin
+
+
+def joined_gradient(op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``op.backward_value(grad_output, x)``, which in eager mode writes into the halves of its result."""
+    dtype = wide(x.dtype)
+    a, b = op.split(x)
+    a, b, dy = a.to(dtype), b.to(dtype), grad_output.to(dtype)
+    slope = op.linear_derivative(b)
+    da = op.gate_gradient(dy * op.linear_value(b), a)
+    db = op.value(a) * (dy if slope is None else dy * slope)
+    return op.join(da.to(x.dtype), db.to(x.dtype))
+
+
 class Passed:
     """What a forward pass left: inputs and contexts of the ops, extra outputs, output."""
 
@@ -418,7 +437,7 @@ class Plan:
         self.needs_grad = any(flags.requires_grad for flags in run.flags)
         self._outside_bias = device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
         self._analyse()
-        keeps = (self._start, tuple(self._carried), self._kept_specs and self._kept_specs[0].dtype)
+        keeps = self._start, tuple(self._carried), tuple(self._kept_specs)
         forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
         self._forward: Kernel = cached(
             forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
