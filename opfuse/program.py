@@ -111,6 +111,7 @@ class Program:
                 saving.append((i, position, position + len(op.saved_names)))
                 position += len(op.saved_names)
         self.saving, self.keeping = tuple(saving), tuple(keeping)
+        self.pristine = [vars(ctx) for ctx in self.new_contexts()]
         self.unused: list[list[OperationContext]] = []
 
     def new_contexts(self) -> list[OperationContext]:
@@ -120,7 +121,8 @@ class Program:
     def give_back(self, contexts: list[OperationContext]) -> None:
         """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
         for i in self.keeping:
-            contexts[i] = _filled(self.templates[i])
+            contexts[i] = ctx = OperationContext.__new__(OperationContext)
+            vars(ctx).update(self.pristine[i])
         self.unused.append(contexts)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
-from opfuse.op import op_class
+from opfuse.op import BasicOperation, op_class
 from opfuse.ops import (
     GELU,
     Activation,
@@ -43,6 +43,7 @@ MIN_PASSES = 2
 MIN_ELEMENTS = 1 << 14
 """Default of the option ``inductor.min_elements``."""
 
+_TENSORS = {Tensor, Parameter}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -69,6 +70,10 @@ class CompiledRun(FusedOperation):
         self._settings = [(values, name) for op in self._ops for values, name in settings_of(op)]
         self._structure = tuple(op_class(op) for op in self._ops), tuple(self._sources.items())
         self._structure += (tuple([name for _, name in self._settings]),)
+        simple = [type(op).fuser_forward is BasicOperation.fuser_forward for op in self._ops]
+        self._simple = [(op.op_forward, op.op_backward) if s else None for op, s in zip(self._ops, simple, strict=True)]
+        self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
+        self._with_extras = [i for i, op in enumerate(self._ops) if op.num_extra_inputs]
         self._flags: tuple[kernels.Flags, ...] = ()
         self._latest: tuple[Any, kernels.Plan | None] = (None, None)
         self._numbers: tuple[Any, list[Tensor]] = (None, [])
@@ -92,9 +97,9 @@ class CompiledRun(FusedOperation):
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
-        extras = [basic_op_extra_inputs[i][k] for i, k in self._external]
-        params = [param for ctx in basic_op_ctxs for param in ctx.params]
-        masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p]
+        extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
+        params = [param for i in self._with_params for param in basic_op_ctxs[i].params]
+        masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p] if self._dropouts else ()
         if not self._takes(basic_op_ctxs, input_, extras, params) or (masked and not input_.is_contiguous()):
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
         key = (
@@ -102,7 +107,7 @@ class CompiledRun(FusedOperation):
             input_.device,
             width,
             torch.get_num_threads(),
-            tuple([(param.dtype, param.shape) for param in params]),
+            tuple([param.dtype for param in params]),
             tuple([(extra.dtype, extra.requires_grad) for extra in extras]),
             tuple([values[name] for values, name in self._settings]),
         )
@@ -111,16 +116,19 @@ class CompiledRun(FusedOperation):
             plan = self._make_plan(key, basic_op_ctxs, params)
         if plan is None:
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
-        masks = [draw_mask(op.p, (rows, width // ratio), input_) for op, ratio in masked]
-        given = [input_, *params, *extras, *masks, *self._numbers_on(input_.device)]
-        items = [fit(tensor, spec, rows) for tensor, spec in zip(given, plan.specs, strict=True)]
-        y, outputs, kept = plan.forward(items, rows)
+        given = [input_, *params, *extras]
+        if self._dropouts:
+            given += [draw_mask(op.p, (rows, width // ratio), input_) for op, ratio in masked]
+        if self._scales:
+            given += self._numbers_on(input_.device)
+        items = [fit(tensor, spec, rows) for tensor, spec in zip(given, plan.specs)]  # noqa: B905  # every call
+        y, *others = results = plan.forward(items, rows)
         if plan.needs_grad:
-            whole = {id(item): tensor for item, tensor in zip(items, given, strict=True)}  # not the copy of an input
-            basic_op_ctxs[0].save_for_backward(*[whole.get(id(kept[i]), kept[i]) for i in plan.saves])
-            basic_op_ctxs[0].compiled = plan, shape
+            first = basic_op_ctxs[0]
+            first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]  # no copy of an input
+            first.compiled = plan, shape
         result: Any = [()] * len(self._ops)
-        for (i, _), tensor in zip(plan.outputs, outputs, strict=True):
+        for (i, _), tensor in zip(plan.outputs, others):  # noqa: B905  # what is kept comes after them
             result[i] = ((input_ if tensor is items[0] else tensor).view(*shape, tensor.shape[-1]),)
         if y is items[0]:
             return input_, result
@@ -128,14 +136,13 @@ class CompiledRun(FusedOperation):
 
     def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
         """Whether a kernel takes these tensors; raises what the ops would."""
-        shape = input_.shape
-        for (i, _), extra in zip(self._external, extras, strict=True):
-            op = self._ops[i]
+        for (i, _), extra in zip(self._external, extras, strict=True) if extras else ():
+            op, shape = self._ops[i], input_.shape
             if isinstance(op, AddExtraInput):
-                op.check_extra(ctxs[i], extra, (*shape[:-1], shape[-1] // self._ratios[i]))
+                op.check_extra(ctxs[i], extra, shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i]))
             elif extra.shape != shape[:-1]:
                 return False
-        return all([type(tensor) in (Tensor, Parameter) for tensor in (input_, *extras, *params)])
+        return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
 
     def _make_plan(self, key: Any, ctxs: Sequence[Any], params: Sequence[Tensor]) -> kernels.Plan | None:
         dtype, device, width, _, _, of_extras, _ = key
@@ -185,6 +192,10 @@ class CompiledRun(FusedOperation):
     def _one_by_one(self, ctxs: Sequence[Any], x: Tensor, extra_inputs: Any) -> tuple[Tensor, Any]:
         result: list[Any] = []
         for i, (op, ctx) in enumerate(zip(self._ops, ctxs, strict=True)):
+            if self._simple[i]:
+                x = self._simple[i][0](ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+                result.append(())
+                continue
             given = extra_inputs[i]
             if any(extra is None for extra in given):
                 given = [
@@ -210,6 +221,7 @@ class CompiledRun(FusedOperation):
         grads = {
             (i, k): grad
             for i, of_op in enumerate(basic_op_grad_extra_outputs)
+            if of_op
             for k, grad in enumerate(of_op)
             if grad is not None
         }
@@ -219,35 +231,37 @@ class CompiledRun(FusedOperation):
         plan, shape = compiled
         rows = shape.numel()
         specs = plan.specs_saved
-        saved = [fit(tensor, spec, rows) for tensor, spec in zip(basic_op_ctxs[0].saved_tensors, specs, strict=True)]
+        saved = [fit(tensor, spec, rows) for tensor, spec in zip(basic_op_ctxs[0].saved_tensors, specs)]  # noqa: B905
         dy = matrix(grad_output, rows)
         grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
         found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows)
-        for name, grad in found.items():
-            if grad is dy:
-                found[name] = grad_output
-            elif name == "x" or name[0] == "extra":
-                found[name] = grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
-        of_params = [
-            tuple([found.get(("param", i, k)) for k in range(len(op.param_names))]) for i, op in enumerate(self._ops)
-        ]
-        of_extras = [
-            tuple([found.get(("extra", i, k)) for k in range(op.num_extra_inputs)]) for i, op in enumerate(self._ops)
-        ]
+        if len(shape) != 1:
+            for name, grad in found.items():
+                if name == "x" or name[0] == "extra":
+                    found[name] = grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
+        of_params: list[Any] = [()] * len(self._ops)
+        of_extras: list[Any] = list(of_params)
+        for i in self._with_params:
+            of_params[i] = tuple([found.get(("param", i, k)) for k in range(len(basic_op_ctxs[i].param_requires_grad))])
+        for i in self._with_extras:
+            of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)])
         return found.get("x"), of_params, of_extras
 
     def _one_by_one_backward(
         self, ctxs: Sequence[Any], dy: Tensor | None, grads: dict[tuple[int, int], Tensor]
     ) -> tuple[Tensor | None, Any, Any]:
-        of_params: list[Any] = [()] * len(self._ops)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op in self._ops]
-        of_params = [(None,) * len(op.param_names) for op in self._ops]
+        of_params: list[Any] = [(None,) * len(op.param_names) for op in self._ops]
         owns = ctxs[-1].owns_grad_output
         for i in reversed(range(len(self._ops))):
             op, ctx = self._ops[i], ctxs[i]
             if not ctx.requires_grad:
                 return None, of_params, of_extras
             ctx.owns_grad_output = owns
+            if self._simple[i]:
+                dy, of_params[i] = self._simple[i][1](ctx, dy)
+                owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
+                continue
             outputs = [grads.get((i, k)) for k in range(op.num_extra_outputs)]
             dy, (of_params[i],), (mine,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[outputs])
             of_extras[i] = tuple(None if (i, k) in self._sources else grad for k, grad in enumerate(mine))

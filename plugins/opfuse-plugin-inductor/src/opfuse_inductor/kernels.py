@@ -84,6 +84,7 @@ class Kernel:
         seconds: Time spent tracing and compiling so far.
         used: Which inputs the graph reads.
         names: What the function calls the tensors it gives.
+        slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Kernel:
         self._by_rows: dict[int, Callable[..., Any]] = {}
         self._threads = torch.get_num_threads()
         graph, _, _ = trace(self._named, self._specs, device, HINT)
-        self.used, self._slots = prune(graph)
+        self.used, self.slots = prune(graph)
         self._graph = graph
 
     @property
@@ -117,12 +118,12 @@ class Kernel:
             tensors: A contiguous tensor for each spec; those that are not ``used`` may be None.
             rows: The number of rows.
         """
+        read = [tensors[i] for i in self.used]
         if is_dynamo_compiling():  # compiled autograd traces a backward: let it see the operations
-            computed = self._graph(*[tensors[i] for i in self.used])
+            computed = self._graph(*read)
         else:
-            run = self._by_rows.get(rows) or self._for_rows(rows)
-            computed = run([tensors[i] for i in self.used])
-        return [tensors[i] if is_input else computed[i] for is_input, i in self._slots]
+            computed = (self._by_rows.get(rows) or self._for_rows(rows))(read)
+        return [tensors[i] if is_input else computed[i] for is_input, i in self.slots]
 
     def _for_rows(self, rows: int) -> Callable[..., Any]:
         with _lock:
@@ -140,11 +141,11 @@ class Kernel:
             return run
 
     def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
-        if self._backend == "eager" or all(is_input for is_input, _ in self._slots):
+        if self._backend == "eager" or all(is_input for is_input, _ in self.slots):
             return lambda rows: True, lambda tensors: self._graph(*tensors)
         graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
         used, slots = prune(graph)
-        assert (used, slots) == (self.used, self._slots)
+        assert (used, slots) == (self.used, self.slots)
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
 
@@ -425,6 +426,14 @@ class Plan:
         given: A spec, or None, for each tensor that enters.
         device: Where they are.
         backend: See :class:`Kernel`.
+
+    Attributes:
+        specs: The input, and what enters.
+        outputs: The extra outputs, as ``(op, number)``.
+        needs_grad: Whether there is a backward.
+        saves: What the backward reads of what is kept and what enters, counted through.
+        specs_saved: What these are like.
+        keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of its results.
     """
 
     def __init__(
@@ -443,14 +452,19 @@ class Plan:
             forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
         )
         self._backwards: dict[Any, Kernel] = {}
+        self._latest: tuple[Any, Any] = (None, None)
         self.saves: tuple[int, ...] = ()
         self.specs_saved: tuple[Spec, ...] = ()
+        self.keeps: tuple[tuple[bool, int], ...] = ()
         if self.needs_grad:
             kernel = self._backward(self._y, dict(zip(self.outputs, self._extras, strict=True)))
             entering = [*self._kept_specs, *self._flat]
             numbers = sum(map(len, given.scales))  # read anew in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
             self.specs_saved = tuple(entering[i] for i in self.saves)
+            kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
+            kept = [*kept[1 + len(self.outputs) :], *((True, 1 + n) for n in range(len(self._flat)))]
+            self.keeps = tuple(kept[i] for i in self.saves)
 
     def _analyse(self) -> None:
         """Find out what the ops save, and what of it must be kept to compute the rest."""
@@ -492,11 +506,9 @@ class Plan:
         kept = self._kept(passed) if self.needs_grad else []
         return {"y": passed.output} | {slot: passed.extras[slot] for slot in self.outputs} | dict(enumerate(kept))
 
-    def forward(self, items: Sequence[Tensor], rows: int) -> tuple[Any, list[Any], list[Any]]:
-        """The output, the extra outputs, and what :attr:`saves` counts through: what is kept, then what entered."""
-        y, *rest = self._forward(items, rows)
-        count = len(self.outputs)
-        return y, rest[:count], [*rest[count:], *items[1:]]
+    def forward(self, items: Sequence[Tensor], rows: int) -> list[Any]:
+        """The output, the extra outputs, and what is kept."""
+        return self._forward(items, rows)
 
     def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec]) -> Kernel:
         """The kernel for incoming gradients like these."""
@@ -539,8 +551,12 @@ class Plan:
         self, saved: Sequence[Tensor], dy: Tensor, grads: dict[tuple[int, int], Tensor], numbers: Any, rows: int
     ) -> dict[Any, Any]:
         """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that are there."""
-        specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
-        kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs)
+        kernel = self._latest[1]
+        key = dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
+        if key != self._latest[0]:
+            specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
+            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs)
+            self._latest = key, kernel
         tensors: list[Any] = [None] * (len(self._kept_specs) + len(self._flat) - len(numbers))
         for i, tensor in zip(self.saves, saved, strict=True):
             tensors[i] = tensor
