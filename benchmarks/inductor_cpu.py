@@ -1,4 +1,4 @@
-"""How fast are compiled runs on a CPU? The inductor plugin against the ops one by one, plain PyTorch, and torch.compile.
+"""How fast are compiled runs on a CPU? The inductor plugin against the separate ops, PyTorch, and torch.compile.
 
 Run ``python benchmarks/inductor_cpu.py``: chains of norms, activations and residual adds, forward and backward, all
 variants interleaved in one process. Each ratio says how much faster the plugin is than something: the separate ops

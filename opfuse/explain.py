@@ -36,6 +36,7 @@ class Call:
         grad_enabled: Whether grad mode was on.
         unfused: Why nothing at all could be fused in this call, or ``""``.
         cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
+        notes: What its fused ops say about themselves (their ``notes``), such as time spent compiling; not compared.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Call:
     grad_enabled: bool
     unfused: str = ""
     cut: str = ""
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -199,7 +201,12 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     with torch.random.fork_rng(devices), recorder:
         model(*inputs, **kwargs)
     places = {fuser: place._asdict() for fuser, place in _locate(model).items()}
-    return Explanation(tuple(dataclasses.replace(call, **places.get(fuser, {})) for fuser, call in recorder.calls))
+    return Explanation(
+        tuple(
+            dataclasses.replace(call, notes=fuser.notes(call.plan), **places.get(fuser, {}))
+            for fuser, call in recorder.calls
+        )
+    )
 
 
 # Text
@@ -225,6 +232,8 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
         lines += _wrap(call.cut, "  ") if call.cut else []
         no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
         lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+        for note in call.notes:
+            lines += _wrap(note, "  ", "    ")
     return lines
 
 

@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .fusion import Fusion, FusionLike
-from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
-from .plan import check_expansion, choose, warn_about
+from .op import BasicOperation, FusedOperation, FusibleOperation, kwarg_names, op_class
+from .plan import FusionPlan, check_expansion, choose, warn_about
 from .plugins import Registration, manager
 from .program import Program, compile_program
 from .routing import Routing, flatten
@@ -80,6 +80,15 @@ class OperationFuser:
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
         steps = self._latest.backward[::-1] if self._latest else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
+
+    def notes(self, plan: FusionPlan) -> tuple[str, ...]:
+        """What the fused ops of a plan say about themselves."""
+        steps = [step for p in self._programs.values() if getattr(p, "plan", None) is plan for step in p.forward]
+        return tuple(
+            f"{type(step.op).__name__}: {step.op.notes}"
+            for step in steps
+            if isinstance(step.op, FusedOperation) and step.op.notes
+        )
 
     # Calling
 

@@ -139,7 +139,9 @@ class CompiledRun(FusedOperation):
         for (i, _), extra in zip(self._external, extras, strict=True) if extras else ():
             op, shape = self._ops[i], input_.shape
             if isinstance(op, AddExtraInput):
-                op.check_extra(ctxs[i], extra, shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i]))
+                op.check_extra(
+                    ctxs[i], extra, shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i])
+                )
             elif extra.shape != shape[:-1]:
                 return False
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
@@ -165,7 +167,9 @@ class CompiledRun(FusedOperation):
             wanted |= {i for i, op in enumerate(self._ops) if any(op._extra_input_channels)}
             run = kernels.Run(self._ops, self._sources, self._flags, wanted)
             title = " + ".join(op_class(op).__name__ for op in self._ops)
-            return kernels.Plan(run, title, (self._structure, key), kernels.Spec(dtype, width), given, device, self._backend)
+            return kernels.Plan(
+                run, title, (self._structure, key), kernels.Spec(dtype, width), given, device, self._backend
+            )
 
         plan: kernels.Plan | None = None
         try:
@@ -199,7 +203,8 @@ class CompiledRun(FusedOperation):
             given = extra_inputs[i]
             if any(extra is None for extra in given):
                 given = [
-                    result[self._sources[i, k][0]][self._sources[i, k][1]] if e is None else e for k, e in enumerate(given)
+                    result[self._sources[i, k][0]][self._sources[i, k][1]] if e is None else e
+                    for k, e in enumerate(given)
                 ]
             x, (outputs,) = op.fuser_forward(
                 [ctx],
@@ -274,15 +279,13 @@ class CompiledRun(FusedOperation):
         return dy, of_params, of_extras
 
     @property
-    def notes(self) -> str:
+    def notes(self) -> str:  # type: ignore[override]
         """What ``opfuse.explain`` adds: the time that was spent compiling."""
         plan = self._latest[1]
         if plan is None:
-            return "runs the ops one by one so far: nothing was large enough to compile for"
-        parts = []
-        for name, of_pass in plan.kernels.items():
-            if any(kernel.compiled for kernel in of_pass):
-                parts.append(f"{name} {sum(kernel.seconds for kernel in of_pass):.1f} s")
+            return "nothing was compiled, the ops ran one by one"
+        times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
+        parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
         return "compiled in this process: " + (", ".join(parts) or "nothing yet")
 
 

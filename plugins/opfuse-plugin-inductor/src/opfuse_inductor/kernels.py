@@ -17,6 +17,7 @@ import functools
 import logging
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,16 @@ from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext
 from opfuse.op import ModuleCache
-from opfuse.ops import AddExtraInput, Bias, ConstantScale, Dropout, GatedActivation, Identity, MakeExtraOutput, ScaledActivation
+from opfuse.ops import (
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    Dropout,
+    GatedActivation,
+    Identity,
+    MakeExtraOutput,
+    ScaledActivation,
+)
 from opfuse.ops._common import wide
 
 logger = logging.getLogger("opfuse.inductor")
@@ -151,7 +161,8 @@ class Kernel:
 
         inputs = [fakes[i] for i in used]
         with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
-            with config.patch({"cpp.threads": self._threads}):
+            with config.patch({"cpp.threads": self._threads}), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
                 run: Any = compile_fx_inner(graph, inputs)
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
         return lambda rows: all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards), run
