@@ -29,6 +29,7 @@ FIND = ("inductor", "joint", "compiled run")
 def _alone():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     with using("inductor"):
         yield
     torch.set_num_threads(threads)
@@ -95,7 +96,7 @@ def test_compiled(name, dtype):
 def test_compiled_with_a_residual_inside_and_more_rows_than_the_hint():
     chain, inputs = opfuse.Sequential(*residual()), (torch.randn(7, 16), torch.randn(4099, 16))
     for x in inputs:
-        compare(chain, x, options=SMALL, rtol=1e-4, atol=1e-4)
+        compare(chain, x, options=SMALL, rtol=1e-4, atol=1e-3)  # a sum over thousands of rows
 
 
 def test_another_process_reads_the_disk_cache(tmp_path):
@@ -330,7 +331,7 @@ def test_others_choose_first():
     chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(2, 8)
     registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
     try:
-        with using(None):  # by name, the plugin would have precedence
+        with using(None), torch.no_grad():  # by name, the plugin would have precedence
             plan = opfuse.explain(chain, x).calls[0].plan
     finally:
         registration.unregister()
