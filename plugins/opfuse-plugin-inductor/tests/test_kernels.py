@@ -127,6 +127,7 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
     def plans():
         return [value for value in list(kernels._cache.values()) if isinstance(value, kernels.Plan)]
 
+    kernels._cache.clear()
     first, second, other = (opfuse.Sequential(ops.RMSNorm(12, eps=eps), ops.SiLU()) for eps in (1e-3, 1e-3, 1e-4))
     step(first, torch.randn(3, 12))
     count = len(plans())
@@ -139,6 +140,7 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
 
 
 def test_another_scale_needs_no_other_kernel():
+    kernels._cache.clear()
     chain, x = opfuse.Sequential(ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(3, 4)
     compare(chain, x)
     count = len(kernels._cache)

@@ -205,9 +205,15 @@ def trace(
 
     with faked(hint) as (rows, env):
         fakes = [fake(spec, rows, device) for spec in specs]
-        table = select_decomp_table() if decompose else None
+        table = {**select_decomp_table(), torch.ops.aten.silu.default: silu} if decompose else None
         graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
     return graph, fakes, env
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU by the sigmoid that its derivative needs too, so that a backward computes that once."""
+    wider = x.to(wide(x.dtype))
+    return (wider * torch.sigmoid(wider)).to(x.dtype)
 
 
 @contextlib.contextmanager
