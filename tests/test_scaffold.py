@@ -1,6 +1,6 @@
 """``opfuse new``: what it writes works as it is, and the plugins of this repository have its shape."""
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -109,7 +109,7 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
-    if importlib.util.find_spec("pip") is None:  # importing it here would break setuptools, and with it Inductor
+    if not list(importlib.metadata.distributions(name="pip")):  # to import it breaks setuptools, and with it Inductor
         pytest.skip("pip is not installed: nothing can be installed")
     pytest.importorskip("hatchling", reason="hatchling is not installed: nothing can be built without a network")
     root = tmp_path_factory.mktemp("new")
