@@ -224,7 +224,13 @@ def test_what_is_kept_for_the_backward():
         return [tuple(t.shape) for t in saved]
 
     x, extra = torch.randn(3, 16, requires_grad=True), torch.randn(3, 16, requires_grad=True)
-    assert kept(opfuse.Sequential(ops.RMSNorm(16), ops.SwiGLU(), ops.RMSNorm(8)), x) == [(3, 16), (16,), (8,)]
+    assert kept(opfuse.Sequential(ops.RMSNorm(16), ops.SwiGLU(), ops.RMSNorm(8)), x) == [
+        (3, 16),
+        (3, 1),
+        (3, 1),
+        (16,),
+        (8,),
+    ]
     assert saved[0].data_ptr() == x.data_ptr()
     chain = opfuse.Sequential(ops.Bias(16), ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput())
     assert kept(chain, x, extra) == [(3, 16), (16,)]
@@ -232,7 +238,7 @@ def test_what_is_kept_for_the_backward():
     assert kept(opfuse.Sequential(ops.ConstantScale(2.0), ops.AddExtraInput()), x, extra) == []
     assert kept(opfuse.Sequential(ops.SiLU(), ops.AddExtraInput(), ops.SiLU()), x, extra) == [(3, 16), (3, 16)]
     chain = opfuse.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(16))
-    assert kept(chain, x, extra) == [(3, 16), (16,)]
+    assert kept(chain, x, extra) == [(3, 16), (3, 1), (16,)]
     with opfuse.options(**TRACED):
         _, h = chain(x, extra)
     assert h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()  # the sum is an output, and is not kept twice

@@ -433,7 +433,7 @@ class Plan:
     """The kernels of a run of ops, for tensors of certain dtypes and widths.
 
     The forward keeps as little as the backward needs to compute the rest again: the input of the first op that saves
-    something, and tensors that enter the run behind it.
+    something, tensors that enter the run behind it, and the norms' number per row.
 
     Args:
         run: The ops.
@@ -463,7 +463,7 @@ class Plan:
         self.needs_grad = any(flags.requires_grad for flags in run.flags)
         self._outside_bias = device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
         self._analyse()
-        keeps = self._start, tuple(self._carried), tuple(self._kept_specs)
+        keeps = self._start, *self._carried, *self._statistics, *self._kept_specs
         forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
         self._forward: Kernel = cached(
             forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
@@ -502,6 +502,12 @@ class Plan:
             inner = self._run.sources.items()
             wanted = {src for (i, _), src in inner if self._start <= i < self._stop and src[0] < self._start}
             self._carried = sorted(wanted)
+            self._statistics = [  # as small as they are, they are kept too, if the ops keep them
+                (i, k)
+                for i in range(self._start, self._stop)
+                for k, t in enumerate(passed.contexts[i].to_save or ())
+                if self._saved[i][k] == -1 and t.shape[-1] == 1 < passed.inputs[i].shape[-1]
+            ]
             kept = self._kept(passed) if self.needs_grad else []
             self._kept_specs = [Spec(t.dtype, t.shape[-1]) for t in kept]
             self._y = Spec(passed.output.dtype, passed.output.shape[-1])
@@ -516,7 +522,8 @@ class Plan:
         saved = (passed.contexts[self._start].to_save or ())[names.index("input")] if "input" in names else None
         if saved is not None and saved.dtype.itemsize < z.dtype.itemsize:  # it casts first
             z = saved
-        return [z, *[passed.extras[slot] for slot in self._carried]]
+        statistics = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
+        return [z, *[passed.extras[slot] for slot in self._carried], *statistics]
 
     def _forward_function(self, x: Any, *items: Any) -> dict[Any, Any]:
         passed = self._run.forward(x, self._given.rebuilt(items))
@@ -557,9 +564,11 @@ class Plan:
             vars(ctx).update(attributes)
             ctx.to_save = tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
         if self._stop > self._start:
-            made = dict(zip(self._carried, kept[1:], strict=True))
-            again = self._run.forward(kept[0], given, self._start, self._stop, made)
-            contexts |= again.contexts
+            made = dict(zip(self._carried, kept[1:], strict=False))
+            contexts |= self._run.forward(kept[0], given, self._start, self._stop, made).contexts
+            for (i, k), tensor in zip(self._statistics, kept[1 + len(made) :], strict=True):
+                saved = contexts[i].to_save or ()
+                contexts[i].to_save = (*saved[:k], tensor, *saved[k + 1 :])
         if self._outside_bias:
             contexts[0].param_requires_grad = (False,)
         return contexts
