@@ -37,6 +37,7 @@ class Call:
         grad_enabled: Whether grad mode was on.
         unfused: Why nothing at all could be fused in this call, or ``""``.
         cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
+        notes: What its fused ops say about themselves (their ``notes``), such as time spent compiling; not compared.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Call:
     grad_enabled: bool
     unfused: str = ""
     cut: str = ""
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -187,7 +189,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     with torch.random.fork_rng(devices), recorder:
         model(*inputs, **kwargs)
     places = _locate(model)
-    return Explanation(tuple(dataclasses.replace(call, **places.get(fuser, {})) for fuser, call in recorder.calls))
+    found = [(call, {"notes": fuser.notes(call.plan), **places.get(fuser, {})}) for fuser, call in recorder.calls]
+    return Explanation(tuple(dataclasses.replace(call, **what) for call, what in found))
 
 
 # Text
@@ -213,6 +216,8 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
         lines += wrap(call.cut, "  ") if call.cut else []
         no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
         lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+        for note in call.notes:
+            lines += wrap(note, "  ", "    ")
     return lines
 
 

@@ -16,8 +16,8 @@ from torch.compiler import is_compiling
 
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .fusion import Fusion, FusionLike
-from .op import BasicOperation, FusibleOperation, kwarg_names, op_class
-from .plan import check_expansion, choose, warn_about
+from .op import BasicOperation, FusedOperation, FusibleOperation, kwarg_names, op_class
+from .plan import FusionPlan, check_expansion, choose, warn_about
 from .plugins import Registration, manager
 from .program import Program, compile_program
 from .routing import Routing, flatten
@@ -77,6 +77,11 @@ class OperationFuser:
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
         steps = self._last[1].backward[::-1] if self._last[1] else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
+
+    def notes(self, plan: FusionPlan) -> tuple[str, ...]:
+        """What the fused ops of a plan say about themselves."""
+        ops = [step.op for p in self._programs.values() if getattr(p, "plan", None) is plan for step in p.forward]
+        return tuple(f"{type(op).__name__}: {op.notes}" for op in ops if isinstance(op, FusedOperation) and op.notes)
 
     # Calling
 

@@ -421,6 +421,9 @@ class FusedOperation(FusibleOperation):
     would (``saved_names`` and ``context_names`` say what); a backward-only fusion may rely on exactly that;
     a joint fusion may keep what it likes.
 
+    Attributes:
+        notes: What reports add about this op, such as the time it spent compiling; an attribute or a property.
+
     Args:
         basic_ops: The basic ops this op stands for, in order.
 
@@ -432,6 +435,7 @@ class FusedOperation(FusibleOperation):
     is_fused_op = True
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
     param_names: tuple[str, ...] | None = ()
+    notes: str = ""
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()

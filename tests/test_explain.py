@@ -94,6 +94,18 @@ def test_a_model(linear):
     assert json.loads(json.dumps(data)) == data
 
 
+def test_notes_of_a_fused_op(register, fused):
+    """What a fused op says about itself is reported below its chain, and does not make reports differ."""
+    pair = fused("Pair", notes="compiled in 1.5 s")
+    register(forward_fusions=[Fusion([Identity, Identity], pair)])
+    chain = opfuse.Sequential(Identity(), Identity())
+    explanation = opfuse.explain(chain, torch.randn(2))
+    assert str(explanation).splitlines()[-1] == "  Pair: compiled in 1.5 s"
+    pair.notes = ""
+    assert opfuse.explain(chain, torch.randn(2)) == explanation
+    assert "Pair:" not in str(opfuse.explain(chain, torch.randn(2)))
+
+
 def test_the_text(linear):
     text = str(opfuse.explain(Net(), torch.randn(3, 8)))
     assert repr(opfuse.explain(Net(), torch.randn(3, 8))) == text

@@ -31,7 +31,7 @@ for code in chains:
     with using(name):
         case = eval(code, {"testing": testing, "ops": ops, "torch": torch})
         built = case.build()
-        plans.append(str(opfuse.explain(built.chain, *built.inputs())))
+        plans.append("\\n".join(str(call.plan) for call in opfuse.explain(built.chain, *built.inputs()).calls))
 messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
 print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
 """

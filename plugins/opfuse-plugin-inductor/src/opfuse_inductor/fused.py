@@ -1,0 +1,448 @@
+"""The fused op, and where it may stand."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from opfuse import Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
+from opfuse.op import BasicOperation, op_class
+from opfuse.ops import (
+    GELU,
+    Activation,
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    Dropout,
+    GatedActivation,
+    Identity,
+    L2Normalization,
+    MakeExtraOutput,
+    ReLU,
+    RMSNorm,
+    ScaledActivation,
+    SiLU,
+)
+from opfuse.plugins import manager
+
+from . import kernels
+
+MIN_PASSES = 2
+"""Default of the option ``inductor.min_passes``."""
+
+MIN_ELEMENTS = 1 << 14
+"""Default of the option ``inductor.min_elements``."""
+
+_TENSORS = {Tensor, Parameter}
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+class CompiledRun(FusedOperation):
+    """A run of ops in two compiled functions, one per pass.
+
+    Small inputs, and those that no kernel takes, go through the ops one by one, as if there were no fusion.
+    """
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        options = dict(manager.scope.options)  # those of the plan that is being made
+        self._backend = options.get("inductor.backend", "inductor")
+        self._min_elements = options.get("inductor.min_elements", MIN_ELEMENTS)
+        self._ops = tuple(basic_ops)
+        self._sources = sources_in(self._ops)
+        self._external = [
+            (i, k) for i, op in enumerate(self._ops) for k in range(op.num_extra_inputs) if (i, k) not in self._sources
+        ]
+        ratios = list(itertools.accumulate((op.feature_ratio or 1 for op in self._ops), initial=1, func=int.__mul__))
+        self._dropouts = [(i, op, ratios[i]) for i, op in enumerate(self._ops) if isinstance(op, Dropout)]
+        self._ratios = ratios
+        self._scales = [op for op in self._ops if isinstance(op, ConstantScale)]
+        self._settings = [(values, name) for op in self._ops for values, name in settings_of(op)]
+        self._structure = tuple(op_class(op) for op in self._ops), tuple(self._sources.items())
+        self._structure += (tuple([name for _, name in self._settings]),)
+        simple = [type(op).fuser_forward is BasicOperation.fuser_forward for op in self._ops]
+        self._simple = [(op.op_forward, op.op_backward) if s else None for op, s in zip(self._ops, simple, strict=True)]
+        self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
+        self._with_extras = [i for i, op in enumerate(self._ops) if op.num_extra_inputs]
+        self._flags: tuple[kernels.Flags, ...] = ()
+        self._latest: tuple[Any, kernels.Plan | None] = (None, None)
+        self._numbers: tuple[Any, list[Tensor]] = (None, [])
+        self.grad_input = grad_input_of(self._ops)  # type: ignore[misc]
+
+    # Forward
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Any]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        size = input_.numel()
+        if size < self._min_elements or not input_.ndim or size < 2 * input_.shape[-1]:
+            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+        shape, width = input_.shape[:-1], input_.shape[-1]
+        rows = size // width
+        extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
+        params = [param for i in self._with_params for param in basic_op_ctxs[i].params]
+        masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p] if self._dropouts else ()
+        if not self._takes(basic_op_ctxs, input_, extras, params) or (masked and not input_.is_contiguous()):
+            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+        key = (
+            input_.dtype,
+            input_.device,
+            width,
+            torch.get_num_threads(),
+            tuple([param.dtype for param in params]),
+            tuple([(extra.dtype, extra.requires_grad) for extra in extras]),
+            tuple([values[name] for values, name in self._settings]),
+        )
+        latest, plan = self._latest
+        if key != latest:
+            plan = self._make_plan(key, basic_op_ctxs, params)
+        if plan is None:
+            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+        given = [input_, *params, *extras]
+        if self._dropouts:
+            given += [draw_mask(op.p, (rows, width // ratio), input_) for op, ratio in masked]
+        if self._scales:
+            given += self._numbers_on(input_.device)
+        items = [fit(tensor, spec, rows) for tensor, spec in zip(given, plan.specs)]  # noqa: B905  # every call
+        y, *others = results = plan.forward(items, rows)
+        if plan.needs_grad:
+            first = basic_op_ctxs[0]
+            first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]  # no copy of an input
+            first.compiled = plan, shape
+        result: Any = [()] * len(self._ops)
+        for (i, _), tensor in zip(plan.outputs, others):  # noqa: B905  # what is kept comes after them
+            result[i] = ((input_ if tensor is items[0] else tensor).view(*shape, tensor.shape[-1]),)
+        if y is items[0]:
+            return input_, result
+        return y if len(shape) == 1 else y.view(*shape, y.shape[-1]), result
+
+    def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
+        """Whether a kernel takes these tensors; raises what the ops would."""
+        for (i, _), extra in zip(self._external, extras, strict=True) if extras else ():
+            op, shape = self._ops[i], input_.shape
+            if isinstance(op, AddExtraInput):
+                op.check_extra(
+                    ctxs[i], extra, shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i])
+                )
+            elif extra.shape != shape[:-1]:
+                return False
+        return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
+
+    def _make_plan(self, key: Any, ctxs: Sequence[Any], params: Sequence[Tensor]) -> kernels.Plan | None:
+        dtype, device, width, _, _, of_extras, _ = key
+        if not self._flags:
+            self._flags = tuple(kernels.Flags.of(ctx) for ctx in ctxs)
+        of_params = [[kernels.Spec(p.dtype, shape=tuple(p.shape)) for p in ctx.params] for ctx in ctxs]
+        extras: list[list[Any]] = [[None] * op.num_extra_inputs for op in self._ops]
+        for (i, k), (of_extra, _) in zip(self._external, of_extras, strict=True):
+            one = isinstance(self._ops[i], ScaledActivation)
+            extras[i][k] = kernels.Spec(of_extra, None if one else width // self._ratios[i])
+        masks: list[list[Any]] = [[] for _ in self._ops]
+        for i, op, ratio in self._dropouts:
+            masks[i] = [kernels.Spec(torch.bool, width // ratio)] if op.training and op.p else []
+        number = kernels.Spec(torch.float64, shape=())
+        numbers = [[number] if isinstance(op, ConstantScale) else [] for op in self._ops]
+        given = kernels.Given(of_params, extras, masks, numbers)
+
+        def make() -> kernels.Plan:
+            wanted = {slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants}
+            wanted |= {i for i, op in enumerate(self._ops) if any(op._extra_input_channels)}
+            run = kernels.Run(self._ops, self._sources, self._flags, wanted)
+            title = " + ".join(op_class(op).__name__ for op in self._ops)
+            return kernels.Plan(
+                run, title, (self._structure, key), kernels.Spec(dtype, width), given, device, self._backend
+            )
+
+        plan: kernels.Plan | None = None
+        try:
+            plan = kernels.cached(("plan", self._structure, key, self._flags, self._backend), make)
+        except Exception as error:  # an op that cannot be traced, or that refuses this input: then it does so again
+            names = ", ".join(type(op).__name__ for op in self._ops)
+            warnings.warn(
+                PluginWarning(
+                    f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced: "
+                    f"{type(error).__name__}: {error}"
+                ),
+                stacklevel=2,
+            )
+        self._latest = key, plan
+        return plan
+
+    def _numbers_on(self, device: torch.device) -> list[Tensor]:
+        """The scales as tensors, so that another scale needs no other kernel."""
+        key = device, [op.scale for op in self._scales]
+        if key != self._numbers[0]:
+            self._numbers = key, [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]]
+        return self._numbers[1]
+
+    def _one_by_one(self, ctxs: Sequence[Any], x: Tensor, extra_inputs: Any) -> tuple[Tensor, Any]:
+        result: list[Any] = []
+        for i, (op, ctx) in enumerate(zip(self._ops, ctxs, strict=True)):
+            if self._simple[i]:
+                x = self._simple[i][0](ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+                result.append(())
+                continue
+            given = extra_inputs[i]
+            if any(extra is None for extra in given):
+                given = [
+                    result[self._sources[i, k][0]][self._sources[i, k][1]] if e is None else e
+                    for k, e in enumerate(given)
+                ]
+            x, (outputs,) = op.fuser_forward(
+                [ctx],
+                x,
+                basic_op_extra_inputs=[given],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[{}],
+            )
+            result.append(outputs)
+        return x, result
+
+    # Backward
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Sequence[Sequence[Any]]
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        grads = {
+            (i, k): grad
+            for i, of_op in enumerate(basic_op_grad_extra_outputs)
+            if of_op
+            for k, grad in enumerate(of_op)
+            if grad is not None
+        }
+        compiled = getattr(basic_op_ctxs[0], "compiled", None)
+        if compiled is None:
+            return self._one_by_one_backward(basic_op_ctxs, grad_output, grads)
+        plan, shape = compiled
+        rows = shape.numel()
+        specs = plan.specs_saved
+        saved = [fit(tensor, spec, rows) for tensor, spec in zip(basic_op_ctxs[0].saved_tensors, specs)]  # noqa: B905
+        dy = matrix(grad_output, rows)
+        grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
+        found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows)
+        if len(shape) != 1:
+            for name, grad in found.items():
+                if name == "x" or name[0] == "extra":
+                    found[name] = grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
+        of_params: list[Any] = [()] * len(self._ops)
+        of_extras: list[Any] = list(of_params)
+        for i in self._with_params:
+            of_params[i] = tuple([found.get(("param", i, k)) for k in range(len(basic_op_ctxs[i].param_requires_grad))])
+        for i in self._with_extras:
+            of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)])
+        return found.get("x"), of_params, of_extras
+
+    def _one_by_one_backward(
+        self, ctxs: Sequence[Any], dy: Tensor | None, grads: dict[tuple[int, int], Tensor]
+    ) -> tuple[Tensor | None, Any, Any]:
+        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op in self._ops]
+        of_params: list[Any] = [(None,) * len(op.param_names) for op in self._ops]
+        owns = ctxs[-1].owns_grad_output
+        for i in reversed(range(len(self._ops))):
+            op, ctx = self._ops[i], ctxs[i]
+            if not ctx.requires_grad:
+                return None, of_params, of_extras
+            ctx.owns_grad_output = owns
+            if self._simple[i]:
+                dy, of_params[i] = self._simple[i][1](ctx, dy)
+                owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
+                continue
+            outputs = [grads.get((i, k)) for k in range(op.num_extra_outputs)]
+            dy, (of_params[i],), (mine,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[outputs])
+            of_extras[i] = tuple(None if (i, k) in self._sources else grad for k, grad in enumerate(mine))
+            for k, grad in enumerate(mine):
+                source = self._sources.get((i, k))
+                if source is not None and grad is not None:
+                    before = grads.get(source)
+                    grads[source] = grad if before is None else before + grad
+            owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
+        return dy, of_params, of_extras
+
+    @property
+    def notes(self) -> str:  # type: ignore[override]
+        """What ``opfuse.explain`` adds: the time that was spent compiling."""
+        plan = self._latest[1]
+        if plan is None:
+            return "nothing was compiled, the ops ran one by one"
+        times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
+        parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
+        return "compiled in this process: " + (", ".join(parts) or "nothing yet")
+
+
+def matrix(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with one row dimension, contiguous; the tensor itself if it is that."""
+    if tensor.ndim != 2:
+        tensor = tensor.reshape(rows, tensor.shape[-1])
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def fit(tensor: Tensor, spec: kernels.Spec, rows: int) -> Tensor:
+    """The tensor as a kernel takes it."""
+    if spec.width is not None:
+        return matrix(tensor, rows)
+    if spec.shape is None and tensor.ndim != 1:
+        tensor = tensor.reshape(rows)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The mask of a dropout, drawn as the op draws it: the same seed gives the same one, fused or not."""
+    if like.device.type == "cpu":
+        return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p)
+    return torch.native_dropout(like.new_empty(shape), p, True)[1]
+
+
+def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Extra inputs whose channel is written by an op of the run: consumer -> producer."""
+    producers = {
+        channel: (i, k) for i, op in enumerate(ops) for k, channel in enumerate(op._extra_output_channels) if channel
+    }
+    return {
+        (i, k): producers[channel]
+        for i, op in enumerate(ops)
+        for k, channel in enumerate(op._extra_input_channels)
+        if channel in producers
+    }
+
+
+def settings_of(op: Any) -> list[tuple[dict[str, Any], str]]:
+    """Where the numbers and switches are that a kernel of this op depends on: attributes, by dictionary and name."""
+    values = vars(op)
+    names = [name for name in values if not name.startswith("_") and name not in ("training", "param_names", "scale")]
+    if isinstance(op, Dropout) or not type(op).__module__.startswith("opfuse.ops"):
+        names.append("training")
+    if not isinstance(op, ConstantScale) and "scale" in values:
+        names.append("scale")
+    found = [(values, name) for name in sorted(names) if _is_plain(values[name])]
+    for child in op.children():
+        found += settings_of(child)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def grad_input_of(ops: Sequence[Any]) -> str:
+    """How the gradient that the backward returns relates to others, see :class:`opfuse.FusibleOperation`."""
+    for op in ops:
+        if op.grad_input != "same":
+            return str(op.grad_input)
+    return "same"
+
+
+# Where it may stand
+
+
+def _unavailable(env: Environment) -> str | None:
+    kind = env.device.type
+    if env.options.get("inductor.backend", "inductor") not in ("inductor", "eager"):
+        return f"the option inductor.backend is {env.options['inductor.backend']!r}, expected 'inductor' or 'eager'"
+    if env.compiling:
+        return "torch.compile is tracing, and compiles the ops itself"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} may quantize between the ops, and a compiled function does not"
+    if kind not in ("cpu", "cuda"):
+        return f"it compiles for cpu and cuda, the input is on {kind}"
+    if env.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return f"it does not compile for {env.dtype}"
+    if env.options.get("inductor.backend") == "eager":
+        return None
+    if kind == "cpu" and (compiler := cpp_compiler()) is not None and shutil.which(compiler) is None:
+        return f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found (CXX names another one)"
+    if kind == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Inductor needs Triton on a GPU, and it is not installed"
+    if kind == "cuda" and env.capability is not None and env.capability < (7, 0):
+        return f"Triton needs compute capability 7.0, this GPU has {env.capability[0]}.{env.capability[1]}"
+    return None
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor calls; None: it finds it by itself."""
+    if sys.platform == "win32":
+        return None
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
+
+
+def _unfit(ops: Sequence[Any]) -> str | None:
+    for op in ops:
+        name = op_class(op).__name__
+        if isinstance(op, RMSNorm) and len(op.normalized_shape) > 1:
+            return f"{name} normalizes over {len(op.normalized_shape)} dimensions, it takes one"
+        if op.feature_ratio is None and not isinstance(op, (RMSNorm, Bias)):
+            return f"{name} does not declare its feature_ratio"
+        if type(op).__module__.startswith("opfuse.ops"):
+            continue
+        if isinstance(op, (Activation, ScaledActivation)) and (op.param_names or list(op.buffers())):
+            return f"{name} has tensors of its own, which a compiled function would take for constants"
+        opaque = [n for n, value in vars(op).items() if not n.startswith("_") and not _is_plain(value)]
+        if opaque:
+            return f"{name}.{opaque[0]} is no plain number, which a compiled function would take for a constant"
+    return None
+
+
+def passes(op: Any) -> int:
+    """How many passes over a tensor the op makes by itself, in each direction."""
+    if isinstance(op, (Identity, MakeExtraOutput)):
+        return 0
+    if isinstance(op, Dropout):
+        return 2 if op.training and op.p else 0
+    if isinstance(op, (RMSNorm, L2Normalization)):
+        return 5
+    if isinstance(op, (GatedActivation, ScaledActivation)):
+        return 3
+    return 1 if op_class(op) in (GELU, SiLU, ReLU, Bias, ConstantScale, AddExtraInput) else 2
+
+
+def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
+    count, least = sum(map(passes, ops)), env.options.get("inductor.min_passes", MIN_PASSES)
+    if count >= least:
+        return None
+    made = "one pass" if count == 1 else f"{count} passes"
+    return f"the separate ops make {made} over memory, and PyTorch has a kernel for that: {least} are worth compiling"
+
+
+def pays(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
+    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or True
+
+
+def benefit(ops: Any, env: Environment) -> float:
+    """The passes over memory that disappear."""
+    return 2 * (sum(map(passes, ops)) - 1) + 0.1 * len(ops)
+
+
+_POINTWISE = OneOf(
+    RMSNorm,
+    Subclasses(Activation),
+    L2Normalization,
+    Bias,
+    ConstantScale,
+    AddExtraInput,
+    MakeExtraOutput,
+    Dropout,
+    Identity,
+    Subclasses(ScaledActivation),
+)
+
+JOINT = [Fusion((Some(_POINTWISE),), CompiledRun, pays, benefit, priority=-100, name="compiled run")]

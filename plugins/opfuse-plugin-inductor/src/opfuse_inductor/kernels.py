@@ -1,0 +1,597 @@
+"""From a run of ops to compiled functions: tracing, compiling, and the cache of what was compiled.
+
+The ops' own ``op_forward`` and ``op_backward`` are traced with fake tensors into a graph of torch operations, and
+Inductor compiles the graph: C++ on a CPU, Triton on a GPU. A kernel sees matrices ``(rows, features)``; the number of
+rows is a symbol, so one kernel serves them all. Where Inductor decides something by the number of rows, it leaves a
+guard, and the rows that it excludes get a kernel of their own.
+
+What a kernel is made of holds no tensor and no op of the model that it was made for, so that models of equal structure
+share it; Inductor's cache on disk serves other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from opfuse import BasicOperation, OperationContext
+from opfuse.op import ModuleCache
+from opfuse.ops import (
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    Dropout,
+    GatedActivation,
+    Identity,
+    MakeExtraOutput,
+    ScaledActivation,
+)
+from opfuse.ops._common import wide
+
+logger = logging.getLogger("opfuse.inductor")
+
+CACHE_SIZE = 256
+"""How many plans, and how many kernels, are kept in a process; the least recently used go first."""
+
+MAX_VARIANTS = 4
+"""How many kernels one graph may need for different numbers of rows."""
+
+HINT = 4096
+"""The number of rows that Inductor optimizes for first, whatever comes: the same code in every process."""
+
+PATIENCE = 1.0
+"""Seconds after which a compilation is announced."""
+
+_lock = threading.RLock()  # Inductor compiles one thing at a time
+_cache: OrderedDict[Any, Any] = OrderedDict()
+
+
+def cached(key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` gave for this key, in this process."""
+    with _lock:
+        if key not in _cache:
+            _cache[key] = make()
+            while len(_cache) > CACHE_SIZE:
+                _cache.popitem(last=False)
+        _cache.move_to_end(key)
+        return _cache[key]
+
+
+class Spec(NamedTuple):
+    """An input of a graph: a matrix of some width, a value per row (width None), or of a fixed shape."""
+
+    dtype: torch.dtype
+    width: int | None = None
+    shape: tuple[int, ...] | None = None
+
+
+# Compiling
+
+
+class Kernel:
+    """A function of tensors, traced and compiled when it is first called.
+
+    Args:
+        title: What messages call it.
+        function: Takes a tensor for each of ``specs``, gives tensors by name.
+        specs: Its inputs.
+        device: Where it runs.
+        backend: ``"inductor"``, or ``"eager"``: run the graph as it was traced.
+
+    Attributes:
+        seconds: Time spent tracing and compiling so far.
+        used: Which inputs the graph reads.
+        names: What the function calls the tensors it gives.
+        slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
+    """
+
+    def __init__(
+        self, title: str, function: Callable[..., Any], specs: Sequence[Spec], device: torch.device, backend: str
+    ) -> None:
+        self.title = title
+        self.seconds = 0.0
+        self.names: tuple[Any, ...] = ()
+        self._function, self._specs, self._device, self._backend = function, tuple(specs), device, backend
+        self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
+        self._by_rows: dict[int, Callable[..., Any]] = {}
+        self._threads = torch.get_num_threads()
+        graph, _, _ = trace(self._named, self._specs, device, HINT)
+        self.used, self.slots = prune(graph)
+        self._graph = graph
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it has been called."""
+        return bool(self._variants)
+
+    def _named(self, *tensors: Tensor) -> list[Tensor]:
+        result = self._function(*tensors)
+        self.names = tuple(result)
+        return list(result.values())
+
+    def __call__(self, tensors: Sequence[Tensor | None], rows: int) -> list[Any]:
+        """What the function gives.
+
+        Args:
+            tensors: A contiguous tensor for each spec; those that are not ``used`` may be None.
+            rows: The number of rows.
+        """
+        read = [tensors[i] for i in self.used]
+        if is_dynamo_compiling():  # compiled autograd traces a backward: let it see the operations
+            computed = self._graph(*read)
+        else:
+            computed = (self._by_rows.get(rows) or self._for_rows(rows))(read)
+        return [tensors[i] if is_input else computed[i] for is_input, i in self.slots]
+
+    def _for_rows(self, rows: int) -> Callable[..., Any]:
+        with _lock:
+            run = next((run for holds, run in self._variants if holds(rows)), None)
+            if run is None:
+                hint = HINT if not self._variants and rows <= HINT else max(rows, 2)
+                with announced(self.title, self):
+                    holds, run = self._compile(hint if len(self._variants) < MAX_VARIANTS else rows)
+                self._variants.append((holds, run))
+                if not holds(rows):  # the hint was for more rows
+                    return self._for_rows(rows)
+            if len(self._by_rows) > 1024:
+                self._by_rows.clear()
+            self._by_rows[rows] = run
+            return run
+
+    def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
+        if self._backend == "eager" or all(is_input for is_input, _ in self.slots):
+            return lambda rows: True, lambda tensors: self._graph(*tensors)
+        graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
+        used, slots = prune(graph)
+        assert (used, slots) == (self.used, self.slots)
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        inputs = [fakes[i] for i in used]
+        with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
+            with config.patch({"cpp.threads": self._threads}), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
+                run: Any = compile_fx_inner(graph, inputs)
+        guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
+        return lambda rows: all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards), run
+
+
+@contextlib.contextmanager
+def announced(title: str, kernel: Kernel) -> Iterator[None]:
+    """Count the time on ``kernel``, and say what is going on when it takes long."""
+    started = time.perf_counter()
+    message = "opfuse-plugin-inductor is compiling %s, once for this machine; the log level ERROR of %r silences this"
+    timer = threading.Timer(PATIENCE, logger.warning, (message, title, logger.name))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        seconds = time.perf_counter() - started
+        kernel.seconds += seconds
+        logger.info("compiled %s in %.1f s", title, seconds)
+
+
+# Tracing
+
+
+def trace(
+    function: Callable[..., Any], specs: Sequence[Spec], device: torch.device, hint: int, *, decompose: bool = False
+) -> tuple[torch.fx.GraphModule, list[Any], Any]:
+    """The graph of ``function``, the fake tensors it was traced with, and what their sizes had to obey.
+
+    Args:
+        function: Gives a list of tensors.
+        specs: Its inputs.
+        device: Theirs.
+        hint: A number of rows, for decisions that depend on it.
+        decompose: Into the operations that Inductor takes.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with faked(hint) as (rows, env):
+        fakes = [fake(spec, rows, device) for spec in specs]
+        table = {**select_decomp_table(), torch.ops.aten.silu.default: silu} if decompose else None
+        graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
+    return graph, fakes, env
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU by the sigmoid that its derivative needs too, so that a backward computes that once."""
+    wider = x.to(wide(x.dtype))
+    return (wider * torch.sigmoid(wider)).to(x.dtype)
+
+
+@contextlib.contextmanager
+def faked(hint: int) -> Iterator[tuple[Any, Any]]:
+    """A block in which tensors are fake: the symbolic number of rows, and the environment of the symbol."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        rows = mode.from_tensor(torch.empty(hint, device="cpu"), symbolic_context=dynamic).shape[0]
+        with mode:
+            yield rows, env
+
+
+def fake(spec: Spec, rows: Any, device: torch.device) -> Tensor:
+    """A tensor that a spec describes."""
+    shape = spec.shape if spec.shape is not None else (rows,) if spec.width is None else (rows, spec.width)
+    return torch.empty(shape, dtype=spec.dtype, device=device)
+
+
+def prune(graph: torch.fx.GraphModule) -> tuple[tuple[int, ...], tuple[tuple[bool, int], ...]]:
+    """Drop inputs that are not read, and outputs that are inputs or given twice.
+
+    Returns:
+        Which inputs are left; and for each output of the function whether it is one of its inputs, and which input,
+        or which output of the graph.
+    """
+    graph.graph.eliminate_dead_code()
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    (output,) = graph.graph.find_nodes(op="output")
+    computed = list(dict.fromkeys(node for node in output.args[0] if node.op != "placeholder"))
+    slots = []
+    for node in output.args[0]:
+        is_input = node.op == "placeholder"
+        slots.append((is_input, (placeholders if is_input else computed).index(node)))
+    output.args = (tuple(computed),)
+    used = []
+    for i, node in enumerate(placeholders):
+        if node.users:
+            used.append(i)
+        else:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return tuple(used), tuple(slots)
+
+
+# Runs of ops
+
+
+class Flags(NamedTuple):
+    """What the fuser writes on a context, and the ops look at."""
+
+    requires_grad: bool
+    input_requires_grad: bool
+    param_requires_grad: tuple[bool, ...]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, ctx: OperationContext) -> Flags:
+        """Those on a context."""
+        return cls(ctx.requires_grad, ctx.input_requires_grad, ctx.param_requires_grad, ctx.dtype)
+
+
+class Given(NamedTuple):
+    """The tensors that the ops of a run read, beside what passes from op to op: a list per op.
+
+    Attributes:
+        params: Parameters.
+        extras: Extra inputs; None where the producer is in the run.
+        masks: The mask of a dropout.
+        scales: The number of a ConstantScale.
+    """
+
+    params: list[list[Any]]
+    extras: list[list[Any]]
+    masks: list[list[Any]]
+    scales: list[list[Any]]
+
+    def flat(self) -> list[Any]:
+        """All that are there."""
+        return [item for kind in self for group in kind for item in group if item is not None]
+
+    def rebuilt(self, items: Sequence[Any]) -> Given:
+        """The same with other items."""
+        left = iter(items)
+        return Given(*([[item if item is None else next(left) for item in group] for group in kind] for kind in self))
+
+
+class Run:
+    """A run of ops as functions of tensors: what one kernel per pass is made of.
+
+    Args:
+        ops: The basic ops; they are copied, without their parameters.
+        sources: For an extra input whose producer is in the run: ``(op, slot)`` -> ``(op, slot)``.
+        flags: Per op.
+        wanted: Ops whose extra input needs a gradient, for those that ask.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[BasicOperation],
+        sources: dict[tuple[int, int], tuple[int, int]],
+        flags: Sequence[Flags],
+        wanted: Collection[int] = (),
+    ) -> None:
+        self.sources = dict(sources)
+        self.flags = tuple(flags)
+        self.ops = []
+        for i, op in enumerate(ops):
+            twin = twin_of(op)
+            if isinstance(op, ScaledActivation):  # traced tensors do not tell; those out of a channel count as wanted
+                vars(twin)["_extra_input_channels"] = ["wanted" if i in wanted else None]
+            self.ops.append(twin)
+
+    def forward(
+        self, x: Any, given: Given, start: int = 0, stop: int | None = None, made: dict[Any, Any] | None = None
+    ) -> Passed:
+        """Run the ops from ``start`` to ``stop``, each in a context of its own; ``made``: extra outputs before."""
+        passed = Passed()
+        passed.extras |= made or {}
+        for i in range(start, len(self.ops) if stop is None else stop):
+            op, ctx = self.ops[i], self.context(i, given)
+            passed.inputs[i], passed.contexts[i] = x, ctx
+            if isinstance(op, Dropout):
+                (mask,) = given.masks[i] or (None,)
+                ctx.to_save = (mask if ctx.input_requires_grad else None,)
+                x = x if mask is None else x * mask * (1 / (1 - op.p) if op.p < 1 else 0.0)
+            elif isinstance(op, MakeExtraOutput):
+                passed.extras[i, 0] = x
+            elif isinstance(op, AddExtraInput):
+                x = x + self.extras_of(i, given, passed.extras)[0]
+            elif isinstance(op, ScaledActivation):
+                extras = self.extras_of(i, given, passed.extras)
+                x, _ = op.fuser_forward([ctx], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[{}])
+            else:
+                if isinstance(op, ConstantScale):
+                    vars(op)["scale"] = given.scales[i][0]
+                x = op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+        passed.output = x
+        return passed
+
+    def context(self, i: int, given: Given) -> OperationContext:
+        """A new context of op ``i``."""
+        ctx = OperationContext()
+        vars(ctx).update(self.flags[i]._asdict())
+        ctx.params = tuple(given.params[i])
+        return ctx
+
+    def extras_of(self, i: int, given: Given, made: dict[tuple[int, int], Any]) -> list[Any]:
+        """The extra inputs of op ``i``."""
+        return [made[self.sources[i, k]] if e is None else e for k, e in enumerate(given.extras[i])]
+
+    def backward(
+        self, contexts: dict[int, OperationContext], dy: Any, grads: dict[tuple[int, int], Any], given: Given
+    ) -> tuple[Any, dict[int, list[Any]], dict[tuple[int, int], Any]]:
+        """The gradients of the input, of parameters by op, and of extra inputs that come from outside."""
+        grads, param_grads, extra_grads = dict(grads), {}, {}
+        for i in reversed(range(len(self.ops))):
+            op, ctx = self.ops[i], contexts[i]
+            if not ctx.requires_grad:
+                return None, param_grads, extra_grads
+            ctx.saved_tensors = ctx.to_save
+            if op.num_extra_inputs or op.num_extra_outputs:
+                outputs = [grads.get((i, k)) for k in range(op.num_extra_outputs)]
+                dy, _, (mine,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[outputs])
+                for k, grad in enumerate(mine):
+                    source = self.sources.get((i, k))
+                    if source is None:
+                        extra_grads[i, k] = grad
+                    elif grad is not None:
+                        grads[source] = grad if grads.get(source) is None else grads[source] + grad
+            else:
+                if isinstance(op, ConstantScale):
+                    vars(op)["scale"] = given.scales[i][0]
+                dy, of_params = op.op_backward(ctx, dy)
+                param_grads[i] = list(of_params or ())
+        return dy, param_grads, extra_grads
+
+
+def twin_of(op: Any) -> Any:
+    """A copy to trace, without parameters."""
+    twin = copy.copy(op)
+    modules = {name: twin_of(child) for name, child in op.named_children()}
+    vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
+    vars(twin).pop("_owner", None)
+    if getattr(type(op), "backward_value", None) is GatedActivation.backward_value:
+        vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
+    return twin
+
+
+def joined_gradient(op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``op.backward_value(grad_output, x)``, which in eager mode writes into the halves of its result."""
+    dtype = wide(x.dtype)
+    a, b = op.split(x)
+    a, b, dy = a.to(dtype), b.to(dtype), grad_output.to(dtype)
+    slope = op.linear_derivative(b)
+    da = op.gate_gradient(dy * op.linear_value(b), a)
+    db = op.value(a) * (dy if slope is None else dy * slope)
+    return op.join(da.to(x.dtype), db.to(x.dtype))
+
+
+class Passed:
+    """What a forward pass left: inputs and contexts of the ops, extra outputs, output."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, Any] = {}
+        self.contexts: dict[int, OperationContext] = {}
+        self.extras: dict[tuple[int, int], Any] = {}
+        self.output: Any = None
+
+
+class Plan:
+    """The kernels of a run of ops, for tensors of certain dtypes and widths.
+
+    The forward keeps as little as the backward needs to compute the rest again: the input of the first op that saves
+    something, tensors that enter the run behind it, and the norms' number per row.
+
+    Args:
+        run: The ops.
+        title: What messages call them.
+        key: What makes kernels of equal runs equal.
+        x: The input.
+        given: A spec, or None, for each tensor that enters.
+        device: Where they are.
+        backend: See :class:`Kernel`.
+
+    Attributes:
+        specs: The input, and what enters.
+        outputs: The extra outputs, as ``(op, number)``.
+        needs_grad: Whether there is a backward.
+        saves: What the backward reads of what is kept and what enters, counted through.
+        specs_saved: What these are like.
+        keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of its results.
+    """
+
+    def __init__(
+        self, run: Run, title: str, key: Any, x: Spec, given: Given, device: torch.device, backend: str
+    ) -> None:
+        self._run, self._title, self._key = run, title, key
+        self._given, self._device, self._backend = given, device, backend
+        self._flat = given.flat()
+        self.specs = [x, *self._flat]
+        self.needs_grad = any(flags.requires_grad for flags in run.flags)
+        self._outside_bias = device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
+        self._analyse()
+        keeps = self._start, *self._carried, *self._statistics, *self._kept_specs
+        forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
+        self._forward: Kernel = cached(
+            forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
+        )
+        self._backwards: dict[Any, Kernel] = {}
+        self._latest: tuple[Any, Any] = (None, None)
+        self.saves: tuple[int, ...] = ()
+        self.specs_saved: tuple[Spec, ...] = ()
+        self.keeps: tuple[tuple[bool, int], ...] = ()
+        if self.needs_grad:
+            kernel = self._backward(self._y, dict(zip(self.outputs, self._extras, strict=True)))
+            entering = [*self._kept_specs, *self._flat]
+            numbers = sum(map(len, given.scales))  # read anew in the backward
+            self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
+            self.specs_saved = tuple(entering[i] for i in self.saves)
+            kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
+            kept = [*kept[1 + len(self.outputs) :], *((True, 1 + n) for n in range(len(self._flat)))]
+            self.keeps = tuple(kept[i] for i in self.saves)
+
+    def _analyse(self) -> None:
+        """Find out what the ops save, and what of it must be kept to compute the rest."""
+        with faked(HINT) as (rows, _):
+            x, *items = [fake(spec, rows, self._device) for spec in self.specs]
+            given = self._given.rebuilt(items)
+            passed = self._run.forward(x, given)
+            known = {id(item): n for n, item in enumerate(items)}
+            self._saved = [
+                [None if t is None else known.get(id(t), -1) for t in passed.contexts[i].to_save or ()]
+                for i in range(len(self._run.ops))
+            ]
+            self._attributes = [dict(vars(ctx), params=(), to_save=None) for ctx in passed.contexts.values()]
+            reading = [i for i, saved in enumerate(self._saved) if -1 in saved]
+            self._start, self._stop = (reading[0], reading[-1] + 1) if reading else (0, 0)
+            while self._start and isinstance(self._run.ops[self._start - 1], (Bias, ConstantScale, Identity)):
+                self._start -= 1  # to do that again is cheaper than to write the result
+            inner = self._run.sources.items()
+            wanted = {src for (i, _), src in inner if self._start <= i < self._stop and src[0] < self._start}
+            self._carried = sorted(wanted)
+            self._statistics = [  # as small as they are, they are kept too, if the ops keep them
+                (i, k)
+                for i in range(self._start, self._stop)
+                for k, t in enumerate(passed.contexts[i].to_save or ())
+                if self._saved[i][k] == -1 and t.shape[-1] == 1 < passed.inputs[i].shape[-1]
+            ]
+            kept = self._kept(passed) if self.needs_grad else []
+            self._kept_specs = [Spec(t.dtype, t.shape[-1]) for t in kept]
+            self._y = Spec(passed.output.dtype, passed.output.shape[-1])
+            self.outputs = sorted(passed.extras)
+            self._extras = [Spec(passed.extras[slot].dtype, passed.extras[slot].shape[-1]) for slot in self.outputs]
+
+    def _kept(self, passed: Passed) -> list[Any]:
+        if self._stop == self._start:
+            return []
+        op, z = self._run.ops[self._start], passed.inputs[self._start]
+        names = op.saved_names or ()
+        saved = (passed.contexts[self._start].to_save or ())[names.index("input")] if "input" in names else None
+        if saved is not None and saved.dtype.itemsize < z.dtype.itemsize:  # it casts first
+            z = saved
+        statistics = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
+        return [z, *[passed.extras[slot] for slot in self._carried], *statistics]
+
+    def _forward_function(self, x: Any, *items: Any) -> dict[Any, Any]:
+        passed = self._run.forward(x, self._given.rebuilt(items))
+        kept = self._kept(passed) if self.needs_grad else []
+        return {"y": passed.output} | {slot: passed.extras[slot] for slot in self.outputs} | dict(enumerate(kept))
+
+    def forward(self, items: Sequence[Tensor], rows: int) -> list[Any]:
+        """The output, the extra outputs, and what is kept."""
+        return self._forward(items, rows)
+
+    def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec]) -> Kernel:
+        """The kernel for incoming gradients like these."""
+        key = dy, tuple(grads.items())
+        if key not in self._backwards:
+            slots, kept = list(grads), len(self._kept_specs)
+            specs = [*self._kept_specs, *self._flat, dy, *grads.values()]
+            after = kept + len(self._flat)
+
+            def function(*tensors: Any) -> dict[Any, Any]:
+                given = self._given.rebuilt(tensors[kept:after])
+                contexts = self._contexts(tensors[:kept], tensors[kept:after], given)
+                incoming = dict(zip(slots, tensors[after + 1 :], strict=True))
+                dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
+                found = {"x": dx} | {("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)}
+                found |= {("extra", *slot): grad for slot, grad in extras.items()}
+                return {name: grad for name, grad in found.items() if grad is not None}
+
+            full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
+            title = f"the backward of {self._title}"
+            self._backwards[key] = cached(full, lambda: Kernel(title, function, specs, self._device, self._backend))
+        return self._backwards[key]
+
+    def _contexts(self, kept: Sequence[Any], items: Sequence[Any], given: Given) -> dict[int, OperationContext]:
+        """Contexts as the forward left them, computed again where that is needed."""
+        contexts = {}
+        for i, (saved, attributes) in enumerate(zip(self._saved, self._attributes, strict=True)):
+            contexts[i] = ctx = OperationContext()
+            vars(ctx).update(attributes)
+            ctx.to_save = tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
+        if self._stop > self._start:
+            made = dict(zip(self._carried, kept[1:], strict=False))
+            contexts |= self._run.forward(kept[0], given, self._start, self._stop, made).contexts
+            for (i, k), tensor in zip(self._statistics, kept[1 + len(made) :], strict=True):
+                saved = contexts[i].to_save or ()
+                contexts[i].to_save = (*saved[:k], tensor, *saved[k + 1 :])
+        if self._outside_bias:
+            contexts[0].param_requires_grad = (False,)
+        return contexts
+
+    def backward(
+        self, saved: Sequence[Tensor], dy: Tensor, grads: dict[tuple[int, int], Tensor], numbers: Any, rows: int
+    ) -> dict[Any, Any]:
+        """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that are there."""
+        kernel = self._latest[1]
+        key = dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
+        if key != self._latest[0]:
+            specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
+            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs)
+            self._latest = key, kernel
+        tensors: list[Any] = [None] * (len(self._kept_specs) + len(self._flat) - len(numbers))
+        for i, tensor in zip(self.saves, saved, strict=True):
+            tensors[i] = tensor
+        found = dict(zip(kernel.names, kernel([*tensors, *numbers, dy, *grads.values()], rows), strict=True))
+        if self._outside_bias and self._run.flags[0].param_requires_grad[0]:
+            found["param", 0, 0] = found["x"].sum(0)
+        return found
+
+    @property
+    def kernels(self) -> dict[str, list[Kernel]]:
+        """By pass."""
+        return {"forward": [self._forward], "backward": list(self._backwards.values())}

@@ -1,0 +1,20 @@
+"""The plugin against the contract."""
+
+import pytest
+
+import opfuse
+from opfuse.testing import FusionSuite
+
+
+class TestConformance(FusionSuite):
+    """Hundreds of chains: their graphs run as they were traced, since to compile each would take an hour.
+
+    ``test_kernels.py`` does the same with a dozen chains, compiled.
+    """
+
+    plugin = "inductor"
+
+    @pytest.fixture(autouse=True)
+    def _as_traced_and_however_small(self):
+        with opfuse.options(**{"inductor.backend": "eager", "inductor.min_elements": 0, "inductor.min_passes": 0}):
+            yield

@@ -1,0 +1,362 @@
+"""What is really compiled by Inductor: a dozen chains; and what only this plugin has: its cache, options, refusals.
+
+``test_conformance.py`` runs the whole suite on graphs that are not compiled. Here, ``compiled`` marks what is.
+"""
+
+import copy
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from opfuse_inductor import fused, kernels
+from torch import nn
+
+import opfuse
+from opfuse import ops, testing
+from opfuse.plugins import using
+
+SMALL = {"inductor.min_elements": 0}
+TRACED = {**SMALL, "inductor.backend": "eager"}
+FIND = ("inductor", "joint", "compiled run")
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with using("inductor"):
+        yield
+    torch.set_num_threads(threads)
+
+
+def residual():
+    """Ops whose residual stays inside the run."""
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)
+    return [fork, ops.RMSNorm(16), ops.GELU(), ops.AddExtraInput().set_extra_input_channel(0, "r")]
+
+
+def step(chain, *inputs, seed=0, options=TRACED):
+    """Outputs and gradients of one training step."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    torch.manual_seed(seed)
+    with opfuse.options(**options):
+        result = chain(*leaves)
+    outputs = result if isinstance(result, tuple) else (result,)
+    weights = [torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype) for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, [*leaves, *chain.parameters()], weights)]
+
+
+def compare(chain, *inputs, options=TRACED, **tolerance):
+    with using(""):
+        expected = step(chain, *inputs)
+    for got, want in zip(step(chain, *inputs, options=options), expected, strict=True):
+        torch.testing.assert_close(got, want, **tolerance)
+
+
+# Compiled
+
+CHAINS = {
+    "norm": ((testing.Op(ops.RMSNorm, 16),), (torch.float32, torch.bfloat16)),
+    "norm+glu": ((testing.Op(ops.RMSNorm, 16), testing.Op(ops.SwiGLU)), (torch.float32, torch.bfloat16)),
+    "add+fork+norm": (
+        (testing.Op(ops.AddExtraInput), testing.Op(ops.MakeExtraOutput), testing.Op(ops.RMSNorm, 16)),
+        (torch.bfloat16,),
+    ),
+    "bias+act+scale+add": (
+        (
+            testing.Op(ops.Bias, 16),
+            testing.Op(ops.GELU),
+            testing.Op(ops.ConstantScale, 0.5),
+            testing.Op(ops.AddExtraInput),
+        ),
+        (torch.float32,),
+    ),
+    "scaled": ((testing.Op(ops.ScaledSwiGLU),), (torch.float32,)),
+}
+CHECKS = ("output", "gradients", "aliasing", "grad_input", "repeatable", "follows_values", "nan_and_inf", "saved_bytes")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n, (_, dtypes) in CHAINS.items() for d in dtypes], ids=str)
+def test_compiled(name, dtype):
+    case = testing.Case(testing.find(*FIND), CHAINS[name][0], rows=(5,), dtype=dtype)
+    with opfuse.options(**SMALL):
+        for check in (*CHECKS, "unmodified_inputs", "unmodified_gradients", "released", "without_grad", "deepcopy"):
+            testing.run(check, case)
+        for rows in ((2, 3), (129,)):
+            testing.run("gradients", case.with_(rows=rows))
+        testing.run("gradients", case.with_(layout="strided"))
+
+
+def test_compiled_with_a_residual_inside_and_more_rows_than_the_hint():
+    chain, inputs = opfuse.Sequential(*residual()), (torch.randn(7, 16), torch.randn(4099, 16))
+    for x in inputs:
+        compare(chain, x, options=SMALL, rtol=1e-4, atol=1e-3)  # a sum over thousands of rows
+
+
+def test_another_process_reads_the_disk_cache(tmp_path):
+    code = """
+import torch, opfuse
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+chain, x = opfuse.Sequential(opfuse.ops.RMSNorm(24)), torch.randn(4, 24, requires_grad=True)
+with opfuse.options(**{"inductor.min_elements": 0}):
+    chain(x).sum().backward()
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+    environment = {**os.environ, "OPFUSE_PLUGINS": "inductor", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert not done.returncode, done.stderr
+        seen.append(done.stdout.split())
+    assert seen[1] == ["2", "0"]
+
+
+# The cache
+
+
+def test_models_of_equal_structure_and_all_row_counts_share_kernels():
+    def plans():
+        return [value for value in list(kernels._cache.values()) if isinstance(value, kernels.Plan)]
+
+    kernels._cache.clear()
+    first, second, other = (opfuse.Sequential(ops.RMSNorm(12, eps=eps), ops.SiLU()) for eps in (1e-3, 1e-3, 1e-4))
+    step(first, torch.randn(3, 12))
+    count = len(plans())
+    for chain, rows in ((first, (7,)), (second, (3,)), (second, (2, 5)), (copy.deepcopy(first), (4,))):
+        step(chain, torch.randn(*rows, 12))
+    assert len(plans()) == count
+    step(other, torch.randn(3, 12))
+    assert len(plans()) == count + 1
+    assert not [op for plan in plans() for op in plan._run.ops if op._parameters]
+
+
+def test_another_scale_needs_no_other_kernel():
+    kernels._cache.clear()
+    chain, x = opfuse.Sequential(ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(3, 4)
+    compare(chain, x)
+    count = len(kernels._cache)
+    chain[1].scale = -3.0
+    compare(chain, x)
+    assert len(kernels._cache) == count
+
+
+def test_other_numbers_on_an_op_are_seen():
+    chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.ClampedSwiGLU(limit=7.0)), torch.randn(3, 8) * 5
+    compare(chain, x)
+    chain[1].limit = 0.5
+    chain[0].eps = 0.1
+    compare(chain, x)
+
+
+def test_the_cache_is_bounded(monkeypatch):
+    monkeypatch.setattr(kernels, "CACHE_SIZE", 4)
+    for eps in range(1, 5):
+        step(opfuse.Sequential(ops.RMSNorm(4, eps=eps)), torch.randn(2, 4))
+    assert len(kernels._cache) == 4
+
+
+def test_threads():
+    chain = opfuse.Sequential(ops.RMSNorm(20), ops.SwiGLU(), ops.RMSNorm(10))
+    x = torch.randn(9, 20)
+    with using(""):
+        expected = step(chain, x)
+    results = []
+
+    def work():
+        with using("inductor"):
+            results.append(step(chain, x))
+
+    workers = [threading.Thread(target=work) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 6
+    for result in results:
+        torch.testing.assert_close(result, expected)
+
+
+def test_a_model_that_has_run_can_be_pickled():
+    chain, x = opfuse.Sequential(*residual()), torch.randn(3, 16)
+    expected = step(chain, x)
+    torch.testing.assert_close(step(pickle.loads(pickle.dumps(chain)), x), expected)
+
+
+# What runs, and with which numbers
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_draws_what_the_op_draws(p):
+    chain = opfuse.Sequential(ops.RMSNorm(16), ops.Dropout(p), ops.SiLU(), ops.Dropout(p))
+    compare(chain, torch.randn(6, 16))
+    compare(chain, torch.randn(2, 3, 16))
+    compare(chain, torch.randn(16, 6).t())  # the op draws in another order: one by one
+    chain.eval()
+    compare(chain, torch.randn(6, 16))
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (0,), (2, 0), (1, 1)], ids=str)
+def test_one_row_or_none_runs_one_by_one(rows, monkeypatch):
+    monkeypatch.setattr(kernels, "Plan", None)
+    compare(opfuse.Sequential(*residual()), torch.randn(*rows, 16))
+
+
+def test_what_is_kept_for_the_backward():
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    def kept(chain, *inputs):
+        saved.clear()
+        with opfuse.options(**TRACED), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            chain(*inputs)
+        return [tuple(t.shape) for t in saved]
+
+    x, extra = torch.randn(3, 16, requires_grad=True), torch.randn(3, 16, requires_grad=True)
+    assert kept(opfuse.Sequential(ops.RMSNorm(16), ops.SwiGLU(), ops.RMSNorm(8)), x) == [
+        (3, 16),
+        (3, 1),
+        (3, 1),
+        (16,),
+        (8,),
+    ]
+    assert saved[0].data_ptr() == x.data_ptr()
+    chain = opfuse.Sequential(ops.Bias(16), ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput())
+    assert kept(chain, x, extra) == [(3, 16), (16,)]
+    assert saved[0].data_ptr() == x.data_ptr()
+    assert kept(opfuse.Sequential(ops.ConstantScale(2.0), ops.AddExtraInput()), x, extra) == []
+    assert kept(opfuse.Sequential(ops.SiLU(), ops.AddExtraInput(), ops.SiLU()), x, extra) == [(3, 16), (3, 16)]
+    chain = opfuse.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(16))
+    assert kept(chain, x, extra) == [(3, 16), (3, 1), (16,)]
+    with opfuse.options(**TRACED):
+        _, h = chain(x, extra)
+    assert h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()  # the sum is an output, and is not kept twice
+
+
+def test_a_gradient_of_another_dtype_and_none_at_all():
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(8))
+    for use in ((0,), (1,), (0, 1)):
+        results = []
+        for selection in ("", "inductor"):
+            x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+            with using(selection), opfuse.options(**TRACED):
+                outputs = chain(x)
+            results.append(torch.autograd.grad([outputs[i] for i in use], x, [torch.ones(3, 8)] * len(use))[0])
+        torch.testing.assert_close(*results)
+
+
+class Untraceable(ops.Activation):
+    """Looks at its values."""
+
+    def value(self, x):
+        return x * 2 if x.max() > 0 else x
+
+    def derivative(self, x):
+        return torch.full_like(x, 2.0 if x.max() > 0 else 1.0)
+
+
+class Table(ops.Activation):
+    """Keeps a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def value(self, x):
+        return x * self.factor
+
+    def derivative(self, x):
+        return torch.ones_like(x) * self.factor
+
+
+def test_an_op_that_cannot_be_traced_runs_one_by_one():
+    chain = opfuse.Sequential(ops.RMSNorm(8), Untraceable())
+    with pytest.warns(
+        opfuse.PluginWarning, match="runs .RMSNorm, Untraceable. one by one, since they cannot be traced"
+    ):
+        compare(chain, torch.randn(3, 8))
+
+
+def test_a_subclass_of_tensor_runs_one_by_one(monkeypatch):
+    class Mine(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(kernels, "Plan", None)
+    with opfuse.options(**TRACED):
+        assert opfuse.Sequential(ops.RMSNorm(8))(torch.randn(3, 8).as_subclass(Mine)).shape == (3, 8)
+
+
+# Where it stands
+
+
+def refusal(*chain, **changes):
+    env = opfuse.Environment(torch.device("cpu"), None, torch.float32, requires_grad=True)
+    return fused.pays(chain, env._replace(**changes))
+
+
+def test_refusals(monkeypatch):
+    norm, cuda = ops.RMSNorm(8), {"device": torch.device("cuda"), "capability": (9, 0)}
+    assert refusal(norm) is True
+    assert "torch.compile is tracing" in refusal(norm, compiling=True)
+    assert "for cpu and cuda" in refusal(norm, device=torch.device("mps"))
+    assert "one pass over memory" in refusal(ops.GELU())
+    assert "0 passes" in refusal(ops.Dropout(0.5).eval(), ops.Identity())
+    assert refusal(ops.Dropout(0.5)) is True
+    assert refusal(ops.Bias(8), ops.GELU()) is True
+    assert "5 passes" in refusal(norm, options={"inductor.min_passes": 6})
+    assert "expected 'inductor' or 'eager'" in refusal(norm, options={"inductor.backend": "tvm"})
+    assert "normalizes over 2 dimensions" in refusal(ops.RMSNorm((4, 8)))
+    assert "has tensors of its own" in refusal(norm, Table())
+    untidy = Untraceable()
+    untidy.table = nn.Identity
+    assert "Untraceable.table is no plain number" in refusal(norm, untidy)
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert "'no-such-compiler' is not found" in refusal(norm)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert "Inductor needs Triton on a GPU" in refusal(norm, **cuda)
+    monkeypatch.undo()
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    assert refusal(norm, **cuda) is True
+    assert "this GPU has 6.1" in refusal(norm, **{**cuda, "capability": (6, 1)})
+
+
+def test_others_choose_first():
+    class Theirs(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return input_, [()]
+
+    chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(2, 8)
+    registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
+    try:
+        with using(None), torch.no_grad():  # by name, the plugin would have precedence
+            plan = opfuse.explain(chain, x).calls[0].plan
+    finally:
+        registration.unregister()
+    assert [step.fusion for step in plan.forward] == ["compiled run", "theirs", None]
+
+
+# What it says
+
+
+def test_a_compilation_is_announced_and_reported(monkeypatch, caplog):
+    chain, x = opfuse.Sequential(ops.RMSNorm(28), ops.SwiGLU()), torch.randn(3, 28, requires_grad=True)
+    monkeypatch.setattr(kernels, "PATIENCE", 0.0)
+    with opfuse.options(**TRACED), caplog.at_level(logging.INFO, "opfuse.inductor"):
+        assert "nothing was compiled" in str(opfuse.explain(chain, x[:1]))
+        chain(x).sum().backward()
+        report = opfuse.explain(chain, x)
+    assert "compiling the forward of RMSNorm + SwiGLU" in caplog.text
+    assert "compiled the backward of RMSNorm + SwiGLU in " in caplog.text
+    assert "CompiledRun: compiled in this process: forward 0." in str(report)
+    assert ", backward " in report.calls[0].notes[0]
