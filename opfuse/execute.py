@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .extras import BackwardExtras, ForwardExtras
-from .op import OperationContext
 from .program import Program, Step
 from .quantization import QuantizedTensor
 
@@ -70,13 +69,15 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             extras.keep(wired, outputs)  # type: ignore[union-attr]
     if program.recipe is not None and isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    if func_ctx is not None:
-        saved: list[Tensor | None] = []
-        for index, start, stop in program.saving:
-            to_save = ctxs[index].to_save
+    saved: list[Tensor | None] = []
+    for index, start, stop in program.saving:
+        ctx = ctxs[index]
+        to_save, ctx.to_save = ctx.to_save, None
+        if func_ctx is not None:
             if to_save is None or len(to_save) != stop - start:
-                to_save = _saved_nothing(program, index, stop - start, ctxs[index])
+                to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
+    if func_ctx is not None:
         if program.keeping:
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
@@ -84,6 +85,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
     if not program.compiling:
+        for index, _, _ in program.params:
+            ctxs[index].params = ()
         program.give_back(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)
 
@@ -151,6 +154,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             raise RuntimeError(f"{who} must give {last - first} parameter gradients, gave {len(of_op)}")
         flat += of_op
     if not tracing:
+        for index, _, _ in program.saving:
+            ctxs[index].saved_tensors = None
         program.give_back(ctxs)
     return (*flat, *ends)
 
@@ -197,14 +202,14 @@ def _prepare(step: Step, x: Any) -> Any:
     return x
 
 
-def _saved_nothing(program: Program, index: int, count: int, ctx: OperationContext) -> tuple[None, ...]:
+def _saved_nothing(program: Program, index: int, count: int, ctx: Any, to_save: Any) -> tuple[None, ...]:
     """What an op saves that takes no part in the backward; every other must save what it declares."""
-    if ctx.to_save is None and not ctx.requires_grad:
+    if to_save is None and not ctx.requires_grad:
         return (None,) * count
     who = next(step for step in program.plan.forward if 0 <= index - step.start < len(step.basic_ops))
     by = f"{who.op} ({who.distribution or 'no plugin'})"
     what = f"{program.routing.name(index)} declares {count} saved tensors"
-    raise RuntimeError(f"{what}, but the forward of {by} saved {len(ctx.to_save or ())} for it")
+    raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save or ())} for it")
 
 
 def _keep_contexts(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> dict[int, Any]:

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 class OperationContext:
     """What one basic op leaves in forward for its backward: an open bag of attributes.
 
-    The fuser fills in the documented attributes before ``op_forward`` runs. An op may add any attribute;
-    tensors go through :meth:`save_for_backward`. The backward gets another context with the same
-    attributes, so nothing written in forward is ever mutated. Keep no reference to a context: that of an op
-    that declares what it leaves is cleared when the pass is over, and serves a later one.
+    The fuser fills in the documented attributes before ``op_forward`` runs. An op may add attributes if it
+    declares ``context_names``, or declares nothing at all; tensors go through :meth:`save_for_backward`. The
+    backward gets another context with the same attributes, so nothing written in forward is ever mutated.
+    Keep no reference to a context: that of an op that adds no attributes takes none (an AttributeError says
+    so), is cleared when the pass is over, and serves a later one.
 
     Attributes:
         requires_grad: Whether this op takes part in the backward at all.

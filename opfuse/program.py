@@ -104,32 +104,37 @@ class Program:
                 saving.append((i, position, position + len(op.saved_names)))
                 position += len(op.saved_names)
         self.saving, self.keeping = tuple(saving), tuple(keeping)
-        self.unused: list[list[OperationContext]] = []
+        self.unused: list[list[Any]] = []
 
-    def new_contexts(self) -> list[OperationContext]:
+    def new_contexts(self) -> list[Any]:
         """One context per basic op, for one pass."""
         return [self._new_context(i) for i in range(len(self.templates))]
 
-    def give_back(self, contexts: list[OperationContext]) -> None:
-        """Keep the contexts for another pass, since making one costs as much as an op. Not for traced code."""
-        for i, ctx in enumerate(contexts):
-            if ctx.__dict__:  # something more may be left on it
-                contexts[i] = self._new_context(i)
-            else:
-                ctx.params, ctx.saved_tensors, ctx.to_save = (), None, None
+    def give_back(self, contexts: list[Any]) -> None:
+        """Keep contexts that hold no tensor for another pass, since making one costs as much as an op."""
+        for i in self.keeping:
+            contexts[i] = self._new_context(i)
         self.unused.append(contexts)
 
-    def _new_context(self, index: int) -> OperationContext:
-        ctx = OperationContext() if self.compiling or index in self.keeping else _Lent()
+    def _new_context(self, index: int) -> Any:
+        ctx: Any = OperationContext() if self.compiling or index in self.keeping else _Lent()
         for name, value in self.templates[index].items():
             setattr(ctx, name, value)
         return ctx
 
 
-class _Lent(OperationContext):
-    """A context for ops that declare what they leave: what they do not is all there is in its ``__dict__``."""
+class _Lent:
+    """The context of an op that declares what it leaves: it takes nothing else, so that it can serve again."""
 
     __slots__ = tuple(vars(OperationContext()))
+    save_for_backward = OperationContext.save_for_backward
+
+    def __init__(self) -> None:
+        for name, value in vars(OperationContext()).items():
+            setattr(self, name, value)
+
+
+_Lent.__name__ = "OperationContext of an op whose context_names declare nothing"  # as an AttributeError calls it
 
 
 def compile_program(
