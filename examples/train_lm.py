@@ -11,6 +11,7 @@ from the same weights and see the same batches, so their losses must agree, and 
 
 import argparse
 import ast
+import math
 import os
 import pathlib
 import pydoc_data.topics
@@ -45,19 +46,24 @@ EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must ag
 
 
 def rotate(x):
-    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows with the position."""
-    angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** -torch.linspace(0, 1, HEAD // 2))
+    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows with the position.
+
+    Takes and gives ``(batch, length, heads, HEAD)``.
+    """
+    angles = torch.outer(torch.arange(x.shape[1]), 1e4 ** -torch.linspace(0, 1, HEAD // 2))[:, None]
     cos, sin = angles.cos(), angles.sin()
     left, right = x.chunk(2, -1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to what came in."""
+    """Attention, in which heads share keys and values (Ainslie et al. 2023), and an MLP, each added to what came in."""
 
     def __init__(self, width):
         super().__init__()
-        self.qkv = opfuse.Sequential(RMSNorm(width), Linear(width, 3 * width, bias=False))
+        heads = width // HEAD
+        self.heads = [heads, math.gcd(heads, 2), math.gcd(heads, 2)]  # of queries, keys and values
+        self.qkv = opfuse.Sequential(RMSNorm(width), Linear(width, HEAD * sum(self.heads), bias=False))
         # The residual comes from outside this chain, as an extra input of the call.
         self.project = opfuse.Sequential(Linear(width, width), AddExtraInput())
         # Here both ends of the residual are in one chain, and a channel joins them.
@@ -72,10 +78,11 @@ class Block(nn.Module):
 
     def forward(self, x):
         """Takes and gives ``(batch, length, width)``."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = self.project(attended.transpose(1, 2).reshape(batch, length, width), x)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD)).split(self.heads, 2)
+        heads = rotate(q), rotate(k), v.contiguous()  # a view of v would keep q and k for the backward too
+        q, k, v = (t.transpose(1, 2) for t in heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = self.project(attended.transpose(1, 2).flatten(2), x)
         return self.mlp(x)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .extras import BackwardExtras, ForwardExtras
+from .op import FusedOperation
 from .program import Program, Step
 from .quantization import QuantizedTensor
 
@@ -78,6 +79,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
     if func_ctx is not None:
+        if program.recomputing:
+            func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
         if program.keeping:
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
@@ -128,6 +131,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     grads: list[Any] = [None] * len(ctxs)
     for run, start, stop, simple, prepared, wired, nothing in program.backward_calls:
         if prepared is not None:
+            if prepared.recompute is not None:
+                _recompute(ctxs, start, func_ctx.dropped, *prepared.recompute)
             dy = _prepare(prepared, dy)
         if simple:
             result = run(ctxs[start], dy)
@@ -243,6 +248,24 @@ def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[An
                     for first, last, cls, quantizer, dtype in ctx.saved_quantized
                 ]
             )
+
+
+def _drop_recomputable(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> list[int]:
+    """Do not keep what a fused op can compute again; return where those that do start."""
+    dropped = []
+    for index, place in program.recomputing:
+        output, ctxs[index].recomputable = ctxs[index].recomputable, True
+        if saved[place] is output:
+            saved[place] = None
+            dropped.append(index)
+    return dropped
+
+
+def _recompute(ctxs: Sequence[Any], index: int, dropped: list[int], op: FusedOperation, start: int, place: int) -> None:
+    """Put an input back that was not kept."""
+    if start in dropped:
+        saved = ctxs[index].saved_tensors
+        ctxs[index].saved_tensors = (*saved[:place], op.fuser_recompute(ctxs[start:index]), *saved[place + 1 :])
 
 
 def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:

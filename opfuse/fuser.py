@@ -55,7 +55,7 @@ class OperationFuser:
         # looking up an attribute of a module is slow
         self._param_dicts = [(module._parameters, module, name) for module, name in self._routing.param_sources]
         self._op_dicts = [vars(op) for op in self.ops]
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | None] = (None, None)
         self._lock = threading.RLock()
         self._prepares = [
@@ -142,7 +142,7 @@ class OperationFuser:
             program = getattr(self, _plan_untraced(self, *settings, *key[:-1]))
         else:
             last, program = self._last
-            if key != last or program is None:
+            if key != last or program is None or ((facts := program.row_facts) and program.rows != _rows(facts, input)):
                 program = self._program(key, input)
         for index, op in self._prepares:
             op.pre_fuser_forward(requires_grad=program.templates[index]["requires_grad"])
@@ -166,25 +166,23 @@ class OperationFuser:
 
     def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
         program = self._programs.get(key)
-        if program is _BY_ALIGNMENT:
-            key = (*key, _row_alignment(input))
-            program = self._programs.get(key)
+        kept = key
+        if isinstance(program, tuple):  # there is one for each value of these facts
+            kept = (*key, _rows(program, input))
+            program = self._programs.get(kept)
         with self._lock:
             if program is None:
                 program = self._plan(key, input)
-            elif key in self._programs:
-                self._programs.move_to_end(key)
-        by_alignment = self._programs.get(key) is _BY_ALIGNMENT  # then this program is not for every such call
-        self._last = None if by_alignment else key, program
+            for used in {key, kept} & self._programs.keys():
+                self._programs.move_to_end(used)
+        self._last = key, program
         return program
 
     def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
         """Make, and keep, the program for a key."""
-        plain = key[:_KEY_LENGTH]
-        grads, dtype, device, autocast, training, *_, compiling, kwargs, extras, settings = plain
+        grads, dtype, device, autocast, training, *_, compiling, kwargs, extras, settings = key
         self._check_tensors(dtype, device, autocast, extras or ())
         self._check_kwargs(kwargs)
-        alignment = _row_alignment(input)
         env = Environment(
             device=device,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -192,7 +190,7 @@ class OperationFuser:
             recipe=settings[2],
             training=any(training),
             requires_grad=grads is not None and any(grads),
-            row_alignment=alignment,
+            **{fact: _rows((fact,), input)[0] for fact in ("row_alignment", "rows")},
             deterministic=torch.are_deterministic_algorithms_enabled(),
             options=dict(settings[0]),
             compiling=compiling,
@@ -200,14 +198,12 @@ class OperationFuser:
         scope = manager.scope
         before, scope.settings = scope.settings, settings  # while tracing they are not set
         try:
-            program, by_alignment = self._compile(
-                env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs
-            )
+            program = self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
         finally:
             scope.settings = before
-        if by_alignment and len(key) == _KEY_LENGTH:
-            self._programs[key] = _BY_ALIGNMENT
-            key = (*key, alignment)
+        if program.row_facts:
+            self._programs[key] = program.row_facts
+            key = (*key, program.rows)
         self._programs[key] = program
         while len(self._programs) > _CACHE_SIZE:
             self._programs.popitem(last=False)
@@ -215,7 +211,7 @@ class OperationFuser:
 
     def _compile(
         self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any
-    ) -> tuple[Program, bool]:
+    ) -> Program:
         routing = self._routing
         names = kwargs or ((),) * len(routing.ops)
         boundary = self._boundary(env, grads)
@@ -224,7 +220,8 @@ class OperationFuser:
         sources = () if env.options.get("double_backward") else manager.sources()
         excluded: frozenset[tuple[Any, int, int]] = frozenset()
         while True:
-            choice = choose(routing.ops, sources, env, boundary=boundary, kwargs=names, excluded=excluded)
+            options: dict[str, Any] = dict(boundary=boundary, kwargs=names, excluded=excluded, widths=routing.widths)
+            choice = choose(routing.ops, sources, env, **options)
             built = []
             for candidate in choice.taken:
                 ops = routing.ops[candidate.start : candidate.stop]
@@ -241,8 +238,7 @@ class OperationFuser:
                 built.append(dataclasses.replace(candidate, op=fused))
             else:
                 choice = dataclasses.replace(choice, taken=tuple(built))
-                program = compile_program(routing, choice, env, autocast, grads=grads, boundary=boundary, kwargs=names)
-                return program, choice.needs_row_alignment
+                return compile_program(routing, choice, env, autocast, grads=grads, boundary=boundary, kwargs=names)
 
     def _boundary(self, env: Environment, grads: tuple[bool, ...]) -> int:
         """The first op that takes part in the backward; the number of ops if none does."""
@@ -363,16 +359,17 @@ def run_in_turn(segments: Iterable[Any], input: Any, extra_inputs: Sequence[Tens
     return (x, *outputs) if outputs else x
 
 
-_BY_ALIGNMENT: Any = object()  # in place of a program: one is kept per row alignment
-_KEY_LENGTH = 11
-
-
 def _differentiable(settings: Settings) -> Settings:
     return ((*settings[0], ("double_backward", True)), *settings[1:])
 
 
-def _row_alignment(input: Tensor | None) -> int:
-    return math.gcd(input.shape[:-1].numel(), 16) if input is not None and input.ndim else 1
+def _rows(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
+    """Facts about the number of rows, as :class:`Environment` names them."""
+    alignment, floor = 1, None
+    if input is not None:
+        rows = input.shape[:-1].numel()
+        alignment, floor = math.gcd(rows, 16), rows and 1 << rows.bit_length() - 1
+    return tuple([alignment if fact == "row_alignment" else floor for fact in facts])
 
 
 def _plan_untraced(fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any) -> str:

@@ -69,6 +69,8 @@ class Fusion:
         priority: Fusions of higher priority choose first; default 0.
         name: What reports call it; default: the name of ``build``.
         needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
+        needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and ask it again
+            with ``env.rows``.
 
     Raises:
         ValueError: The pattern is empty, or can match nothing.
@@ -82,6 +84,7 @@ class Fusion:
     priority: int = 0
     name: str = ""
     needs_row_alignment: bool = False
+    needs_rows: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):

@@ -48,6 +48,8 @@ class OperationContext:
         quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
         saved_tensors: What :meth:`save_for_backward` was given (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+        recomputable: On the first context of a fused op that ``recomputes``, True if the next op would do without
+            its input; then the forward may put its output here (forward only).
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class OperationContext:
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
+        self.recomputable: Any = False
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
@@ -423,6 +426,9 @@ class FusedOperation(FusibleOperation):
     a joint fusion may keep what it likes.
 
     Attributes:
+        recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An op behind it that
+            saves this very tensor as its ``"input"`` then does not keep it, and finds it in its backward all the
+            same; ``fuser_forward`` agrees to that at each call, see :attr:`OperationContext.recomputable`.
         notes: What reports add about this op, such as the time it spent compiling; an attribute or a property.
 
     Args:
@@ -437,6 +443,7 @@ class FusedOperation(FusibleOperation):
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
     param_names: tuple[str, ...] | None = ()
     notes: str = ""
+    recomputes: bool = False
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
@@ -455,6 +462,14 @@ class FusedOperation(FusibleOperation):
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The last basic op's."""
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """The output of ``fuser_forward`` again, from the contexts of the backward.
+
+        Returns:
+            A new tensor that equals the output up to rounding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""

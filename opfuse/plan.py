@@ -104,7 +104,7 @@ class Choice:
 
     taken: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
-    needs_row_alignment: bool
+    row_facts: tuple[str, ...]
 
 
 def choose(
@@ -115,6 +115,7 @@ def choose(
     boundary: int,
     kwargs: Sequence[tuple[str, ...]],
     excluded: frozenset[tuple[Any, int, int]] = frozenset(),
+    widths: Sequence[int | None] = (),
 ) -> Choice:
     """Decide which fusions replace what.
 
@@ -125,11 +126,12 @@ def choose(
         boundary: The first op that takes part in the backward.
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, start, stop)`` of candidates whose build failed.
+        widths: Last dimension of each op's input, where that is known.
     """
     limit = env.options.get("fusion_limit")
     if isinstance(limit, str):
         raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
-    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded)
+    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded, widths or (None,) * len(ops))
     candidates = [candidate for source in sources for candidate in finder.candidates(source)]
     candidates.sort(key=lambda c: (c.source.rank, PASSES.index(c.kind)))
     taken: list[Candidate] = []
@@ -150,7 +152,7 @@ def choose(
         finder.refused,
         key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason),
     )
-    return Choice(tuple(taken), tuple(order), finder.needs_row_alignment)
+    return Choice(tuple(taken), tuple(order), tuple(sorted(finder.row_facts)))
 
 
 @dataclasses.dataclass
@@ -162,8 +164,9 @@ class _Finder:
     boundary: int
     kwargs: Sequence[tuple[str, ...]]
     excluded: frozenset[tuple[Any, int, int]]
+    widths: Sequence[int | None]
     refused: list[Refusal] = dataclasses.field(default_factory=list)
-    needs_row_alignment: bool = False
+    row_facts: set[str] = dataclasses.field(default_factory=set)
 
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
@@ -200,10 +203,14 @@ class _Finder:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
         if not isinstance(fusion, Fusion):
             return None
-        self.needs_row_alignment |= fusion.needs_row_alignment
-        env = self.env if fusion.needs_row_alignment else self.env._replace(row_alignment=1)
+        ops, env = self.ops[start:stop], self._env(fusion, start)
+        if fusion.needs_row_alignment:
+            self.row_facts.add("row_alignment")
         try:
-            answer = fusion.when is None or fusion.when(self.ops[start:stop], env)
+            answer = fusion.when is None or fusion.when(ops, env._replace(rows=None))
+            if answer is True and fusion.when is not None and fusion.needs_rows:
+                self.row_facts.add("rows")
+                answer = fusion.when(ops, env)
         except Exception as error:
             return warn_about(source, f"its condition raised {type(error).__name__}: {error}")
         if answer is True:
@@ -212,12 +219,18 @@ class _Finder:
             return answer
         return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
 
+    def _env(self, fusion: Fusion, start: int) -> Environment:
+        """What a fusion is told: of the rows only what it needs."""
+        alignment = self.env.row_alignment if fusion.needs_row_alignment else 1
+        rows = self.env.rows if fusion.needs_rows else None
+        return self.env._replace(row_alignment=alignment, rows=rows, features=self.widths[start])
+
     def _benefit(self, source: FusionSource, start: int, stop: int) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
         if not isinstance(source.fusion, Fusion):
             return 2 * (stop - start - 1)
         try:
-            benefit = source.fusion.benefit_of(self.ops[start:stop], self.env)
+            benefit = source.fusion.benefit_of(self.ops[start:stop], self._env(source.fusion, start))
         except Exception as error:
             return warn_about(source, f"its benefit raised {type(error).__name__}: {error}")
         if not (isinstance(benefit, (int, float)) and math.isfinite(benefit)):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .op import BasicOperation, FusibleOperation, OperationContext, op_class
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, op_class
 from .plan import Candidate, Choice, FusionPlan, PlanStep
 from .quantization import Quantizer
 from .routing import Routing
@@ -28,6 +28,8 @@ class Step(NamedTuple):
         width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
+        recompute: How to get the input back if its first op did not keep it: the fused op before it, where that
+            starts, and the input's place among what the first op saves (backward only).
     """
 
     op: FusibleOperation
@@ -40,6 +42,7 @@ class Step(NamedTuple):
     width: int | None
     has_extras: bool
     owns: bool
+    recompute: tuple[FusedOperation, int, int] | None = None
 
     def call(self, direction: str) -> Call:
         """What a loop needs of it."""
@@ -64,6 +67,8 @@ class Program:
         params: ``(op, first, last)``: which tensors are its parameters, where it has some.
         saving: ``(op, start, stop)``: which saved tensors are its, where the declarations say how many.
         keeping: The ops that may leave anything, so that their forward contexts are kept.
+        row_facts, rows: What of the number of rows the plan depends on, and its values.
+        recomputing: ``(op, place)``: what of the saved tensors an op can compute again.
         unused: Contexts that earlier passes gave back, without what those left on them.
     """
 
@@ -77,6 +82,7 @@ class Program:
         *,
         boundary: int,
         free: set[int],
+        row_facts: tuple[str, ...],
     ) -> None:
         self.routing = routing
         self.plan = plan
@@ -104,6 +110,12 @@ class Program:
                 saving.append((i, position, position + len(op.saved_names)))
                 position += len(op.saved_names)
         self.saving, self.keeping = tuple(saving), tuple(keeping)
+        starts = {i: start for i, start, _ in saving}
+        self.recomputing = tuple(
+            [(s.recompute[1], starts[s.start] + s.recompute[2]) for s in self.backward if s.recompute is not None]
+        )
+        self.row_facts = row_facts
+        self.rows = tuple([getattr(env, fact) for fact in row_facts])
         self.unused: list[list[Any]] = []
 
     def new_contexts(self) -> list[Any]:
@@ -164,11 +176,16 @@ def compile_program(
     quantized_backward = env.recipe is not None and env.recipe.backward_override is None
     output_quantizers = _negotiate(forward, env.recipe is not None, "get_input_quantizer", "writes_output")
     grad_quantizers = _negotiate(backward, quantized_backward, "get_grad_output_quantizer", "writes_grad_input")
+    # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
+    free = {i for c in choice.taken if c.kind == "joint" for i in range(c.start, c.stop)}
+    free |= set(range(len(routing.ops))) if env.recipe is not None else set()
     forward_steps = [run.step(routing, kwargs, env, owns=False, forward=True) for run in forward]
     backward_steps: list[Step] = []
     for run in backward:
         owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
-        backward_steps.append(run.step(routing, kwargs, env, owns=owns, forward=False))
+        step = run.step(routing, kwargs, env, owns=owns, forward=False)
+        backward_steps.append(step._replace(**_recomputation(routing, forward, step, free)))
+    recomputing = {step.recompute[1] for step in backward_steps if step.recompute is not None}
     owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
     templates = [
         dict(
@@ -181,14 +198,23 @@ def compile_program(
             next_op_input_quantizer=output_quantizers.get(i),
             quantizers=op._quantizers.of(env.recipe),
             owns_grad_output=i in owned,
+            recomputable=i in recomputing,
         )
         for i, op in enumerate(routing.ops)
     ]
-    # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
-    free = {i for c in choice.taken if c.kind == "joint" for i in range(c.start, c.stop)}
-    free |= set(range(len(routing.ops))) if env.recipe is not None else set()
     plan = FusionPlan(_describe(forward, routing.ops), _describe(backward, routing.ops), choice.refused)
-    return Program(routing, plan, env, templates, (forward_steps, backward_steps), boundary=boundary, free=free)
+    steps = forward_steps, backward_steps
+    return Program(routing, plan, env, templates, steps, boundary=boundary, free=free, row_facts=choice.row_facts)
+
+
+def _recomputation(routing: Routing, forward: Sequence[_Run], step: Step, free: set[int]) -> dict[str, Any]:
+    """What to change in a backward step if a fused op before it can compute its input again."""
+    names = routing.ops[step.start].saved_names or ()
+    for run in forward:
+        if run.stop == step.start and isinstance(run.op, FusedOperation) and run.op.recomputes:
+            if "input" in names and step.start not in free:
+                return {"prepares": True, "recompute": (run.op, run.start, names.index("input"))}
+    return {}
 
 
 def _leaves_owned(step: Step) -> bool:

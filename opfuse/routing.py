@@ -39,6 +39,7 @@ class Routing:
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input's width only the running chain knows.
+        widths: Last dimension of each op's input, or None where the chain does not tell.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], *, cut: str | None = None) -> None:
@@ -106,6 +107,7 @@ class Routing:
         fixes the width at the anchor.
         """
         demands: dict[int, int] = {}
+        known: list[tuple[int | None, int, int]] = []
         value: int | None = None
         anchor, ratio = 0, 1
         for i, op in enumerate(self.ops):
@@ -116,6 +118,7 @@ class Routing:
                     takes = f"{self.name(i)} takes {op.in_features} features in the last dimension"
                     raise ValueError(f"{takes}, but the ops before it give {value}")
                 value = op.in_features
+            known.append((value, anchor, ratio))
             if op.out_features is not None:
                 value = op.out_features
             elif op.feature_ratio is None:
@@ -128,5 +131,6 @@ class Routing:
                 )
             else:
                 value //= op.feature_ratio
+        self.widths = [v if v is not None or a not in demands else demands[a] // r for v, a, r in known]
         self.later_widths = {i: width for i, width in demands.items() if i}
         return demands.get(0)

@@ -50,6 +50,12 @@ def test_wrong_fusions(name, register):
     assert f"fails the check '{fault.check}'" in str(outcome) and subject.name in str(outcome)
 
 
+def test_a_sound_recomputation(register):
+    register(name="faulty", forward_fusions=[opfuse.Fusion((opfuse.ops.GELU,), faulty.Recomputing)])
+    (subject,) = testing.subjects("faulty")
+    assert first_failure(subject) is None
+
+
 def plain_case(name):
     fault = faulty.FAULTS[name]
     subject = testing.find("faulty", fault.kind, name)

@@ -15,6 +15,7 @@ import torch
 from .. import ops as built_in
 from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
+from ..routing import Routing
 from ..scope import Environment
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
 from .running import Declined, separate
@@ -225,10 +226,14 @@ def refusal(case: Case) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    aligned = math.gcd(math.prod(case.rows), 16) if fusion.needs_row_alignment else 1
-    env = environment(case.device, dtype=case.dtype, row_alignment=aligned)
-    start = len(case.before)
-    ops = tuple(case.basic_ops()[start : start + len(case.ops)])
+    start, basic_ops = len(case.before), case.basic_ops()
+    ops = tuple(basic_ops[start : start + len(case.ops)])
+    rows = math.prod(case.rows)
+    env = environment(case.device, dtype=case.dtype, features=Routing(basic_ops).widths[start])
+    if fusion.needs_row_alignment:
+        env = env._replace(row_alignment=math.gcd(rows, 16))
+    if fusion.needs_rows:
+        env = env._replace(rows=rows and 1 << rows.bit_length() - 1)
     try:
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:

@@ -34,9 +34,10 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin, no fusion but these, and no options; a warning about a plugin is an error."""
+    """No plugin, no fusion but these, no options but those of plugins; a warning about a plugin is an error."""
     before, manager._registered = manager._registered, []
-    settings, manager.scope.settings = manager.scope.settings, ((), "", None)
+    settings = manager.scope.settings
+    manager.scope.settings = tuple(option for option in settings[0] if "." in option[0]), "", None
     manager._changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.kind, subject.fusion, False)

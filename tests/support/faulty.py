@@ -90,6 +90,25 @@ class Pointwise(opfuse.FusedOperation):
         return y
 
 
+class Recomputing(opfuse.FusedOperation):
+    """Forward of one activation that lets go of its output, as it should be."""
+
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,), (ctx,) = self.basic_ops, basic_op_ctxs
+        y = act.forward_value(act.operand(ctx, input_))
+        if ctx.recomputable and ctx.input_requires_grad:
+            ctx.recomputable = y
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        return self.again(*basic_op_ctxs[0].saved_tensors)
+
+    def again(self, x):
+        return self.basic_ops[0].forward_value(x)
+
+
 # What is saved
 
 
@@ -101,6 +120,28 @@ class SavesTheWrongTensor(opfuse.FusedOperation):
         hidden = product + basic_op_ctxs[1].params[0].to(x.dtype)
         self.basic_ops[2].operand(basic_op_ctxs[2], product)
         return F.gelu(hidden, approximate="tanh"), [(), (), ()]
+
+
+@faulty("recompute", "gradient", "forward", GELU)
+class RecomputesWhatItGot(Recomputing):
+    def again(self, x):
+        return x
+
+
+@faulty("recompute", "must be a matrix", "forward", GELU)
+class RecomputesInRows(Recomputing):
+    def again(self, x):
+        return super().again(x).flatten()
+
+
+@faulty("recompute", "where nobody behind it would do without", "forward", GELU)
+class LetsGoUnasked(Pointwise):
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_)
+        basic_op_ctxs[0].recomputable = y
+        return y, extras
 
 
 @faulty("saved_state", r"saves as 'input' for op 0 \(BasicLinear\) has shape \(12, 8\)", "forward", BasicLinear, Bias)

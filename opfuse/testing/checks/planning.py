@@ -143,7 +143,8 @@ def environments(device: str) -> Iterator[Environment]:
         yield env
         yield env._replace(recipe=ProbeRecipe())
         yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
-        yield env._replace(row_alignment=16)
+        yield env._replace(row_alignment=16, rows=1 << 16, features=4096)
+        yield env._replace(rows=0, features=1)
         yield env._replace(training=False, requires_grad=False)
         yield env._replace(deterministic=True)
         yield env._replace(compiling=True)

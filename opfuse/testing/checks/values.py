@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...fusion import Fusion
-from ...ops import Dropout
-from ..cases import Case, subjects
+from ...ops import BasicLinear, Dropout
+from ..cases import Case, Op, next_width, subjects
 from ..generate import Chains
 from ..reference import compare, compare_grads, compare_outputs, compare_results, describe
 from ..running import (
@@ -157,6 +158,35 @@ def gradients(case: Case) -> None:
             compare_grads(case, got, expected, separate(case, torch.float64, True))
         except Failure as failure:
             raise Failure(f"where no extra output is used, {failure}") from failure
+
+
+def _followed(chains: Chains) -> Iterator[Case]:
+    for case in chains.plain:
+        widths = itertools.accumulate(case.basic_ops(), lambda w, op: next_width(op, w) or w, initial=case.first_width())
+        case = case.with_(after=(Op(BasicLinear, list(widths)[-1], 3),))
+        yield case
+        yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
+        yield case.with_(autocast=True)
+        yield case.with_(rows=MANY_ROWS)
+
+
+@check(_followed, kinds=("forward", "joint"))
+def recompute(case: Case) -> None:
+    """Where a fused op computes its output again for the op behind it, the gradients are right, and so they stay."""
+    ops = case.basic_ops()[: len(case.ops)]
+    if not isinstance(case.subject.fusion, Fusion) or not case.subject.fusion.build(tuple(ops)).recomputes:
+        raise Declined("it does not compute its output again")
+    left: list[Any] = []
+    alone = case.with_(after=())
+    fused(watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable)), grads=False)
+    if any(value is not False for value in left):
+        raise Failure("it leaves its output on the context (recomputable) where nobody behind it would do without")
+    expected, truth = _pair(case)
+    compare_results(case, fused(case), expected, truth)
+    with only(case.subject):
+        result = forward(case)
+        for retain in (True, False):
+            compare_grads(case, backward(case, result, retain_graph=retain), expected, truth)
 
 
 @check(frozen)

@@ -331,6 +331,74 @@ def test_refusals(monkeypatch):
     assert "this GPU has 6.1" in refusal(norm, **{**cuda, "capability": (6, 1)})
 
 
+def test_too_small_is_declined_while_planning():
+    norm = ops.RMSNorm(64)
+    assert refusal(norm, features=64) is True  # not asked about rows yet
+    assert refusal(norm, features=64, rows=256) is True
+    assert refusal(norm, rows=2) is True  # nobody knows how wide
+    assert "with 128 rows or a few more of 64 features" in refusal(norm, features=64, rows=128)
+    assert refusal(norm, features=64, rows=1, options=SMALL) is True
+    chain = opfuse.Sequential(norm)
+    found = []
+    for rows in (2, 256, 300, 511, 4, 512):
+        with torch.no_grad(), opfuse.options(**{"inductor.backend": "eager"}):
+            (call,) = opfuse.explain(chain, torch.randn(rows, 64)).calls
+        found.append(call.plan.forward[0].fusion is not None)
+    assert found == [False, True, True, True, False, True]
+
+
+def kept(chain, *inputs):
+    """Numbers of elements that one forward keeps, parameters excluded."""
+    found, known = [], {p.data_ptr() for p in chain.parameters()}
+    with opfuse.options(**TRACED), torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, id):
+        chain(*inputs)
+    return sorted(t.numel() for t in found if t.data_ptr() not in known)
+
+
+def bias_gelu():
+    return [ops.Bias(16), ops.GELU()]
+
+
+def normed_residual():
+    return [ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(16)]
+
+
+RECOMPUTED = {  # what is kept: the input, one number a row, ...
+    "norm": (lambda: [ops.RMSNorm(16)], 0, [5, 80]),
+    "fork, norm": (lambda: [ops.MakeExtraOutput(), ops.RMSNorm(16)], 0, [5, 80]),
+    "bias, gelu": (bias_gelu, 0, [80]),
+    "add, fork, norm": (normed_residual, 1, [5, 80]),
+    "glu": (lambda: [ops.SwiGLU()], 0, [80]),
+    "norm, scale": (lambda: [ops.RMSNorm(16), ops.ConstantScale(2.0)], 0, [5, 80]),
+    "dropout": (lambda: [ops.RMSNorm(16), ops.Dropout(0.5)], 0, [5, 80, 80]),
+    "add behind": (lambda: [ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput()], 1, [80, 80]),  # the sum is kept
+    "residual": (residual, 0, [5, 80, 80]),  # the same
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_linear_behind_a_run_does_not_keep_its_input(name):
+    make, extras, sizes = RECOMPUTED[name]
+    run = make()
+    chain = opfuse.Sequential(*run, ops.Linear(8 if name == "glu" else 16, 3))
+    inputs = [torch.randn(5, 16, requires_grad=True) for _ in range(1 + extras)]
+    assert kept(chain, *inputs) == sizes
+    compare(chain, *inputs)
+    compare(chain, *[torch.randn(2, 3, 16) for _ in inputs])
+    if name == "dropout":
+        chain.eval()
+        compare(chain, *inputs)
+
+
+def test_a_linear_behind_a_compiled_run():
+    chain = opfuse.Sequential(ops.RMSNorm(16), ops.Linear(16, 32), ops.GELU(), ops.ConstantScale(0.5), ops.Linear(32, 4))
+    for shape in ((7, 16), (2, 5, 16)):
+        compare(chain, torch.randn(shape), options=SMALL)
+    with opfuse.options(**SMALL):
+        text = " ".join(str(opfuse.explain(chain, torch.randn(7, 16, requires_grad=True))).split())
+    assert text.count("an op behind it does not keep its input") == 2
+
+
 def test_others_choose_first():
     class Theirs(opfuse.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
@@ -339,7 +407,7 @@ def test_others_choose_first():
     chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(2, 8)
     registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
     try:
-        with using(None), torch.no_grad():  # by name, the plugin would have precedence
+        with using(None), torch.no_grad(), opfuse.options(**TRACED):  # by name, the plugin would have precedence
             plan = opfuse.explain(chain, x).calls[0].plan
     finally:
         registration.unregister()

@@ -380,3 +380,56 @@ def test_few_features_are_left_to_the_ops_in_backward(monkeypatch):
     assert not [step["fusion"] for step in data["backward"] if step["fusion"]]
     reasons = {row["reason"] for row in data["refused"] if row["pass"] == "backward"}
     assert "16 features are too few for it to pay on a CPU" in reasons
+
+
+def mlp(act, widths=(6, 8, 4)):
+    torch.manual_seed(0)
+    first = widths[1] * act.feature_ratio
+    return opfuse.Sequential(ops.Linear(widths[0], first), act, ops.Linear(*widths[1:]))
+
+
+def kept(chain, x):
+    found, known = [], {p.data_ptr() for p in chain.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        return chain(x), sorted(t.numel() for t in found if t.data_ptr() not in known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", [ops.GELU, ops.ReLU, ops.SReLU, ops.SwiGLU])
+def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
+    chain, x = mlp(act()).to(dtype), torch.randn(5, 6, dtype=dtype, requires_grad=True)
+    results = {}
+    for wanted in (True, False):
+        with opfuse.options(**{"linear.recompute": wanted}):
+            y, sizes = kept(chain, x)
+            results[wanted] = sizes, torch.autograd.grad(y.sum(), [x, *chain.parameters()])
+    (few, got), (many, expected) = results[True], results[False]
+    assert sorted([*few, 40]) == many  # the output of the activation
+    for mine, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+def test_a_large_one_is_computed_again_in_fp32(monkeypatch):
+    sizes = {}
+    monkeypatch.setattr(opfuse_linear.fused, "MIN_SIZE_TO_RECOMPUTE", 4 * 128)
+    for act, rows, width, dtype in (
+        (ops.GELU, 4, 128, torch.float32),
+        (ops.GELU, 3, 128, torch.float32),  # too few rows
+        (ops.GELU, 8, 64, torch.float32),  # too few features
+        (ops.SReLU, 4, 128, torch.float32),  # takes more than one pass
+        (ops.GELU, 4, 128, torch.bfloat16),
+    ):
+        chain = mlp(act(), (2, width, 2)).to(dtype)
+        sizes[act, rows, width, dtype] = kept(chain, torch.randn(rows, 2, dtype=dtype))[1].count(rows * width)
+    assert list(sizes.values()) == [1, 2, 2, 2, 2]
+
+
+def test_what_is_frozen_is_not_computed_again():
+    chain, x = mlp(ops.GELU()), torch.randn(5, 6)
+    chain[0].requires_grad_(False)
+    with opfuse.options(**{"linear.recompute": True}):
+        y, sizes = kept(chain, x)
+    assert sizes == [40]  # the second linear's input: the activation's input is not kept
+    (expected,) = torch.autograd.grad(y.sum(), chain[2].weight)
+    with opfuse.plugins.using(""):
+        torch.testing.assert_close(torch.autograd.grad(chain(x).sum(), chain[2].weight)[0], expected)

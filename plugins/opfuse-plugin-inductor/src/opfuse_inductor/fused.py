@@ -50,8 +50,12 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 class CompiledRun(FusedOperation):
     """A run of ops in two compiled functions, one per pass.
 
+    Its output is computed again in the backward, if the next op needs it there: reading and writing once more is cheap.
+
     Small inputs, and those that no kernel takes, go through the ops one by one, as if there were no fusion.
     """
+
+    recomputes = True
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -132,7 +136,10 @@ class CompiledRun(FusedOperation):
             result[i] = ((input_ if tensor is items[0] else tensor).view(*shape, tensor.shape[-1]),)
         if y is items[0]:
             return input_, result
-        return y if len(shape) == 1 else y.view(*shape, y.shape[-1]), result
+        y = y if len(shape) == 1 else y.view(*shape, y.shape[-1])
+        if plan.recomputes and basic_op_ctxs[0].recomputable:
+            basic_op_ctxs[0].recomputable = y
+        return y, result
 
     def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
         """Whether a kernel takes these tensors; raises what the ops would."""
@@ -235,8 +242,7 @@ class CompiledRun(FusedOperation):
             return self._one_by_one_backward(basic_op_ctxs, grad_output, grads)
         plan, shape = compiled
         rows = shape.numel()
-        specs = plan.specs_saved
-        saved = [fit(tensor, spec, rows) for tensor, spec in zip(basic_op_ctxs[0].saved_tensors, specs)]  # noqa: B905
+        saved = self._saved(basic_op_ctxs, plan, rows)
         dy = matrix(grad_output, rows)
         grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
         found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows)
@@ -251,6 +257,17 @@ class CompiledRun(FusedOperation):
         for i in self._with_extras:
             of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)])
         return found.get("x"), of_params, of_extras
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
+        plan, shape = basic_op_ctxs[0].compiled
+        rows = shape.numel()
+        saved = self._saved(basic_op_ctxs, plan, rows)
+        y = plan.recompute(saved, self._numbers_on(saved[0].device), rows)
+        return y if len(shape) == 1 else y.view(*shape, y.shape[-1])
+
+    def _saved(self, ctxs: Sequence[Any], plan: kernels.Plan, rows: int) -> list[Tensor]:
+        return [fit(tensor, spec, rows) for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)]  # noqa: B905
 
     def _one_by_one_backward(
         self, ctxs: Sequence[Any], dy: Tensor | None, grads: dict[tuple[int, int], Tensor]
@@ -280,13 +297,14 @@ class CompiledRun(FusedOperation):
 
     @property
     def notes(self) -> str:  # type: ignore[override]
-        """What ``opfuse.explain`` adds: the time that was spent compiling."""
+        """What ``opfuse.explain`` adds: the time that was spent compiling, and what is not kept."""
         plan = self._latest[1]
         if plan is None:
             return "nothing was compiled, the ops ran one by one"
         times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
-        return "compiled in this process: " + (", ".join(parts) or "nothing yet")
+        again = "; an op behind it does not keep its input, which is computed again" if plan.recomputes else ""
+        return "compiled in this process: " + (", ".join(parts) or "nothing yet") + again
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
@@ -422,9 +440,18 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
     return f"the separate ops make {made} over memory, and PyTorch has a kernel for that: {least} are worth compiling"
 
 
+def _too_small(env: Environment) -> str | None:
+    if env.rows is None or env.features is None:  # it will be seen when it runs
+        return None
+    least = env.options.get("inductor.min_elements", MIN_ELEMENTS)
+    if env.rows * env.features >= least and (env.rows > 1 or not least):
+        return None
+    return f"with {env.rows} rows or a few more of {env.features} features the separate ops are as fast"
+
+
 def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
-    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or True
+    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or _too_small(env) or True
 
 
 def benefit(ops: Any, env: Environment) -> float:
@@ -445,4 +472,4 @@ _POINTWISE = OneOf(
     Subclasses(ScaledActivation),
 )
 
-JOINT = [Fusion((Some(_POINTWISE),), CompiledRun, pays, benefit, priority=-100, name="compiled run")]
+JOINT = [Fusion((Some(_POINTWISE),), CompiledRun, pays, benefit, priority=-100, name="compiled run", needs_rows=True)]

@@ -451,6 +451,7 @@ class Plan:
         saves: What the backward reads of what is kept and what enters, counted through.
         specs_saved: What these are like.
         keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of its results.
+        recomputes: Whether the output can be computed again from what the backward reads and parameters.
     """
 
     def __init__(
@@ -469,6 +470,8 @@ class Plan:
             forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
         )
         self._backwards: dict[Any, Kernel] = {}
+        self._again: Kernel | None = None
+        self.recomputes = False
         self._latest: tuple[Any, Any] = (None, None)
         self.saves: tuple[int, ...] = ()
         self.specs_saved: tuple[Spec, ...] = ()
@@ -478,9 +481,10 @@ class Plan:
             entering = [*self._kept_specs, *self._flat]
             numbers = sum(map(len, given.scales))  # read anew in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
-            self.specs_saved = tuple(entering[i] for i in self.saves)
             kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
             kept = [*kept[1 + len(self.outputs) :], *((True, 1 + n) for n in range(len(self._flat)))]
+            self.saves += self._parameters_to_recompute()
+            self.specs_saved = tuple(entering[i] for i in self.saves)
             self.keeps = tuple(kept[i] for i in self.saves)
 
     def _analyse(self) -> None:
@@ -556,6 +560,41 @@ class Plan:
             self._backwards[key] = cached(full, lambda: Kernel(title, function, specs, self._device, self._backend))
         return self._backwards[key]
 
+    def _parameters_to_recompute(self) -> tuple[int, ...]:
+        """Make the kernel that computes the output again, and say what it reads that the backward does not."""
+        behind = {source for (i, _), source in self._run.sources.items() if i >= self._start > source[0]}
+        if self._stop == self._start or not behind <= set(self._carried):
+            return ()
+        key = "again", self._key, self._run.flags, tuple(self.specs), self._backend
+        specs, title = [*self._kept_specs, *self._flat], f"the output of {self._title}"
+        self._again = cached(key, lambda: Kernel(title, self._output_again, specs, self._device, self._backend))
+        first = len(self._kept_specs)
+        parameters = range(first, first + sum(map(len, self._given.params)))
+        scales = range(len(specs) - sum(map(len, self._given.scales)), len(specs))
+        more = tuple(i for i in self._again.used if i not in self.saves and i not in scales)
+        self.recomputes = all(i in parameters for i in more)
+        return more if self.recomputes else ()
+
+    def _output_again(self, *tensors: Any) -> dict[Any, Any]:
+        """With the numbers per row, which makes it the forward of a run that begins here: compiled once for both."""
+        kept, given = tensors[: len(self._kept_specs)], self._given.rebuilt(tensors[len(self._kept_specs) :])
+        passed = self._run.forward(kept[0], given, self._start, None, dict(zip(self._carried, kept[1:], strict=False)))
+        numbers = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
+        return {"y": passed.output} | dict(enumerate(numbers))
+
+    def recompute(self, saved: Sequence[Tensor], numbers: Any, rows: int) -> Tensor:
+        """The output again."""
+        assert self._again is not None
+        y: Tensor = self._again([*self._saved_tensors(saved, numbers), *numbers], rows)[0]
+        return y
+
+    def _saved_tensors(self, saved: Sequence[Tensor], numbers: Any) -> list[Any]:
+        """What is kept and what enters, where it was saved."""
+        tensors: list[Any] = [None] * (len(self._kept_specs) + len(self._flat) - len(numbers))
+        for i, tensor in zip(self.saves, saved, strict=True):
+            tensors[i] = tensor
+        return tensors
+
     def _contexts(self, kept: Sequence[Any], items: Sequence[Any], given: Given) -> dict[int, OperationContext]:
         """Contexts as the forward left them, computed again where that is needed."""
         contexts = {}
@@ -583,9 +622,7 @@ class Plan:
             specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
             kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs)
             self._latest = key, kernel
-        tensors: list[Any] = [None] * (len(self._kept_specs) + len(self._flat) - len(numbers))
-        for i, tensor in zip(self.saves, saved, strict=True):
-            tensors[i] = tensor
+        tensors = self._saved_tensors(saved, numbers)
         found = dict(zip(kernel.names, kernel([*tensors, *numbers, dy, *grads.values()], rows), strict=True))
         if self._outside_bias and self._run.flags[0].param_requires_grad[0]:
             found["param", 0, 0] = found["x"].sum(0)

@@ -1,0 +1,130 @@
+"""What a fused op computes again instead of keeping it: what is saved, that the numbers stay, and where it is not done."""
+
+import faulty
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+
+
+class Joint(faulty.Recomputing):
+    """The same, of both passes, with a state of its own."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        result = super().fuser_forward(basic_op_ctxs, input_)
+        basic_op_ctxs[0].save_for_backward(input_.double())
+        return result
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (x,) = basic_op_ctxs[0].saved_tensors
+        return self.basic_ops[0].backward_value(grad_output, x.to(grad_output.dtype)), [()], [()]
+
+    def again(self, x):
+        return super().again(x.float())
+
+
+@pytest.fixture(params=["forward", "joint"])
+def fused(request, register):
+    cls = {"forward": faulty.Recomputing, "joint": Joint}[request.param]
+    register(**{f"{request.param}_fusions": [opfuse.Fusion((ops.GELU,), cls, name="gelu")]})
+
+
+def gradients(chain, x, weight=None):
+    leaves = [x, *(p for p in chain.parameters() if p.requires_grad)]
+    y = chain(x)
+    return torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], torch.ones_like(y))
+
+
+def saved(chain, x):
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        y = chain(x)
+    return shapes, y
+
+
+def separate(step):
+    with opfuse.options(fusion_limit=0):
+        return step()
+
+
+def make(*widths):
+    torch.manual_seed(0)
+    linears = [ops.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    return opfuse.Sequential(*[op for linear in linears for op in (ops.GELU(), linear)])
+
+
+def test_the_next_op_does_not_keep_its_input(fused):
+    chain, x = make(4, 5, 6), torch.randn(3, 4, requires_grad=True)
+    kept, y = saved(chain, x)
+    everything, expected = separate(lambda: saved(chain, x))
+    assert sorted(everything) == sorted([*kept, (3, 4), (3, 5)])
+    assert torch.equal(y, expected)
+    for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_graph_that_is_retained(fused):
+    chain, x = make(4, 4), torch.randn(3, 4, requires_grad=True)
+    y = chain(x)
+    results = [torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)]
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "everything"])
+def test_what_needs_no_gradient_is_neither_kept_nor_computed_again(fused, frozen, monkeypatch):
+    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=frozen == "weight")
+    chain[1].requires_grad_(frozen == "input")
+    chain[1].weight.requires_grad_(False)
+    if frozen == "everything":
+        assert saved(chain, x)[0] == []
+        return
+    expected = separate(lambda: gradients(chain, x))
+    for got, want in zip(gradients(chain, x), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_call_that_does_not_agree_keeps(fused, monkeypatch):
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
+    before = faulty.Recomputing.fuser_forward
+
+    def disagree(self, basic_op_ctxs, input_, **unused):
+        y, extras = before(self, basic_op_ctxs, input_)
+        if basic_op_ctxs[0].recomputable is not False:
+            basic_op_ctxs[0].recomputable = y.clone()  # not what the next op saves
+        return y, extras
+
+    monkeypatch.setattr(faulty.Recomputing, "fuser_forward", disagree)
+    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    assert (3, 4) in saved(chain, x)[0]
+    for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("run", ["checkpoint", "reentrant", "compile"])
+def test_with_what_torch_does_to_a_forward(fused, run):
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
+    expected = separate(lambda: gradients(chain, x))
+    if run == "compile":
+        torch._dynamo.reset()
+        wrapped = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    else:
+        wrapped = lambda x: checkpoint(chain, x, use_reentrant=run == "reentrant")  # noqa: E731
+    x.grad = None
+    wrapped(x).sum().backward()
+    got = [x.grad, *(p.grad for p in chain.parameters())]
+    for mine, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+def test_an_op_that_declares_nothing_keeps_what_it_likes(fused):
+    class Foreign(ops.BasicLinear):
+        saved_names = None
+
+    chain, x = opfuse.Sequential(ops.GELU(), Foreign(4, 4)), torch.randn(3, 4, requires_grad=True)
+    assert saved(chain, x)[0].count((3, 4)) == 2
+    for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(got, want)
