@@ -137,20 +137,15 @@ def choose(
         free = [c for c in group if not any(c.overlaps(other) for other in taken)]
         taken += best_cover(free, len(ops))
     taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
-    beyond = [] if limit is None else taken[limit:]
-    taken = taken[:limit]
+    kept = taken[:limit]
     for loser in candidates:
-        if loser in beyond:
-            finder.refuse(loser.source, loser.start, loser.stop, f"beyond the limit of {limit} fusions")
-        elif loser not in taken:
-            finder.refuse(loser.source, loser.start, loser.stop, _conflict(loser, [*taken, *beyond]))
-    for refusal in finder.refused:
-        logger.debug("refused %s: %s", refusal.fusion, refusal.reason)
-    order = sorted(
-        finder.refused,
-        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason),
+        if loser not in kept:
+            reason = f"beyond the limit of {limit} fusions" if loser in taken else _conflict(loser, taken)
+            finder.refuse(loser.source, loser.start, loser.stop, reason)
+    finder.refused.sort(
+        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason)
     )
-    return Choice(tuple(taken), tuple(order), finder.needs_row_alignment)
+    return Choice(tuple(kept), tuple(finder.refused), finder.needs_row_alignment)
 
 
 @dataclasses.dataclass
@@ -168,6 +163,7 @@ class _Finder:
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
+        logger.debug("refused %s: %s", source.name, reason)
 
     def candidates(self, source: FusionSource) -> list[Candidate]:
         if source.kind == "backward" and not self.env.requires_grad:
@@ -245,17 +241,15 @@ def _run_fusion_function(
     if not isinstance(result, (list, tuple)):
         raise TypeError(f"{source.full_name} must return a list of ops, got {type(result).__name__}")
     found: list[tuple[int, int, FusedOperation | None]] = []
-    position = 0
+    start = stop = 0
     for item in result:
-        width = len(item.basic_ops) if isinstance(item, FusedOperation) else 1
+        basic = list(item.basic_ops) if isinstance(item, FusedOperation) else [item]
+        start, stop = stop, stop + len(basic)
+        _check_order(source, basic, ops[start:stop])
         if isinstance(item, FusedOperation):
-            check_expansion(source, item, ops[position : position + width])
-            found.append((position, position + width, item))
-        elif position >= len(ops) or item is not ops[position]:
-            raise RuntimeError(_mismatch(source, [item], ops[position : position + 1]))
-        position += width
-    if position != len(ops):
-        raise RuntimeError(_mismatch(source, result, ops))
+            found.append((start, stop, item))
+    if stop != len(ops):
+        _check_order(source, result, ops)
     return found
 
 
@@ -263,19 +257,14 @@ def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperati
     """Raise RuntimeError unless ``fused`` stands for exactly ``ops``, in order."""
     if not isinstance(fused, FusedOperation):
         raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
-    basic = list(fused.basic_ops)
-    if len(basic) != len(ops) or any(a is not b for a, b in zip(basic, ops, strict=True)):
-        raise RuntimeError(_mismatch(source, basic, ops))
+    _check_order(source, fused.basic_ops, ops)
 
 
-def _mismatch(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> str:
-    def names(ops: Iterable[Any]) -> str:
-        return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
-
-    return (
-        f"{source.full_name} does not expand to the same basic ops in the same order: "
-        f"expected {names(expected)}, got {names(got)}"
-    )
+def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:
+    if [*map(id, got)] != [*map(id, expected)]:
+        names = [", ".join(type(op).__name__ for op in ops) for ops in (expected, got)]
+        what = "does not expand to the same basic ops in the same order"
+        raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")
 
 
 def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
@@ -284,15 +273,11 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
     candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
-    by_start: dict[int, list[Candidate]] = {}
-    for candidate in candidates:
-        by_start.setdefault(candidate.start, []).append(candidate)
-
     empty: tuple[tuple[float, int, int], tuple[tuple[str, str], ...], tuple[Candidate, ...]] = ((0.0, 0, 0), (), ())
     best = [empty] * (length + 1)
     for i in reversed(range(length)):
         best[i] = best[i + 1]
-        for c in by_start.get(i, ()):
+        for c in [candidate for candidate in candidates if candidate.start == i]:
             (benefit, covered, count), names, rest = best[c.stop]
             option = (
                 (benefit + c.benefit, covered + c.stop - c.start, count - 1),

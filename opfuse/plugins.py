@@ -132,7 +132,9 @@ class Registration:
 
     def unregister(self) -> None:
         """Take the fusion back. Doing it twice does no harm."""
-        self.manager.unregister(self)
+        with self.manager._lock:
+            self.manager._registered = [other for other in self.manager._registered if other is not self]
+            self.manager._changed()
 
 
 class PluginManager:
@@ -210,13 +212,12 @@ class PluginManager:
                     warnings.warn(
                         PluginWarning(f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"), stacklevel=2
                     )
-            chosen = [(selection.position(record), record) for record in self.records]
-            picked = [(index, record) for index, record in chosen if index is not None]
-            picked.sort(key=lambda pair: pair[0])  # stable: sorted order inside one position
-            for _, record in picked:
+            chosen = [record for record in self.records if selection.position(record) is not None]
+            chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
+            for record in chosen:
                 if record.state == "found":
                     self._load(record)
-            return [record for _, record in picked if record.state == "loaded"]
+            return [record for record in chosen if record.state == "loaded"]
 
     def _load(self, record: PluginRecord) -> None:
         record.state = "loading"  # a plugin that plans while it is imported does not load itself again
@@ -328,18 +329,11 @@ class PluginManager:
         if not isinstance(fusion, Fusion) and not callable(fusion):
             raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
         with self._lock:
-            order = len(self._registered) + self.generation
-            rank = (1, -order, 0) if prepend else _rank(None, fusion)
+            rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)  # the latest chooses first
             registration = Registration(self, FusionSource(kind, fusion, None, None, rank))
             self._registered.append(registration)
             self._changed()
         return registration
-
-    def unregister(self, registration: Registration) -> None:
-        """Take back what :meth:`register_fusion` added."""
-        with self._lock:
-            self._registered = [other for other in self._registered if other is not registration]
-            self._changed()
 
     def listing(self) -> list[dict[str, Any]]:
         """Every plugin with its state, after loading what the selection in force leaves. JSON-able.
