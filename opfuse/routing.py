@@ -54,10 +54,7 @@ class Routing:
             (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
         ]
         self.public_outputs = [
-            (i, k)
-            for i, op in enumerate(self.ops)
-            for k in range(op.num_extra_outputs)
-            if op._extra_output_to_caller[k]
+            (i, k) for i, op in enumerate(self.ops) for k, public in enumerate(op._extra_output_to_caller) if public
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         self.later_widths: dict[int, int] = {}
@@ -84,10 +81,10 @@ class Routing:
                     continue
                 if channel not in producers:
                     raise ValueError(f"channel {channel!r} read by {self.name(i)} has no producer in this chain{hint}")
-                if producers[channel][0] >= i:
-                    writer = self.name(producers[channel][0])
+                source = self.sources[i, k] = producers[channel]
+                if source[0] >= i:
+                    writer = self.name(source[0])
                     raise ValueError(f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}")
-                self.sources[i, k] = producers[channel]
 
     def name(self, index: int) -> str:
         """An op as error messages call it."""

@@ -66,11 +66,12 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
     return tuple(check_size(op, name, size) for size in shape)
 
 
-def refuse(op: object, given: bool, argument: str, feature: str) -> None:
-    """Refuse an argument of a feature that does not exist yet, if it is given."""
-    if given:
-        name = type(op).__name__
-        raise NotImplementedError(f"{name}: {argument} is not supported, {feature} comes with a later release")
+def refuse(op: object, feature: str, **arguments: Any) -> None:
+    """Refuse arguments of a feature that does not exist yet, where they are given."""
+    for name, value in arguments.items():
+        if value not in (None, False):
+            what = f"{type(op).__name__}: {name}={value!r} is not supported"
+            raise NotImplementedError(f"{what}, {feature} comes with a later release")
 
 
 class PassThrough(BasicOperation):

@@ -52,7 +52,6 @@ class AddExtraInput(_JoinOrFork):
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
-        assert extra is not None
         if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
             return extra.detach().add_(input_), [()]
         return input_ + extra, [()]
