@@ -143,15 +143,14 @@ def _why_unfused() -> str:
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
     places: dict[OperationFuser, dict[str, Any]] = {}
-    alone: dict[FusibleOperation, str] = {}
+    alone: dict[nn.Module, str] = {}
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
         groups = value if isinstance(value, list) else [value]
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
-            cut = alone.get(module, "") if isinstance(module, FusibleOperation) else ""
-            places[fuser] = {**place, "cut": cut}
+            places[fuser] = {**place, "cut": alone.get(module, "")}
             for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
                 hooked = [segment for segment in segments if not isinstance(segment, OperationFuser)]
                 kinds = {op: _hook_kind(op) or "removed" for op in hooked}
@@ -196,11 +195,6 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 # Text
 
 
-def describe_plan(plan: FusionPlan) -> str:
-    """A plan as text."""
-    return "\n".join(_describe_passes(plan, "no gradient is needed", _MATCHES_NOTHING, ""))
-
-
 def _describe_calls(calls: Sequence[Call]) -> list[str]:
     if not calls:
         return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
@@ -213,9 +207,9 @@ def _describe_calls(calls: Sequence[Call]) -> list[str]:
         lines += wrap(f"Nothing is fused: {everywhere}.", "")
     for call, numbers in _alike(calls).items():
         lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
-        lines += wrap(call.cut, "  ") if call.cut else []
+        lines += wrap(call.cut, "  ")
         no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
-        lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+        lines += describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
         for note in call.notes:
             lines += wrap(note, "  ", "    ")
     return lines
@@ -249,9 +243,9 @@ def _why_none(plan: FusionPlan, unfused: str) -> str:
     return reason and f"nothing is fused: {reason}"
 
 
-def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) -> list[str]:
-    reason = _why_none(plan, unfused)
-    lines = wrap(reason, indent) if reason else []
+def describe_passes(plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTHING, indent: str = "") -> list[str]:
+    """A plan as lines of text; ``no_grad`` and ``unfused`` say why there is no backward, and no candidate."""
+    lines = wrap(_why_none(plan, unfused), indent)
     lines += _describe_steps("forward", plan.forward, indent)
     none = [f"{indent}backward: none, {no_grad}"]
     lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
@@ -298,7 +292,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines, behind ``indent``, all but the first behind ``rest`` if that is given."""
+    """A text as lines, none for none, behind ``indent``, all but the first behind ``rest`` if that is given."""
     wrapper = textwrap.TextWrapper(max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(text) or [indent]
+    return wrapper.wrap(text)

@@ -72,9 +72,9 @@ class FusionPlan:
     refused: tuple[Refusal, ...] = ()
 
     def __str__(self) -> str:
-        from .explain import describe_plan
+        from .explain import describe_passes
 
-        return describe_plan(self)
+        return "\n".join(describe_passes(self, "no gradient is needed"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,19 +169,13 @@ class _Finder:
         if source.kind == "backward" and not self.env.requires_grad:
             return []
         found = []
-        for start, stop, op in self._matches(source):
+        for start, stop, op in _matches(source, self.ops, self.env):
             benefit = self._reason_against(source, start, stop, op) or self._benefit(source, start, stop)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
                 found.append(Candidate(source, start, stop, benefit, op))
         return found
-
-    def _matches(self, source: FusionSource) -> list[tuple[int, int, FusedOperation | None]]:
-        fusion = source.fusion
-        if isinstance(fusion, Fusion):
-            return [(i, j, None) for i in range(len(self.ops)) for j in fusion.match(self.ops, i)]
-        return _run_fusion_function(source, self.ops, self.env)
 
     def _reason_against(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> str | None:
         if source.kind == "backward" and start < self.boundary:
@@ -227,10 +221,12 @@ def warn_about(source: FusionSource, what: str) -> str:
     return what
 
 
-def _run_fusion_function(
+def _matches(
     source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
 ) -> list[tuple[int, int, FusedOperation | None]]:
-    assert not isinstance(source.fusion, Fusion)
+    """Where a pattern matches, or what a fusion function replaced, with the op that it built."""
+    if isinstance(source.fusion, Fusion):
+        return [(i, j, None) for i in range(len(ops)) for j in source.fusion.match(ops, i)]
     try:
         result = source.fusion(list(ops), recipe=env.recipe)
     except Exception as error:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import pluggy
@@ -24,11 +24,6 @@ from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .scope import Scope, Setting
-
-if sys.version_info >= (3, 12):
-    import importlib.metadata as metadata
-else:
-    import importlib_metadata as metadata
 
 _FUSION_HOOKS = {kind: f"opfuse_{kind}_fusions" for kind in PASSES}
 
@@ -165,16 +160,14 @@ class PluginManager:
                 if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
                     continue
                 seen.add(normalize(name))
-                found = [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]
+                for ep in [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]:
+                    record = PluginRecord(ep.name, name, version, ep.group, ep.load)
+                    if ep.group != hookspecs.GROUP:
+                        record.state = "incompatible"
+                        record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                    self.records.append(record)
             except Exception as error:  # told when plugins are needed, unless this one is blocked
                 self.records.append(PluginRecord(name, name, version, broken=error))
-                continue
-            for ep in found:
-                record = PluginRecord(ep.name, name, version, ep.group, ep.load)
-                if ep.group != hookspecs.GROUP:
-                    record.state = "incompatible"
-                    record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
-                self.records.append(record)
         self.records.sort(key=lambda record: record.key)
 
     def register(

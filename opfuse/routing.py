@@ -57,8 +57,7 @@ class Routing:
             (i, k) for i, op in enumerate(self.ops) for k, public in enumerate(op._extra_output_to_caller) if public
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
-        self.later_widths: dict[int, int] = {}
-        self.width = self._infer_widths()
+        self._infer_widths()
         for op in self.ops:
             op._channels_captured = True
 
@@ -96,7 +95,7 @@ class Routing:
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
         )
 
-    def _infer_widths(self) -> int | None:
+    def _infer_widths(self) -> None:
         """Follow the last dimension through the chain.
 
         The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand then
@@ -107,9 +106,9 @@ class Routing:
         anchor, ratio = 0, 1
         for i, op in enumerate(self.ops):
             if op.in_features is not None:
-                if value is None and anchor not in demands:
+                if value is None:
                     demands[anchor] = op.in_features * ratio
-                elif value is not None and value != op.in_features:
+                elif value != op.in_features:
                     takes = f"{self.name(i)} takes {op.in_features} features in the last dimension"
                     raise ValueError(f"{takes}, but the ops before it give {value}")
                 value = op.in_features
@@ -125,5 +124,5 @@ class Routing:
                 )
             else:
                 value //= op.feature_ratio
-        self.later_widths = {i: width for i, width in demands.items() if i}
-        return demands.get(0)
+        self.width = demands.pop(0, None)
+        self.later_widths = demands

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
 
-Shape = tuple[int, ...]
 Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
 """What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
@@ -53,7 +52,7 @@ def check_size(op: object, name: str, value: Any) -> int:
     return value
 
 
-def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
+def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     """The shape that an int or an iterable of ints stands for.
 
     Raises:

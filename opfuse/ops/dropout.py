@@ -43,11 +43,9 @@ class Dropout(BasicOperation):
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output; saves ``(mask,)``: True where an element stays, or None where all do."""
-        if not self.training or not self.p:
-            if ctx.requires_grad:
-                ctx.save_for_backward(None)
-            return input_
-        y, mask = torch.native_dropout(input_, self.p, True)
+        y, mask = input_, None
+        if self.training and self.p:
+            y, mask = torch.native_dropout(input_, self.p, True)
         if ctx.requires_grad:
             ctx.save_for_backward(mask if ctx.input_requires_grad else None)
         return y

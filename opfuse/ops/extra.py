@@ -67,17 +67,13 @@ class AddExtraInput(_JoinOrFork):
             raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
         if not self.in_place or self._extra_input_channels[0] is not None or torch.compiler.is_compiling():
             return False
-        if ctx.requires_grad:
-            self._check_writable(extra)
-        return True
-
-    def _check_writable(self, extra: Tensor) -> None:
-        for tensor in (extra, extra._base if extra._is_view() else None):
+        for tensor in (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ():
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
                 raise RuntimeError(
                     f"{type(self).__name__}(in_place=True) got {'a view of ' if tensor is not extra else ''}a leaf "
                     "that requires grad as extra input, and must not write into it: pass in_place=False, or a copy"
                 )
+        return True
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """Both gradients are ``grad_output`` itself."""
