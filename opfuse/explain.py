@@ -255,7 +255,9 @@ def describe_passes(plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTH
     if count := len(plan.refused) - len(shown):
         lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
-        lines += _describe_refusal(refusal, times, indent + "  ")
+        title = f"{refusal.kind} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
+        title += f", on {' + '.join(refusal.basic_ops)}" + (f" ({times} times)" if times > 1 else "")
+        lines += [*wrap(title, indent + "  ", indent + "      "), *wrap(refusal.reason, indent + "    ")]
     return lines
 
 
@@ -278,13 +280,6 @@ def _describe_step(step: PlanStep) -> str:
         return "not fused" if step.basic_ops else "added: the op before cannot write what the next one reads"
     op = "" if step.op == step.fusion else f" as {step.op}"
     return f"fused by {step.fusion}{op}, {step.owner}"
-
-
-def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
-    owner = refusal.distribution or "registered in code"
-    title = f"{refusal.kind} {refusal.fusion}, {owner}, on {' + '.join(refusal.basic_ops)}"
-    title += f" ({times} times)" if times > 1 else ""
-    return [*wrap(title, indent, indent + "    "), *wrap(refusal.reason, indent + "  ")]
 
 
 def _count(number: int, noun: str) -> str:

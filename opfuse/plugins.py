@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -24,8 +25,6 @@ from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .scope import Scope, Setting
-
-_FUSION_HOOKS = {kind: f"opfuse_{kind}_fusions" for kind in PASSES}
 
 
 def is_strict() -> bool:
@@ -232,9 +231,7 @@ class PluginManager:
                     raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
             record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
             stage = "hook call"
-            record.fusions = tuple(
-                (kind, fusion) for kind, hook in _FUSION_HOOKS.items() for fusion in self._fusions(record, hook)
-            )
+            record.fusions = tuple((kind, fusion) for kind in PASSES for fusion in self._fusions(record, kind))
             for recipes in self._call(record, "opfuse_recipes"):
                 record.recipes.update(_checked_recipes(recipes))
             record.state = "loaded"
@@ -252,7 +249,8 @@ class PluginManager:
             if impl.plugin is record.plugin:
                 yield impl.function(*[kwargs[name] for name in impl.argnames])
 
-    def _fusions(self, record: PluginRecord, hook: str) -> Iterator[FusionLike]:
+    def _fusions(self, record: PluginRecord, kind: str) -> Iterator[FusionLike]:
+        hook = f"opfuse_{kind}_fusions"
         for result in self._call(record, hook):
             if not isinstance(result, (list, tuple)):
                 raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
@@ -294,10 +292,7 @@ class PluginManager:
 
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""
-        found: dict[str, type[Recipe]] = {}
-        for record in self.active(self.scope.selection):
-            found = {**record.recipes, **found}
-        return found
+        return dict(ChainMap(*(record.recipes for record in self.active(self.scope.selection))))
 
     def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
         """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.

@@ -18,12 +18,9 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
     """The basic ops that ``ops`` stand for."""
     basic: list[BasicOperation] = []
     for op in ops:
-        if isinstance(op, FusedOperation):
-            basic.extend(op.basic_ops)  # type: ignore[arg-type]
-        elif isinstance(op, BasicOperation):
-            basic.append(op)
-        else:
+        if not isinstance(op, (BasicOperation, FusedOperation)):
             raise TypeError(f"a fuser takes basic and fused ops, got {type(op).__name__}")
+        basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
 

@@ -139,8 +139,8 @@ class BasicLinear(BasicOperation):
 
 
 def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
-    rows, x_rows = [torch.atleast_2d(tensor).flatten(0, -2) for tensor in (grad_output, x)]
-    return rows.t().mm(x_rows)
+    dy_rows, x_rows = [tensor.unsqueeze(0).flatten(0, -2) for tensor in (grad_output, x)]
+    return dy_rows.t().mm(x_rows)
 
 
 def _quantized_operands(

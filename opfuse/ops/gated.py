@@ -102,9 +102,8 @@ class GatedActivation(Activation):
         dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
         return dx if out is None else out.copy_(dx)
 
-    def gate_gradient(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
-        return torch.mul(grad_output, self.derivative(x), out=out)
+    gate_gradient = Activation.backward_value
+    """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
 
 
 class _InHalves(GatedActivation):

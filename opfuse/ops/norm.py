@@ -31,6 +31,7 @@ class _Norm(BasicOperation):
     ) -> None:
         super().__init__()
         self.normalized_shape = check_shape(self, "normalized_shape", normalized_shape)
+        self._dims = tuple(range(-len(self.normalized_shape), 0))
         self.in_features = self.out_features = self.normalized_shape[-1]
         self.eps = float(eps)
         self.zero_centered_gamma = zero_centered_gamma
@@ -149,9 +150,8 @@ class RMSNorm(_Norm):
         self._check_input(input_)
         (weight,) = ctx.params
         dtype = wide(input_.dtype)
-        dims = tuple(range(-len(self.normalized_shape), 0))
         x = cast(input_, dtype)
-        rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps)
+        rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(input_, weight if ctx.input_requires_grad else None, rstd)
         return cast(x * rstd * self._scale(weight, dtype), ctx.dtype or input_.dtype)
@@ -160,15 +160,13 @@ class RMSNorm(_Norm):
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
         input_, weight, rstd = ctx.saved_tensors
         dtype = rstd.dtype
-        dims = tuple(range(-len(self.normalized_shape), 0))
         normalized, dy = cast(input_, dtype) * rstd, cast(grad_output, dtype)
         dx = dw = None
         if weight is not None:
             g = dy * self._scale(weight, dtype)
-            dx = rstd * (g - normalized * (g * normalized).mean(dims, keepdim=True))
-            dx = cast(dx, input_.dtype)
+            dx = cast(rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), input_.dtype)
         if ctx.param_requires_grad[0]:
-            dw = sum_rows(dy * normalized, len(dims))
+            dw = sum_rows(dy * normalized, len(self._dims))
         return dx, (dw,)
 
 
