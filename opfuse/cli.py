@@ -108,8 +108,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     for start, row in zip(starts[1:], rows, strict=True):
         fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
         lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
-        if row["error"]:
-            lines += wrap(" ".join(row["error"].split()), "    ", "    ")
+        lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from .fuser import OperationFuser
+from .plan import FusionPlan
 from .plugins import manager
 from .quantization import Quantizer, Recipe
 from .scope import Options, Recorder, Setting
-
-if TYPE_CHECKING:
-    from .fuser import OperationFuser
-    from .plan import FusionPlan
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 

@@ -152,13 +152,11 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
             for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
-                hooked = [segment for segment in segments if not isinstance(segment, OperationFuser)]
-                kinds = {op: _hook_kind(op) or "removed" for op in hooked}
+                kinds = {op: _hook_kind(op) or "removed" for op in segments if not isinstance(op, OperationFuser)}
                 alone |= {op: f"on its own, for it has {kind} hooks" for op, kind in kinds.items()}
                 names = dict.fromkeys(f"{op_class(op).__name__}, which has {kind} hooks" for op, kind in kinds.items())
-                for segment in segments:
-                    if isinstance(segment, OperationFuser):
-                        places[segment] = {**place, "cut": "cut at " + " and ".join(names)}
+                cut = {**place, "cut": "cut at " + " and ".join(names)}
+                places |= {segment: cut for segment in segments if isinstance(segment, OperationFuser)}
     return places
 
 

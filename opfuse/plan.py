@@ -170,14 +170,15 @@ class _Finder:
             return []
         found = []
         for start, stop, op in _matches(source, self.ops, self.env):
-            benefit = self._reason_against(source, start, stop, op) or self._benefit(source, start, stop)
+            benefit = self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
                 found.append(Candidate(source, start, stop, benefit, op))
         return found
 
-    def _reason_against(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> str | None:
+    def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
+        """The benefit, or the sentence that says why it is no reason to fuse."""
         if source.kind == "backward" and start < self.boundary:
             return f"no gradient is needed before op {self.boundary}"
         if (source, start, stop) in self.excluded:
@@ -189,27 +190,20 @@ class _Finder:
                 if takes is not None and name not in takes:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
         if not isinstance(fusion, Fusion):
-            return None
+            return 2 * (stop - start - 1)
         self.needs_row_alignment |= fusion.needs_row_alignment
         env = self.env if fusion.needs_row_alignment else self.env._replace(row_alignment=1)
+        asked = "condition"
         try:
             answer = fusion.when is None or fusion.when(self.ops[start:stop], env)
+            asked = "benefit"
+            benefit = fusion.benefit_of(self.ops[start:stop], env) if answer is True else 0
         except Exception as error:
-            return warn_about(source, f"its condition raised {type(error).__name__}: {error}")
-        if answer is True:
-            return None
+            return warn_about(source, f"its {asked} raised {type(error).__name__}: {error}")
         if isinstance(answer, str) and answer:
             return answer
-        return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
-
-    def _benefit(self, source: FusionSource, start: int, stop: int) -> float | str:
-        """The benefit, or the sentence that says why it is no reason to fuse."""
-        if not isinstance(source.fusion, Fusion):
-            return 2 * (stop - start - 1)
-        try:
-            benefit = source.fusion.benefit_of(self.ops[start:stop], self.env)
-        except Exception as error:
-            return warn_about(source, f"its benefit raised {type(error).__name__}: {error}")
+        if answer is not True:
+            return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
         if not (isinstance(benefit, (int, float)) and math.isfinite(benefit)):
             return warn_about(source, f"its benefit is {benefit!r} instead of a finite number")
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit

@@ -434,6 +434,18 @@ def test_row_alignment_is_told_to_those_who_ask(fused, register):
     assert seen == {"asks": [16, 8, 1], "does not": [1, 1, 1]}  # one plan per alignment
 
 
+def test_a_benefit_sees_the_row_alignment_that_the_condition_sees(fused, register):
+    seen = {"asks": [], "does not": []}
+
+    def benefit(who):
+        return lambda ops, env: seen[who].append(env.row_alignment) or 2
+
+    asking = Fusion([A, B], fused("Asking"), benefit=benefit("asks"), needs_row_alignment=True)
+    register(forward_fusions=[asking, Fusion([B, C], fused("Other"), benefit=benefit("does not"))])
+    opfuse.Sequential(A(), B(), C())(torch.ones(8, 2))
+    assert seen == {"asks": [8], "does not": [1]}
+
+
 def test_without_anybody_who_asks_row_alignment_is_no_part_of_the_key(fused, register):
     planned = []
     register(forward_fusions=[Fusion([A, B], fused("AB"), lambda ops, env: planned.append(env) is None)])

@@ -112,7 +112,7 @@ class BasicLinear(BasicOperation):
         (weight,) = ctx.params
         dtype = ctx.dtype
         if ctx.quantizers[0]:
-            return _quantized_operands(ctx, input_, weight, dtype or input_.dtype)
+            return _quantized_operands(ctx, input_)
         x: Any = input_
         if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
@@ -143,10 +143,9 @@ def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
     return dy_rows.t().mm(x_rows)
 
 
-def _quantized_operands(
-    ctx: OperationContext, input_: Tensor | QuantizedTensor, weight: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _quantized_operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
     """The operands as they come out of quantization; saves them quantized, or as they were."""
+    (weight,), dtype = ctx.params, ctx.dtype or input_.dtype
     quantize_input, quantize_weight = ctx.quantizers[0]
     x, w = quantize_input(input_), quantize_weight(weight)
     if ctx.requires_grad:
