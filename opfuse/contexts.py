@@ -31,10 +31,8 @@ class options(Setting):
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
             if "." not in name and name not in _CORE_OPTIONS:
-                raise ValueError(
-                    f"unknown option {name!r}: the core has {sorted(_CORE_OPTIONS)}, "
-                    "a plugin's option is named '<plugin>.<option>'"
-                )
+                known = f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named '<plugin>.<option>'"
+                raise ValueError(f"unknown option {name!r}: {known}")
             expected = _CORE_OPTIONS.get(name)
             if expected is not None and type(value) is not expected:
                 raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")

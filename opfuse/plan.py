@@ -263,20 +263,16 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
     candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
-    empty: tuple[tuple[float, int, int], tuple[tuple[str, str], ...], tuple[Candidate, ...]] = ((0.0, 0, 0), (), ())
+    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Candidate, ...]] = (0.0, 0, 0, (), ())
     best = [empty] * (length + 1)
     for i in reversed(range(length)):
         best[i] = best[i + 1]
         for c in [candidate for candidate in candidates if candidate.start == i]:
-            (benefit, covered, count), names, rest = best[c.stop]
-            option = (
-                (benefit + c.benefit, covered + c.stop - c.start, count - 1),
-                ((c.source.distribution or "", c.source.name), *names),
-                (c, *rest),
-            )
-            if option[0] > best[i][0] or (option[0] == best[i][0] and option[1] < best[i][1]):
-                best[i] = option
-    return list(best[0][2])
+            cost, left, count, names, rest = best[c.stop]  # the smaller, the better
+            name = c.source.distribution or "", c.source.name
+            option = cost - c.benefit, left - (c.stop - c.start), count + 1, (name, *names), (c, *rest)
+            best[i] = min(best[i], option, key=lambda cover: cover[:4])
+    return list(best[0][4])
 
 
 def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:

@@ -201,9 +201,8 @@ class PluginManager:
             for name in selection.only or selection.blocked:
                 if name not in self._warned and not any(record.answers_to(name) for record in self.records):
                     self._warned.add(name)
-                    warnings.warn(
-                        PluginWarning(f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"), stacklevel=2
-                    )
+                    what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
+                    warnings.warn(PluginWarning(what), stacklevel=2)
             chosen = [record for record in self.records if selection.position(record) is not None]
             chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
             for record in chosen:
@@ -264,14 +263,9 @@ class PluginManager:
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():
             raise error
-        warnings.warn(
-            PluginWarning(
-                f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}. "
-                f"Everything else works without it; OPFUSE_PLUGINS=-{record.name} silences this, "
-                "OPFUSE_STRICT=1 raises it."
-            ),
-            stacklevel=3,
-        )
+        what = f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}"
+        switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
+        warnings.warn(PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3)
 
     # What plugins give
 

@@ -116,9 +116,8 @@ class Routing:
             elif value is None:
                 ratio *= op.feature_ratio
             elif value % op.feature_ratio:
-                raise ValueError(
-                    f"{self.name(i)} splits its features into {op.feature_ratio}, but gets {value} of them"
-                )
+                splits = f"{self.name(i)} splits its features into {op.feature_ratio}"
+                raise ValueError(f"{splits}, but gets {value} of them")
             else:
                 value //= op.feature_ratio
         self.width = demands.pop(0, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -71,6 +71,11 @@ def refuse(op: object, feature: str, **arguments: Any) -> None:
         if value not in (None, False):
             what = f"{type(op).__name__}: {name}={value!r} is not supported"
             raise NotImplementedError(f"{what}, {feature} comes with a later release")
+
+
+def shows(*names: str) -> Callable[[Any], str]:
+    """An ``extra_repr``: those of the attributes that are not None, with their values."""
+    return lambda op: ", ".join(f"{name}={value}" for name in names if (value := getattr(op, name)) is not None)
 
 
 class PassThrough(BasicOperation):

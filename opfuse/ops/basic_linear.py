@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..op import BasicOperation, OperationContext
 from ..plugins import manager
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
-from ._common import Grads, check_size, refuse
+from ._common import Grads, check_size, refuse, shows
 
 
 class BasicLinear(BasicOperation):
@@ -79,9 +79,7 @@ class BasicLinear(BasicOperation):
         if "_owner" not in self.__dict__ and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def extra_repr(self) -> str:
-        """The sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+    extra_repr = shows("in_features", "out_features")
 
     # Quantizers
 

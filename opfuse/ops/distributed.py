@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads
+from ._common import Grads, shows
 
 
 class _Collective(BasicOperation):
@@ -28,9 +28,7 @@ class _Collective(BasicOperation):
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
 
-    def extra_repr(self) -> str:
-        """How many processes take part."""
-        return f"process_group_size={self.process_group_size}"
+    extra_repr = shows("process_group_size")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads
+from ._common import Grads, shows
 
 
 class Dropout(BasicOperation):
@@ -35,9 +35,7 @@ class Dropout(BasicOperation):
             raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
         self.p = float(p)
 
-    def extra_repr(self) -> str:
-        """The probability."""
-        return f"p={self.p}"
+    extra_repr = shows("p")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op import OperationContext
-from ._common import AllGrads, ExtraTensorOperation, Outputs
+from ._common import AllGrads, ExtraTensorOperation, Outputs, shows
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -22,9 +22,7 @@ class _JoinOrFork(ExtraTensorOperation):
         super().__init__()
         self.in_place = in_place
 
-    def extra_repr(self) -> str:
-        """Whether it works in place."""
-        return f"in_place={self.in_place}"
+    extra_repr = shows("in_place")
 
 
 class AddExtraInput(_JoinOrFork):
@@ -69,10 +67,9 @@ class AddExtraInput(_JoinOrFork):
             return False
         for tensor in (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ():
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{type(self).__name__}(in_place=True) got {'a view of ' if tensor is not extra else ''}a leaf "
-                    "that requires grad as extra input, and must not write into it: pass in_place=False, or a copy"
-                )
+                what = "a leaf" if tensor is extra else "a view of a leaf"
+                who = f"{type(self).__name__}(in_place=True) got {what} that requires grad as extra input"
+                raise RuntimeError(f"{who}, and must not write into it: pass in_place=False, or a copy")
         return True
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._common import cast, check_size, wide
+from ._common import cast, check_size, shows, wide
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -48,9 +48,7 @@ class GatedActivation(Activation):
         """Derivative of :meth:`linear_value`; None means 1."""
         return None
 
-    def extra_repr(self) -> str:
-        """The interleaving, if there is any."""
-        return "" if self.glu_interleave_size is None else f"glu_interleave_size={self.glu_interleave_size}"
+    extra_repr = shows("glu_interleave_size")
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The gate and the linear half of ``(..., 2 n)``, each ``(..., n)``.
@@ -210,9 +208,7 @@ class SiTUGLU(GatedActivation):
         t = torch.tanh(b / self.beta2)
         return 1 - t * t
 
-    def extra_repr(self) -> str:
-        """The bounds, and the interleaving if there is any."""
-        return ", ".join(filter(None, (f"beta1={self.beta1}, beta2={self.beta2}", super().extra_repr())))
+    extra_repr = shows("beta1", "beta2", "glu_interleave_size")
 
 
 class ClampedSwiGLU(GatedActivation):
@@ -265,7 +261,4 @@ class ClampedSwiGLU(GatedActivation):
         """1 within the limits, ends included, else 0."""
         return (b.abs() <= self.limit).to(b.dtype)
 
-    def extra_repr(self) -> str:
-        """The constants, and the interleaving if there is any."""
-        text = f"limit={self.limit}, alpha={self.alpha}, glu_linear_offset={self.glu_linear_offset}"
-        return ", ".join(filter(None, (text, super().extra_repr())))
+    extra_repr = shows("limit", "alpha", "glu_linear_offset", "glu_interleave_size")

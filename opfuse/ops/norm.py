@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads, cast, check_shape, sum_rows, wide
+from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 
 
 class _Norm(BasicOperation):
@@ -194,9 +194,7 @@ class L2Normalization(BasicOperation):
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
 
-    def extra_repr(self) -> str:
-        """The constant."""
-        return f"eps={self.eps}"
+    extra_repr = shows("eps")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any

@@ -47,10 +47,8 @@ class ScaledActivation(ExtraTensorOperation):
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
         if scales.shape != input_.shape[:-1]:
-            raise ValueError(
-                f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])} "
-                f"for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
-            )
+            expected = f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])}"
+            raise ValueError(f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}")
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
             # scales out of a channel, or traced ones, do not tell
