@@ -41,7 +41,6 @@ class AddExtraInput(_JoinOrFork):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
-    grad_input = "shared"
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__(in_place=in_place)

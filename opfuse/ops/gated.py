@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._common import cast, check_size, shows, wide
+from ._common import cast, check_size, shows, widen
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -77,20 +77,17 @@ class GatedActivation(Activation):
 
     def forward_value(self, x: Tensor) -> Tensor:
         """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""
-        a, b = self.split(x)
-        dtype = wide(x.dtype)
-        y = self.value(cast(a, dtype)) * self.linear_value(cast(b, dtype))
-        return cast(y, x.dtype)
+        a, b = self.split(widen(x))
+        return cast(self.value(a) * self.linear_value(b), x.dtype)
 
     def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
-        dtype = wide(x.dtype)
-        a, b = self.split(x)
-        a, b, dy = cast(a, dtype), cast(b, dtype), cast(grad_output, dtype)
+        wide_x, dy = widen(x), widen(grad_output)
+        a, b = self.split(wide_x)
         slope = self.linear_derivative(b)
         grad_gate = dy * self.linear_value(b)
         grad_linear = dy if slope is None else dy * slope
-        if self.glu_interleave_size is None and dtype is x.dtype and not torch.compiler.is_compiling():
+        if self.glu_interleave_size is None and wide_x is x and not torch.compiler.is_compiling():
             dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
             da, db = dx.chunk(2, -1)
             self.gate_gradient(grad_gate, a, out=da)
