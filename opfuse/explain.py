@@ -57,7 +57,24 @@ class Explanation:
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        return "\n".join(_describe_calls(self.calls))
+        calls = self.calls
+        if not calls:
+            return "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."
+        fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
+        fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
+        lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
+        unfused = {call.unfused for call in calls}
+        everywhere = unfused.pop() if len(unfused) == 1 else ""
+        if everywhere:
+            lines += wrap(f"Nothing is fused: {everywhere}.", "")
+        for call, numbers in _alike(calls).items():
+            lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
+            lines += wrap(call.cut, "  ")
+            no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
+            lines += describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+            for note in call.notes:
+                lines += wrap(note, "  ", "    ")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -191,26 +208,6 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
 
 # Text
-
-
-def _describe_calls(calls: Sequence[Call]) -> list[str]:
-    if not calls:
-        return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
-    fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
-    fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
-    lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
-    unfused = {call.unfused for call in calls}
-    everywhere = unfused.pop() if len(unfused) == 1 else ""
-    if everywhere:
-        lines += wrap(f"Nothing is fused: {everywhere}.", "")
-    for call, numbers in _alike(calls).items():
-        lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
-        lines += wrap(call.cut, "  ")
-        no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
-        lines += describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
-        for note in call.notes:
-            lines += wrap(note, "  ", "    ")
-    return lines
 
 
 def _alike(calls: Sequence[Call]) -> dict[Call, list[int]]:

@@ -21,6 +21,7 @@ class _JoinOrFork(ExtraTensorOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+        self.differentiable = not (in_place and self.num_extra_inputs)  # it is the forward that writes into those
 
     extra_repr = shows("in_place")
 
@@ -41,10 +42,6 @@ class AddExtraInput(_JoinOrFork):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__(in_place=in_place)
-        self.differentiable = not in_place
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The sum; saves nothing."""
@@ -87,7 +84,6 @@ class MakeExtraOutput(_JoinOrFork):
 
     num_extra_outputs = 1
     grad_input = "same"
-    differentiable = True
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The input twice, as two tensor objects: an autograd function must not return one object twice."""

@@ -100,10 +100,9 @@ class LayerNorm(_Norm):
         scale, shift = self._scale(weight, dtype), cast(bias, dtype)
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
+            saved = (input_, weight if ctx.input_requires_grad else None, mean, rstd)
             needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            statistics = (mean, rstd) if needed else (None, None)
-            scaled_by = weight if ctx.input_requires_grad else None
-            ctx.save_for_backward(input_ if needed else None, scaled_by, *statistics)
+            ctx.save_for_backward(*(saved if needed else (None,) * 4))
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
@@ -203,8 +202,7 @@ class L2Normalization(BasicOperation):
         x = cast(input_, wide(input_.dtype))
         rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
         if ctx.requires_grad:
-            needed = ctx.input_requires_grad
-            ctx.save_for_backward(input_ if needed else None, rstd if needed else None)
+            ctx.save_for_backward(*((input_, rstd) if ctx.input_requires_grad else (None, None)))
         return cast(x * rstd, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
