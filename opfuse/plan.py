@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -165,17 +165,15 @@ class _Finder:
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource) -> list[Candidate]:
+    def candidates(self, source: FusionSource) -> Iterator[Candidate]:
         if source.kind == "backward" and not self.env.requires_grad:
-            return []
-        found = []
+            return
         for start, stop, op in _matches(source, self.ops, self.env):
             benefit = self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
-                found.append(Candidate(source, start, stop, benefit, op))
-        return found
+                yield Candidate(source, start, stop, benefit, op)
 
     def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
