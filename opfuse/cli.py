@@ -26,9 +26,6 @@ class _UserError(click.ClickException):
 
     exit_code = 2
 
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
-
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
@@ -53,7 +50,7 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _UserError(f"{what} {type(error).__name__}: {error}") from error
+        raise _UserError(" ".join(f"{what} {type(error).__name__}: {error}".split())) from error
 
 
 @click.group(invoke_without_command=True)
@@ -111,8 +108,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     for start, row in zip(starts[1:], rows, strict=True):
         fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
         lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
-        if row["error"]:
-            lines += wrap(" ".join(row["error"].split()), "    ", "    ")
+        lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
 
 

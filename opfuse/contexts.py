@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from .fuser import OperationFuser
+from .plan import FusionPlan
 from .plugins import manager
 from .quantization import Quantizer, Recipe
 from .scope import Options, Recorder, Setting
-
-if TYPE_CHECKING:
-    from .fuser import OperationFuser
-    from .plan import FusionPlan
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
 
@@ -33,10 +31,8 @@ class options(Setting):
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
             if "." not in name and name not in _CORE_OPTIONS:
-                raise ValueError(
-                    f"unknown option {name!r}: the core has {sorted(_CORE_OPTIONS)}, "
-                    "a plugin's option is named '<plugin>.<option>'"
-                )
+                known = f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named '<plugin>.<option>'"
+                raise ValueError(f"unknown option {name!r}: {known}")
             expected = _CORE_OPTIONS.get(name)
             if expected is not None and type(value) is not expected:
                 raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")
@@ -101,29 +97,27 @@ class _Recompute(Recorder):
     def __init__(self, forward: _Forward) -> None:
         super().__init__(manager.scope)
         self._forward = forward
-        self._outside = forward.settings
-        self._position = 0
-        self._after: dict[tuple[int, str], tuple[Quantizer, Tensor]] = {}
+        self._after: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> _Recompute:
         super().__enter__()
         self._outside, self.scope.settings = self.scope.settings, self._forward.settings
-        self._position, self._after = 0, {}
+        self._states = iter(self._forward.states)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
         self.scope.settings = self._outside
-        for (_, name), (quantizer, value) in self._after.items():
-            getattr(quantizer, name).copy_(value)
+        while self._after:
+            state, value = self._after.pop()
+            state.copy_(value)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Put the state back that the chain started from. Not for an outer recorder: it was told in the forward."""
-        for quantizer, name, before in self._forward.states[self._position]:
+        for quantizer, name, before in next(self._states):
             state = getattr(quantizer, name)
-            self._after.setdefault((id(quantizer), name), (quantizer, state.clone()))
+            self._after.append((state, state.clone()))
             state.copy_(before)
-        self._position += 1
 
 
 def checkpoint_contexts() -> tuple[_Forward, _Recompute]:

@@ -57,7 +57,24 @@ class Explanation:
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        return "\n".join(_describe_calls(self.calls))
+        calls = self.calls
+        if not calls:
+            return "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."
+        fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
+        fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
+        lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
+        unfused = {call.unfused for call in calls}
+        everywhere = unfused.pop() if len(unfused) == 1 else ""
+        if everywhere:
+            lines += wrap(f"Nothing is fused: {everywhere}.", "")
+        for call, numbers in _alike(calls).items():
+            lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
+            lines += wrap(call.cut, "  ")
+            no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
+            lines += describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
+            for note in call.notes:
+                lines += wrap(note, "  ", "    ")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -143,23 +160,20 @@ def _why_unfused() -> str:
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
     places: dict[OperationFuser, dict[str, Any]] = {}
-    alone: dict[FusibleOperation, str] = {}
+    alone: dict[nn.Module, str] = {}
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
         groups = value if isinstance(value, list) else [value]
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
-            cut = alone.get(module, "") if isinstance(module, FusibleOperation) else ""
-            places[fuser] = {**place, "cut": cut}
+            places[fuser] = {**place, "cut": alone.get(module, "")}
             for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
-                hooked = [segment for segment in segments if not isinstance(segment, OperationFuser)]
-                kinds = {op: _hook_kind(op) or "removed" for op in hooked}
+                kinds = {op: _hook_kind(op) or "removed" for op in segments if not isinstance(op, OperationFuser)}
                 alone |= {op: f"on its own, for it has {kind} hooks" for op, kind in kinds.items()}
                 names = dict.fromkeys(f"{op_class(op).__name__}, which has {kind} hooks" for op, kind in kinds.items())
-                for segment in segments:
-                    if isinstance(segment, OperationFuser):
-                        places[segment] = {**place, "cut": "cut at " + " and ".join(names)}
+                cut = {**place, "cut": "cut at " + " and ".join(names)}
+                places |= {segment: cut for segment in segments if isinstance(segment, OperationFuser)}
     return places
 
 
@@ -196,31 +210,6 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 # Text
 
 
-def describe_plan(plan: FusionPlan) -> str:
-    """A plan as text."""
-    return "\n".join(_describe_passes(plan, "no gradient is needed", _MATCHES_NOTHING, ""))
-
-
-def _describe_calls(calls: Sequence[Call]) -> list[str]:
-    if not calls:
-        return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
-    fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
-    fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
-    lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
-    unfused = {call.unfused for call in calls}
-    everywhere = unfused.pop() if len(unfused) == 1 else ""
-    if everywhere:
-        lines += wrap(f"Nothing is fused: {everywhere}.", "")
-    for call, numbers in _alike(calls).items():
-        lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
-        lines += wrap(call.cut, "  ") if call.cut else []
-        no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
-        lines += _describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
-        for note in call.notes:
-            lines += wrap(note, "  ", "    ")
-    return lines
-
-
 def _alike(calls: Sequence[Call]) -> dict[Call, list[int]]:
     """Calls that differ in nothing but their path, and their numbers."""
     alike: dict[Call, list[int]] = {}
@@ -249,9 +238,9 @@ def _why_none(plan: FusionPlan, unfused: str) -> str:
     return reason and f"nothing is fused: {reason}"
 
 
-def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) -> list[str]:
-    reason = _why_none(plan, unfused)
-    lines = wrap(reason, indent) if reason else []
+def describe_passes(plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTHING, indent: str = "") -> list[str]:
+    """A plan as lines of text; ``no_grad`` and ``unfused`` say why there is no backward, and no candidate."""
+    lines = wrap(_why_none(plan, unfused), indent)
     lines += _describe_steps("forward", plan.forward, indent)
     none = [f"{indent}backward: none, {no_grad}"]
     lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
@@ -261,7 +250,9 @@ def _describe_passes(plan: FusionPlan, no_grad: str, unfused: str, indent: str) 
     if count := len(plan.refused) - len(shown):
         lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
-        lines += _describe_refusal(refusal, times, indent + "  ")
+        title = f"{refusal.kind} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
+        title += f", on {' + '.join(refusal.basic_ops)}" + (f" ({times} times)" if times > 1 else "")
+        lines += [*wrap(title, indent + "  ", indent + "      "), *wrap(refusal.reason, indent + "    ")]
     return lines
 
 
@@ -286,19 +277,12 @@ def _describe_step(step: PlanStep) -> str:
     return f"fused by {step.fusion}{op}, {step.owner}"
 
 
-def _describe_refusal(refusal: Refusal, times: int, indent: str) -> list[str]:
-    owner = refusal.distribution or "registered in code"
-    title = f"{refusal.kind} {refusal.fusion}, {owner}, on {' + '.join(refusal.basic_ops)}"
-    title += f" ({times} times)" if times > 1 else ""
-    return [*wrap(title, indent, indent + "    "), *wrap(refusal.reason, indent + "  ")]
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines, behind ``indent``, all but the first behind ``rest`` if that is given."""
+    """A text as lines, none for none, behind ``indent``, all but the first behind ``rest`` if that is given."""
     wrapper = textwrap.TextWrapper(max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(text) or [indent]
+    return wrapper.wrap(text)

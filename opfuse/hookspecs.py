@@ -8,13 +8,10 @@ implementation may take fewer); anything else opens group ``opfuse.v2``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pluggy
 
-if TYPE_CHECKING:
-    from .fusion import FusionLike
-    from .quantization import Quantizer, QuantizerRole, Recipe
+from .fusion import FusionLike
+from .quantization import Quantizer, QuantizerRole, Recipe
 
 GROUP = "opfuse.v1"
 """The entry-point group of this contract."""

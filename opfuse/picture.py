@@ -18,12 +18,10 @@ _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
 
 def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
     """An SVG image of plans below each other, each under lines of text."""
-    forward = [step for _, plan in chains for step in plan.forward]
-    backward = [step for _, plan in chains for step in plan.backward]
     columns = {
-        "forward": [label for step in forward for label in _labels(step)],
-        "ops": [name for step in forward for name in step.basic_ops],
-        "backward": [label for step in backward for label in _labels(step)],
+        "forward": [label for _, plan in chains for step in plan.forward for label in _labels(step)],
+        "ops": [name for _, plan in chains for step in plan.forward for name in step.basic_ops],
+        "backward": [label for _, plan in chains for step in plan.backward for label in _labels(step)],
     }
     spans: dict[str, tuple[float, float]] = {}
     right = float(_MARGIN)

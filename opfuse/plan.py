@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -72,9 +72,9 @@ class FusionPlan:
     refused: tuple[Refusal, ...] = ()
 
     def __str__(self) -> str:
-        from .explain import describe_plan
+        from .explain import describe_passes
 
-        return describe_plan(self)
+        return "\n".join(describe_passes(self, "no gradient is needed"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,20 +139,15 @@ def choose(
         free = [c for c in group if not any(c.overlaps(other) for other in taken)]
         taken += best_cover(free, len(ops))
     taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
-    beyond = [] if limit is None else taken[limit:]
-    taken = taken[:limit]
+    kept = taken[:limit]
     for loser in candidates:
-        if loser in beyond:
-            finder.refuse(loser.source, loser.start, loser.stop, f"beyond the limit of {limit} fusions")
-        elif loser not in taken:
-            finder.refuse(loser.source, loser.start, loser.stop, _conflict(loser, [*taken, *beyond]))
-    for refusal in finder.refused:
-        logger.debug("refused %s: %s", refusal.fusion, refusal.reason)
-    order = sorted(
-        finder.refused,
-        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason),
+        if loser not in kept:
+            reason = f"beyond the limit of {limit} fusions" if loser in taken else _conflict(loser, taken)
+            finder.refuse(loser.source, loser.start, loser.stop, reason)
+    finder.refused.sort(
+        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason)
     )
-    return Choice(tuple(taken), tuple(order), tuple(sorted(finder.row_facts)))
+    return Choice(tuple(kept), tuple(finder.refused), tuple(sorted(finder.row_facts)))
 
 
 @dataclasses.dataclass
@@ -171,26 +166,20 @@ class _Finder:
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
+        logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource) -> list[Candidate]:
+    def candidates(self, source: FusionSource) -> Iterator[Candidate]:
         if source.kind == "backward" and not self.env.requires_grad:
-            return []
-        found = []
-        for start, stop, op in self._matches(source):
-            benefit = self._reason_against(source, start, stop, op) or self._benefit(source, start, stop)
+            return
+        for start, stop, op in _matches(source, self.ops, self.env):
+            benefit = self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
-                found.append(Candidate(source, start, stop, benefit, op))
-        return found
+                yield Candidate(source, start, stop, benefit, op)
 
-    def _matches(self, source: FusionSource) -> list[tuple[int, int, FusedOperation | None]]:
-        fusion = source.fusion
-        if isinstance(fusion, Fusion):
-            return [(i, j, None) for i in range(len(self.ops)) for j in fusion.match(self.ops, i)]
-        return _run_fusion_function(source, self.ops, self.env)
-
-    def _reason_against(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> str | None:
+    def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
+        """The benefit, or the sentence that says why it is no reason to fuse."""
         if source.kind == "backward" and start < self.boundary:
             return f"no gradient is needed before op {self.boundary}"
         if (source, start, stop) in self.excluded:
@@ -202,37 +191,27 @@ class _Finder:
                 if takes is not None and name not in takes:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
         if not isinstance(fusion, Fusion):
-            return None
-        ops, env = self.ops[start:stop], self._env(fusion, start)
+            return 2 * (stop - start - 1)
+        ops, env, rows = self.ops[start:stop], self.env._replace(rows=None, features=self.widths[start]), self.env.rows
         if fusion.needs_row_alignment:
             self.row_facts.add("row_alignment")
+        else:
+            env = env._replace(row_alignment=1)
+        asked = "condition"
         try:
-            answer = fusion.when is None or fusion.when(ops, env._replace(rows=None))
-            if answer is True and fusion.when is not None and fusion.needs_rows:
+            answer = fusion.when is None or fusion.when(ops, env)
+            if answer is True and fusion.needs_rows:
                 self.row_facts.add("rows")
-                answer = fusion.when(ops, env)
+                env = env._replace(rows=rows)
+                answer = fusion.when is None or fusion.when(ops, env)
+            asked = "benefit"
+            benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
-            return warn_about(source, f"its condition raised {type(error).__name__}: {error}")
-        if answer is True:
-            return None
+            return warn_about(source, f"its {asked} raised {type(error).__name__}: {error}")
         if isinstance(answer, str) and answer:
             return answer
-        return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
-
-    def _env(self, fusion: Fusion, start: int) -> Environment:
-        """What a fusion is told: of the rows only what it needs."""
-        alignment = self.env.row_alignment if fusion.needs_row_alignment else 1
-        rows = self.env.rows if fusion.needs_rows else None
-        return self.env._replace(row_alignment=alignment, rows=rows, features=self.widths[start])
-
-    def _benefit(self, source: FusionSource, start: int, stop: int) -> float | str:
-        """The benefit, or the sentence that says why it is no reason to fuse."""
-        if not isinstance(source.fusion, Fusion):
-            return 2 * (stop - start - 1)
-        try:
-            benefit = source.fusion.benefit_of(self.ops[start:stop], self._env(source.fusion, start))
-        except Exception as error:
-            return warn_about(source, f"its benefit raised {type(error).__name__}: {error}")
+        if answer is not True:
+            return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
         if not (isinstance(benefit, (int, float)) and math.isfinite(benefit)):
             return warn_about(source, f"its benefit is {benefit!r} instead of a finite number")
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
@@ -244,10 +223,12 @@ def warn_about(source: FusionSource, what: str) -> str:
     return what
 
 
-def _run_fusion_function(
+def _matches(
     source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
 ) -> list[tuple[int, int, FusedOperation | None]]:
-    assert not isinstance(source.fusion, Fusion)
+    """Where a pattern matches, or what a fusion function replaced, with the op that it built."""
+    if isinstance(source.fusion, Fusion):
+        return [(i, j, None) for i in range(len(ops)) for j in source.fusion.match(ops, i)]
     try:
         result = source.fusion(list(ops), recipe=env.recipe)
     except Exception as error:
@@ -258,17 +239,15 @@ def _run_fusion_function(
     if not isinstance(result, (list, tuple)):
         raise TypeError(f"{source.full_name} must return a list of ops, got {type(result).__name__}")
     found: list[tuple[int, int, FusedOperation | None]] = []
-    position = 0
+    start = stop = 0
     for item in result:
-        width = len(item.basic_ops) if isinstance(item, FusedOperation) else 1
+        basic = list(item.basic_ops) if isinstance(item, FusedOperation) else [item]
+        start, stop = stop, stop + len(basic)
+        _check_order(source, basic, ops[start:stop])
         if isinstance(item, FusedOperation):
-            check_expansion(source, item, ops[position : position + width])
-            found.append((position, position + width, item))
-        elif position >= len(ops) or item is not ops[position]:
-            raise RuntimeError(_mismatch(source, [item], ops[position : position + 1]))
-        position += width
-    if position != len(ops):
-        raise RuntimeError(_mismatch(source, result, ops))
+            found.append((start, stop, item))
+    if stop != len(ops):
+        _check_order(source, result, ops)
     return found
 
 
@@ -276,19 +255,14 @@ def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperati
     """Raise RuntimeError unless ``fused`` stands for exactly ``ops``, in order."""
     if not isinstance(fused, FusedOperation):
         raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
-    basic = list(fused.basic_ops)
-    if len(basic) != len(ops) or any(a is not b for a, b in zip(basic, ops, strict=True)):
-        raise RuntimeError(_mismatch(source, basic, ops))
+    _check_order(source, fused.basic_ops, ops)
 
 
-def _mismatch(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> str:
-    def names(ops: Iterable[Any]) -> str:
-        return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
-
-    return (
-        f"{source.full_name} does not expand to the same basic ops in the same order: "
-        f"expected {names(expected)}, got {names(got)}"
-    )
+def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:
+    if [*map(id, got)] != [*map(id, expected)]:
+        names = [", ".join(type(op).__name__ for op in ops) for ops in (expected, got)]
+        what = "does not expand to the same basic ops in the same order"
+        raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")
 
 
 def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
@@ -297,24 +271,16 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
     candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
-    by_start: dict[int, list[Candidate]] = {}
-    for candidate in candidates:
-        by_start.setdefault(candidate.start, []).append(candidate)
-
-    empty: tuple[tuple[float, int, int], tuple[tuple[str, str], ...], tuple[Candidate, ...]] = ((0.0, 0, 0), (), ())
+    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Candidate, ...]] = (0.0, 0, 0, (), ())
     best = [empty] * (length + 1)
     for i in reversed(range(length)):
         best[i] = best[i + 1]
-        for c in by_start.get(i, ()):
-            (benefit, covered, count), names, rest = best[c.stop]
-            option = (
-                (benefit + c.benefit, covered + c.stop - c.start, count - 1),
-                ((c.source.distribution or "", c.source.name), *names),
-                (c, *rest),
-            )
-            if option[0] > best[i][0] or (option[0] == best[i][0] and option[1] < best[i][1]):
-                best[i] = option
-    return list(best[0][2])
+        for c in [candidate for candidate in candidates if candidate.start == i]:
+            cost, left, count, names, rest = best[c.stop]  # the smaller, the better
+            name = c.source.distribution or "", c.source.name
+            option = cost - c.benefit, left - (c.stop - c.start), count + 1, (name, *names), (c, *rest)
+            best[i] = min(best[i], option, key=lambda cover: cover[:4])
+    return list(best[0][4])
 
 
 def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,8 +30,6 @@ if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
 else:
     import importlib_metadata as metadata
-
-_FUSION_HOOKS = {kind: f"opfuse_{kind}_fusions" for kind in PASSES}
 
 
 def is_strict() -> bool:
@@ -132,7 +131,9 @@ class Registration:
 
     def unregister(self) -> None:
         """Take the fusion back. Doing it twice does no harm."""
-        self.manager.unregister(self)
+        with self.manager._lock:
+            self.manager._registered = [other for other in self.manager._registered if other is not self]
+            self.manager._changed()
 
 
 class PluginManager:
@@ -163,16 +164,14 @@ class PluginManager:
                 if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
                     continue
                 seen.add(normalize(name))
-                found = [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]
+                for ep in [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]:
+                    record = PluginRecord(ep.name, name, version, ep.group, ep.load)
+                    if ep.group != hookspecs.GROUP:
+                        record.state = "incompatible"
+                        record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                    self.records.append(record)
             except Exception as error:  # told when plugins are needed, unless this one is blocked
                 self.records.append(PluginRecord(name, name, version, broken=error))
-                continue
-            for ep in found:
-                record = PluginRecord(ep.name, name, version, ep.group, ep.load)
-                if ep.group != hookspecs.GROUP:
-                    record.state = "incompatible"
-                    record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
-                self.records.append(record)
         self.records.sort(key=lambda record: record.key)
 
     def register(
@@ -207,16 +206,14 @@ class PluginManager:
             for name in selection.only or selection.blocked:
                 if name not in self._warned and not any(record.answers_to(name) for record in self.records):
                     self._warned.add(name)
-                    warnings.warn(
-                        PluginWarning(f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"), stacklevel=2
-                    )
-            chosen = [(selection.position(record), record) for record in self.records]
-            picked = [(index, record) for index, record in chosen if index is not None]
-            picked.sort(key=lambda pair: pair[0])  # stable: sorted order inside one position
-            for _, record in picked:
+                    what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
+                    warnings.warn(PluginWarning(what), stacklevel=2)
+            chosen = [record for record in self.records if selection.position(record) is not None]
+            chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
+            for record in chosen:
                 if record.state == "found":
                     self._load(record)
-            return [record for _, record in picked if record.state == "loaded"]
+            return [record for record in chosen if record.state == "loaded"]
 
     def _load(self, record: PluginRecord) -> None:
         record.state = "loading"  # a plugin that plans while it is imported does not load itself again
@@ -238,9 +235,7 @@ class PluginManager:
                     raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
             record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
             stage = "hook call"
-            record.fusions = tuple(
-                (kind, fusion) for kind, hook in _FUSION_HOOKS.items() for fusion in self._fusions(record, hook)
-            )
+            record.fusions = tuple((kind, fusion) for kind in PASSES for fusion in self._fusions(record, kind))
             for recipes in self._call(record, "opfuse_recipes"):
                 record.recipes.update(_checked_recipes(recipes))
             record.state = "loaded"
@@ -258,7 +253,8 @@ class PluginManager:
             if impl.plugin is record.plugin:
                 yield impl.function(*[kwargs[name] for name in impl.argnames])
 
-    def _fusions(self, record: PluginRecord, hook: str) -> Iterator[FusionLike]:
+    def _fusions(self, record: PluginRecord, kind: str) -> Iterator[FusionLike]:
+        hook = f"opfuse_{kind}_fusions"
         for result in self._call(record, hook):
             if not isinstance(result, (list, tuple)):
                 raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
@@ -272,14 +268,9 @@ class PluginManager:
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():
             raise error
-        warnings.warn(
-            PluginWarning(
-                f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}. "
-                f"Everything else works without it; OPFUSE_PLUGINS=-{record.name} silences this, "
-                "OPFUSE_STRICT=1 raises it."
-            ),
-            stacklevel=3,
-        )
+        what = f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}"
+        switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
+        warnings.warn(PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3)
 
     # What plugins give
 
@@ -300,10 +291,7 @@ class PluginManager:
 
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""
-        found: dict[str, type[Recipe]] = {}
-        for record in self.active(self.scope.selection):
-            found = {**record.recipes, **found}
-        return found
+        return dict(ChainMap(*(record.recipes for record in self.active(self.scope.selection))))
 
     def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
         """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.
@@ -328,18 +316,11 @@ class PluginManager:
         if not isinstance(fusion, Fusion) and not callable(fusion):
             raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
         with self._lock:
-            order = len(self._registered) + self.generation
-            rank = (1, -order, 0) if prepend else _rank(None, fusion)
+            rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)  # the latest chooses first
             registration = Registration(self, FusionSource(kind, fusion, None, None, rank))
             self._registered.append(registration)
             self._changed()
         return registration
-
-    def unregister(self, registration: Registration) -> None:
-        """Take back what :meth:`register_fusion` added."""
-        with self._lock:
-            self._registered = [other for other in self._registered if other is not registration]
-            self._changed()
 
     def listing(self) -> list[dict[str, Any]]:
         """Every plugin with its state, after loading what the selection in force leaves. JSON-able.

@@ -18,12 +18,9 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
     """The basic ops that ``ops`` stand for."""
     basic: list[BasicOperation] = []
     for op in ops:
-        if isinstance(op, FusedOperation):
-            basic.extend(op.basic_ops)  # type: ignore[arg-type]
-        elif isinstance(op, BasicOperation):
-            basic.append(op)
-        else:
+        if not isinstance(op, (BasicOperation, FusedOperation)):
             raise TypeError(f"a fuser takes basic and fused ops, got {type(op).__name__}")
+        basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
 
@@ -55,14 +52,10 @@ class Routing:
             (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
         ]
         self.public_outputs = [
-            (i, k)
-            for i, op in enumerate(self.ops)
-            for k in range(op.num_extra_outputs)
-            if op._extra_output_to_caller[k]
+            (i, k) for i, op in enumerate(self.ops) for k, public in enumerate(op._extra_output_to_caller) if public
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
-        self.later_widths: dict[int, int] = {}
-        self.width = self._infer_widths()
+        self._infer_widths()
         for op in self.ops:
             op._channels_captured = True
 
@@ -85,10 +78,10 @@ class Routing:
                     continue
                 if channel not in producers:
                     raise ValueError(f"channel {channel!r} read by {self.name(i)} has no producer in this chain{hint}")
-                if producers[channel][0] >= i:
-                    writer = self.name(producers[channel][0])
+                source = self.sources[i, k] = producers[channel]
+                if source[0] >= i:
+                    writer = self.name(source[0])
                     raise ValueError(f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}")
-                self.sources[i, k] = producers[channel]
 
     def name(self, index: int) -> str:
         """An op as error messages call it."""
@@ -100,7 +93,7 @@ class Routing:
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
         )
 
-    def _infer_widths(self) -> int | None:
+    def _infer_widths(self) -> None:
         """Follow the last dimension through the chain.
 
         The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand then
@@ -112,9 +105,9 @@ class Routing:
         anchor, ratio = 0, 1
         for i, op in enumerate(self.ops):
             if op.in_features is not None:
-                if value is None and anchor not in demands:
+                if value is None:
                     demands[anchor] = op.in_features * ratio
-                elif value is not None and value != op.in_features:
+                elif value != op.in_features:
                     takes = f"{self.name(i)} takes {op.in_features} features in the last dimension"
                     raise ValueError(f"{takes}, but the ops before it give {value}")
                 value = op.in_features
@@ -126,11 +119,10 @@ class Routing:
             elif value is None:
                 ratio *= op.feature_ratio
             elif value % op.feature_ratio:
-                raise ValueError(
-                    f"{self.name(i)} splits its features into {op.feature_ratio}, but gets {value} of them"
-                )
+                splits = f"{self.name(i)} splits its features into {op.feature_ratio}"
+                raise ValueError(f"{splits}, but gets {value} of them")
             else:
                 value //= op.feature_ratio
         self.widths = [v if v is not None or a not in demands else demands[a] // r for v, a, r in known]
-        self.later_widths = {i: width for i, width in demands.items() if i}
-        return demands.get(0)
+        self.width = demands.pop(0, None)
+        self.later_widths = demands

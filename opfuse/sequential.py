@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .fuser import OperationFuser, run_in_turn
-from .op import BasicOperation, FusedOperation, FusibleOperation, ModuleCache, kwarg_names
+from .op import BasicOperation, FusibleOperation, ModuleCache, kwarg_names
+from .routing import flatten
 
 
 class Sequential(nn.Sequential):
@@ -30,23 +31,10 @@ class Sequential(nn.Sequential):
     @property
     def _module_groups(self) -> list[Any]:
         """The current children: one fuser for each run of fusible ops, other modules as they are."""
-        cache, children = self._cache, tuple(self._modules.values())
-        if is_dynamo_compiling():
-            _regroup_untraced(self, *children)
-        elif cache.key != children:
-            self._regroup(children)
-        return cache.value  # type: ignore[no-any-return]
-
-    def _regroup(self, children: tuple[nn.Module | None, ...]) -> None:
-        cache = self._cache
-        if cache.key != children:
-            groups: list[Any] = []
-            present = [child for child in children if child is not None]
-            for fusible, group in groupby(present, lambda child: isinstance(child, FusibleOperation)):
-                run: Any = list(group)
-                groups += [OperationFuser(run)] if fusible else run
-            cache.value = groups
-            cache.key = children
+        children = tuple(self._modules.values())
+        if is_dynamo_compiling() or self._cache.key != children:
+            _regroup(self, *children)
+        return self._cache.value  # type: ignore[no-any-return]
 
     def forward(
         self, input: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None
@@ -82,18 +70,13 @@ class Sequential(nn.Sequential):
     def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]]) -> dict[BasicOperation, dict[str, Any]]:
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
-        children = list(self._modules.values())
-        basic: list[Any]
+        ops = [child for child in self._modules.values() if isinstance(child, FusibleOperation)]
         for key, kwargs in op_kwargs.items():
-            target = self[key] if isinstance(key, int) else key
-            basic = list(target.basic_ops) if isinstance(target, FusedOperation) else [target]
-            known = target in children or any(
-                target in child.basic_ops for child in children if isinstance(child, FusedOperation)
-            )
-            if not known or not isinstance(target, FusibleOperation):
+            target: Any = self[key] if isinstance(key, int) else key
+            if target not in ops and target not in flatten(ops):
                 raise ValueError(f"op_kwargs: {type(target).__name__} is not an op of this Sequential")
             for name, value in kwargs.items():
-                takers = [op for op in basic if (names := kwarg_names(op)) is None or name in names]
+                takers = [op for op in flatten([target]) if (names := kwarg_names(op)) is None or name in names]
                 if not takers:
                     raise TypeError(f"{type(target).__name__} does not take the keyword argument {name!r}")
                 for op in takers:
@@ -109,9 +92,15 @@ class Sequential(nn.Sequential):
     __rmul__ = __mul__
 
 
-def _regroup_untraced(chain: Sequential, *children: nn.Module | None) -> None:
-    """Group while ``torch.compile`` traces: the call is a constant of the graph, guarded by the children."""
-    chain._regroup(children)
+def _regroup(chain: Sequential, *children: nn.Module | None) -> None:
+    """Group the children; while ``torch.compile`` traces, the call is a constant of the graph, guarded by them."""
+    if chain._cache.key != children:
+        groups: list[Any] = []
+        present = [child for child in children if child is not None]
+        for fusible, group in groupby(present, lambda child: isinstance(child, FusibleOperation)):
+            run: Any = list(group)
+            groups += [OperationFuser(run)] if fusible else run
+        chain._cache.value, chain._cache.key = groups, children
 
 
-_regroup_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+_regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

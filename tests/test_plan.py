@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse import Environment, Fusion, PluginWarning, Some, plugins
+from opfuse import Environment, Fusion, PluginWarning, Some, Subclasses, ops, plugins
 from opfuse.plan import Candidate, FusionPlan, PlanStep, Refusal, best_cover, choose
 from opfuse.plugins import FusionSource
 
@@ -432,6 +432,57 @@ def test_row_alignment_is_told_to_those_who_ask(fused, register):
         fusions.append(call.plan.forward[0].fusion)
     assert fusions == ["Asking", "Asking", "Asking", "Asking", None, None, "Asking", None, "Asking"]
     assert seen == {"asks": [16, 8, 1], "does not": [1, 1, 1]}  # one plan per alignment
+
+
+def test_a_benefit_sees_the_row_alignment_that_the_condition_sees(fused, register):
+    seen = {"asks": [], "does not": []}
+
+    def benefit(who):
+        return lambda ops, env: seen[who].append(env.row_alignment) or 2
+
+    asking = Fusion([A, B], fused("Asking"), benefit=benefit("asks"), needs_row_alignment=True)
+    register(forward_fusions=[asking, Fusion([B, C], fused("Other"), benefit=benefit("does not"))])
+    opfuse.Sequential(A(), B(), C())(torch.ones(8, 2))
+    assert seen == {"asks": [8], "does not": [1]}
+
+
+def test_rows_and_features_are_told_to_those_who_ask(fused, register):
+    seen = []
+
+    def when(ops, env):
+        seen.append((env.rows, env.features))
+        return True if env.rows is None or env.rows * env.features >= 32 else "too few"
+
+    register(joint_fusions=[Fusion([ops.RMSNorm], fused("Asking"), when, needs_rows=True)])
+    chain = opfuse.Sequential(ops.RMSNorm(8))
+    fusions = []
+    for shape in [(4, 8), (7, 8), (2, 2, 8), (3, 8), (8,), (0, 8), (9, 8), (3, 8), (5, 8)]:
+        (call,) = opfuse.explain(chain, torch.ones(shape)).calls
+        fusions.append(call.plan.forward[0].fusion is not None)
+    assert fusions == [True, True, True, False, False, False, True, False, True]
+    assert seen == [(None, 8), (4, 8), (None, 8), (2, 8), (None, 8), (1, 8), (None, 8), (0, 8), (None, 8), (8, 8)]
+
+
+def test_who_would_refuse_any_number_of_rows_is_not_asked_about_them(fused, register):
+    refusing = Fusion([A, B], fused("AB"), lambda ops, env: "never", needs_rows=True)
+    register(forward_fusions=[refusing])
+    chain = opfuse.Sequential(A(), B())
+    for rows in (16, 8, 3, 1):
+        chain(torch.ones(rows, 2))
+    assert len(chain._module_groups[0]._programs) == 1
+
+
+def test_features_are_told_where_the_chain_tells(fused, register):
+    seen = []
+    watching = Fusion([Subclasses(ops.Activation)], fused("X"), lambda matched, env: seen.append(env.features) or "no")
+    register(forward_fusions=[watching])
+    for chain in (
+        [ops.GELU(), ops.SwiGLU(), ops.Linear(4, 6), ops.SwiGLU(), ops.Bias(3)],
+        [ops.GELU()],
+        [ops.Reshape((2, 4)), ops.GELU(), ops.Bias(4), ops.ReLU()],
+    ):
+        opfuse.Sequential(*chain)(torch.ones(1, 8))
+    assert seen == [8, 8, 6, None, 4, 4]
 
 
 def test_without_anybody_who_asks_row_alignment_is_no_part_of_the_key(fused, register):

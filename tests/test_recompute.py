@@ -1,5 +1,7 @@
 """What a fused op computes again instead of keeping it: what is saved, that the numbers stay, and where it is not done."""
 
+import itertools
+
 import faulty
 import pytest
 import torch
@@ -51,7 +53,7 @@ def separate(step):
 
 def make(*widths):
     torch.manual_seed(0)
-    linears = [ops.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    linears = [ops.Linear(a, b) for a, b in itertools.pairwise(widths)]
     return opfuse.Sequential(*[op for linear in linears for op in (ops.GELU(), linear)])
 
 

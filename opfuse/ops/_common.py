@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
 
-Shape = tuple[int, ...]
 Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
 """What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
@@ -53,7 +52,7 @@ def check_size(op: object, name: str, value: Any) -> int:
     return value
 
 
-def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
+def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     """The shape that an int or an iterable of ints stands for.
 
     Raises:
@@ -66,11 +65,17 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> Shape:
     return tuple(check_size(op, name, size) for size in shape)
 
 
-def refuse(op: object, given: bool, argument: str, feature: str) -> None:
-    """Refuse an argument of a feature that does not exist yet, if it is given."""
-    if given:
-        name = type(op).__name__
-        raise NotImplementedError(f"{name}: {argument} is not supported, {feature} comes with a later release")
+def refuse(op: object, feature: str, **arguments: Any) -> None:
+    """Refuse arguments of a feature that does not exist yet, where they are given."""
+    for name, value in arguments.items():
+        if value not in (None, False):
+            what = f"{type(op).__name__}: {name}={value!r} is not supported"
+            raise NotImplementedError(f"{what}, {feature} comes with a later release")
+
+
+def shows(*names: str) -> Callable[[Any], str]:
+    """An ``extra_repr``: those of the attributes that are not None, with their values."""
+    return lambda op: ", ".join(f"{name}={value}" for name in names if (value := getattr(op, name)) is not None)
 
 
 class PassThrough(BasicOperation):

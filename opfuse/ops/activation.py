@@ -38,7 +38,7 @@ class Activation(BasicOperation):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        refuse(self, cache_quantized_input, "cache_quantized_input=True", "caching a quantized input")
+        refuse(self, "caching a quantized input", cache_quantized_input=cache_quantized_input)
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:

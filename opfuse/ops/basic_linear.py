@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..op import BasicOperation, OperationContext
 from ..plugins import manager
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
-from ._common import Grads, check_size, refuse
+from ._common import Grads, check_size, refuse, shows
 
 
 class BasicLinear(BasicOperation):
@@ -64,14 +64,11 @@ class BasicLinear(BasicOperation):
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        mode, tracker = tensor_parallel_mode, rng_state_tracker_function
-        refuse(self, mode is not None, f"tensor_parallel_mode={mode!r}", "tensor parallelism")
-        refuse(self, sequence_parallel, "sequence_parallel=True", "sequence parallelism")
-        refuse(self, tracker is not None, "rng_state_tracker_function", "tensor parallelism")
-        refuse(
-            self, accumulate_into_main_grad, "accumulate_into_main_grad=True", "gradient accumulation into main_grad"
-        )
-        refuse(self, userbuffers_options is not None, "userbuffers_options", "overlapped communication")
+        refuse(self, "tensor parallelism", tensor_parallel_mode=tensor_parallel_mode)
+        refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
+        refuse(self, "sequence parallelism", sequence_parallel=sequence_parallel)
+        refuse(self, "gradient accumulation into main_grad", accumulate_into_main_grad=accumulate_into_main_grad)
+        refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -82,9 +79,7 @@ class BasicLinear(BasicOperation):
         if "_owner" not in self.__dict__ and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def extra_repr(self) -> str:
-        """The sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+    extra_repr = shows("in_features", "out_features")
 
     # Quantizers
 
@@ -115,7 +110,7 @@ class BasicLinear(BasicOperation):
         (weight,) = ctx.params
         dtype = ctx.dtype
         if ctx.quantizers[0]:
-            return _quantized_operands(ctx, input_, weight, dtype or input_.dtype)
+            return _quantized_operands(ctx, input_)
         x: Any = input_
         if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
@@ -138,27 +133,17 @@ class BasicLinear(BasicOperation):
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
-        return _grad_input(dy, w), (_grad_weight(dy, x),)
+        return None if w is None else dy @ w, (None if x is None else _grad_weight(dy, x),)
 
 
-def _grad_input(grad_output: Tensor, w: Tensor | None) -> Tensor | None:
-    if w is None:
-        return None
-    return grad_output.mm(w) if grad_output.ndim == 2 else grad_output @ w
+def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
+    dy_rows, x_rows = [tensor.unsqueeze(0).flatten(0, -2) for tensor in (grad_output, x)]
+    return dy_rows.t().mm(x_rows)
 
 
-def _grad_weight(grad_output: Tensor, x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return None
-    if x.ndim != 2:
-        x, grad_output = _rows(x), _rows(grad_output)
-    return grad_output.t().mm(x)
-
-
-def _quantized_operands(
-    ctx: OperationContext, input_: Tensor | QuantizedTensor, weight: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _quantized_operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
     """The operands as they come out of quantization; saves them quantized, or as they were."""
+    (weight,), dtype = ctx.params, ctx.dtype or input_.dtype
     quantize_input, quantize_weight = ctx.quantizers[0]
     x, w = quantize_input(input_), quantize_weight(weight)
     if ctx.requires_grad:
@@ -176,12 +161,8 @@ def _quantized_backward(grad_output: Tensor | QuantizedTensor, x: Any, w: Any) -
     dtype, columnwise = grad_output.dtype, isinstance(grad_output, QuantizedTensor)
     dx = dw = None
     if w is not None:
-        dx = _grad_input(dequantize(grad_output), dequantize(w, columnwise=columnwise).to(dtype))
+        dx = dequantize(grad_output) @ dequantize(w, columnwise=columnwise).to(dtype)
     if x is not None:
         x = dequantize(x, columnwise=columnwise).to(dtype)
         dw = _grad_weight(dequantize(grad_output, columnwise=columnwise), x)
     return dx, (dw,)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads
+from ._common import Grads, shows
 
 
 class _Collective(BasicOperation):
@@ -28,23 +28,19 @@ class _Collective(BasicOperation):
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
 
-    def extra_repr(self) -> str:
-        """How many processes take part."""
-        return f"process_group_size={self.process_group_size}"
+    extra_repr = shows("process_group_size")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """What the processes make of their inputs; saves nothing."""
-        return self._there(input_)
+        return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """What the processes make of their gradients."""
-        return self._back(grad_output), ()
+        return grad_output if self.process_group_size == 1 else self._back(grad_output), ()
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
-        if self.process_group_size == 1:
-            return tensor
         self._check_dimensions(tensor)
         gathered = tensor.new_empty((self.process_group_size * tensor.shape[0], *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
@@ -52,8 +48,6 @@ class _Collective(BasicOperation):
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         size = self.process_group_size
-        if size == 1:
-            return tensor
         self._check_dimensions(tensor)
         if tensor.shape[0] % size:
             expected = f"{type(self).__name__} expected a multiple of {size}, the number of processes, in dimension 0"
@@ -122,8 +116,6 @@ class AllReduce(_Collective):
         self.reduce_in_backward = reduce_in_backward
 
     def _there(self, tensor: Tensor) -> Tensor:
-        if self.process_group_size == 1:
-            return tensor
         y = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(y, group=self.process_group)
         return y

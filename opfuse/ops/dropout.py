@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads
+from ._common import Grads, shows
 
 
 class Dropout(BasicOperation):
@@ -35,19 +35,15 @@ class Dropout(BasicOperation):
             raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
         self.p = float(p)
 
-    def extra_repr(self) -> str:
-        """The probability."""
-        return f"p={self.p}"
+    extra_repr = shows("p")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output; saves ``(mask,)``: True where an element stays, or None where all do."""
-        if not self.training or not self.p:
-            if ctx.requires_grad:
-                ctx.save_for_backward(None)
-            return input_
-        y, mask = torch.native_dropout(input_, self.p, True)
+        y, mask = input_, None
+        if self.training and self.p:
+            y, mask = torch.native_dropout(input_, self.p, True)
         if ctx.requires_grad:
             ctx.save_for_backward(mask if ctx.input_requires_grad else None)
         return y

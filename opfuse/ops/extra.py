@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..op import OperationContext
-from ._common import AllGrads, ExtraTensorOperation, Outputs
+from ._common import AllGrads, ExtraTensorOperation, Outputs, shows
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -21,10 +21,9 @@ class _JoinOrFork(ExtraTensorOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+        self.differentiable = not (in_place and self.num_extra_inputs)  # it is the forward that writes into those
 
-    def extra_repr(self) -> str:
-        """Whether it works in place."""
-        return f"in_place={self.in_place}"
+    extra_repr = shows("in_place")
 
 
 class AddExtraInput(_JoinOrFork):
@@ -43,16 +42,10 @@ class AddExtraInput(_JoinOrFork):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
-    grad_input = "shared"
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        super().__init__(in_place=in_place)
-        self.differentiable = not in_place
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
-        assert extra is not None
         if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
             return extra.detach().add_(input_), [()]
         return input_ + extra, [()]
@@ -68,17 +61,12 @@ class AddExtraInput(_JoinOrFork):
             raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
         if not self.in_place or self._extra_input_channels[0] is not None or torch.compiler.is_compiling():
             return False
-        if ctx.requires_grad:
-            self._check_writable(extra)
-        return True
-
-    def _check_writable(self, extra: Tensor) -> None:
-        for tensor in (extra, extra._base if extra._is_view() else None):
+        for tensor in (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ():
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{type(self).__name__}(in_place=True) got {'a view of ' if tensor is not extra else ''}a leaf "
-                    "that requires grad as extra input, and must not write into it: pass in_place=False, or a copy"
-                )
+                what = "a leaf" if tensor is extra else "a view of a leaf"
+                who = f"{type(self).__name__}(in_place=True) got {what} that requires grad as extra input"
+                raise RuntimeError(f"{who}, and must not write into it: pass in_place=False, or a copy")
+        return True
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """Both gradients are ``grad_output`` itself."""
@@ -96,7 +84,6 @@ class MakeExtraOutput(_JoinOrFork):
 
     num_extra_outputs = 1
     grad_input = "same"
-    differentiable = True
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The input twice, as two tensor objects: an autograd function must not return one object twice."""

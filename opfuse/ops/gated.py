@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._common import cast, check_size, wide
+from ._common import cast, check_size, shows, widen
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -48,9 +48,7 @@ class GatedActivation(Activation):
         """Derivative of :meth:`linear_value`; None means 1."""
         return None
 
-    def extra_repr(self) -> str:
-        """The interleaving, if there is any."""
-        return "" if self.glu_interleave_size is None else f"glu_interleave_size={self.glu_interleave_size}"
+    extra_repr = shows("glu_interleave_size")
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The gate and the linear half of ``(..., 2 n)``, each ``(..., n)``.
@@ -79,20 +77,17 @@ class GatedActivation(Activation):
 
     def forward_value(self, x: Tensor) -> Tensor:
         """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""
-        a, b = self.split(x)
-        dtype = wide(x.dtype)
-        y = self.value(cast(a, dtype)) * self.linear_value(cast(b, dtype))
-        return cast(y, x.dtype)
+        a, b = self.split(widen(x))
+        return cast(self.value(a) * self.linear_value(b), x.dtype)
 
     def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
-        dtype = wide(x.dtype)
-        a, b = self.split(x)
-        a, b, dy = cast(a, dtype), cast(b, dtype), cast(grad_output, dtype)
+        wide_x, dy = widen(x), widen(grad_output)
+        a, b = self.split(wide_x)
         slope = self.linear_derivative(b)
         grad_gate = dy * self.linear_value(b)
         grad_linear = dy if slope is None else dy * slope
-        if self.glu_interleave_size is None and dtype is x.dtype and not torch.compiler.is_compiling():
+        if self.glu_interleave_size is None and wide_x is x and not torch.compiler.is_compiling():
             dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
             da, db = dx.chunk(2, -1)
             self.gate_gradient(grad_gate, a, out=da)
@@ -102,9 +97,8 @@ class GatedActivation(Activation):
         dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
         return dx if out is None else out.copy_(dx)
 
-    def gate_gradient(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
-        return torch.mul(grad_output, self.derivative(x), out=out)
+    gate_gradient = Activation.backward_value
+    """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
 
 
 class _InHalves(GatedActivation):
@@ -211,9 +205,7 @@ class SiTUGLU(GatedActivation):
         t = torch.tanh(b / self.beta2)
         return 1 - t * t
 
-    def extra_repr(self) -> str:
-        """The bounds, and the interleaving if there is any."""
-        return ", ".join(filter(None, (f"beta1={self.beta1}, beta2={self.beta2}", super().extra_repr())))
+    extra_repr = shows("beta1", "beta2", "glu_interleave_size")
 
 
 class ClampedSwiGLU(GatedActivation):
@@ -266,7 +258,4 @@ class ClampedSwiGLU(GatedActivation):
         """1 within the limits, ends included, else 0."""
         return (b.abs() <= self.limit).to(b.dtype)
 
-    def extra_repr(self) -> str:
-        """The constants, and the interleaving if there is any."""
-        text = f"limit={self.limit}, alpha={self.alpha}, glu_linear_offset={self.glu_linear_offset}"
-        return ", ".join(filter(None, (text, super().extra_repr())))
+    extra_repr = shows("limit", "alpha", "glu_linear_offset", "glu_interleave_size")

@@ -46,7 +46,7 @@ class Bias(BasicOperation):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        refuse(self, tensor_parallel, "tensor_parallel=True", "tensor parallelism")
+        refuse(self, "tensor parallelism", tensor_parallel=tensor_parallel)
         self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 

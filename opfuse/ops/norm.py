@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads, cast, check_shape, sum_rows, wide
+from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 
 
 class _Norm(BasicOperation):
@@ -31,6 +31,7 @@ class _Norm(BasicOperation):
     ) -> None:
         super().__init__()
         self.normalized_shape = check_shape(self, "normalized_shape", normalized_shape)
+        self._dims = tuple(range(-len(self.normalized_shape), 0))
         self.in_features = self.out_features = self.normalized_shape[-1]
         self.eps = float(eps)
         self.zero_centered_gamma = zero_centered_gamma
@@ -99,10 +100,9 @@ class LayerNorm(_Norm):
         scale, shift = self._scale(weight, dtype), cast(bias, dtype)
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
+            saved = (input_, weight if ctx.input_requires_grad else None, mean, rstd)
             needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            statistics = (mean, rstd) if needed else (None, None)
-            scaled_by = weight if ctx.input_requires_grad else None
-            ctx.save_for_backward(input_ if needed else None, scaled_by, *statistics)
+            ctx.save_for_backward(*(saved if needed else (None,) * 4))
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
@@ -149,9 +149,8 @@ class RMSNorm(_Norm):
         self._check_input(input_)
         (weight,) = ctx.params
         dtype = wide(input_.dtype)
-        dims = tuple(range(-len(self.normalized_shape), 0))
         x = cast(input_, dtype)
-        rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps)
+        rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(input_, weight if ctx.input_requires_grad else None, rstd)
         return cast(x * rstd * self._scale(weight, dtype), ctx.dtype or input_.dtype)
@@ -160,15 +159,13 @@ class RMSNorm(_Norm):
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
         input_, weight, rstd = ctx.saved_tensors
         dtype = rstd.dtype
-        dims = tuple(range(-len(self.normalized_shape), 0))
         normalized, dy = cast(input_, dtype) * rstd, cast(grad_output, dtype)
         dx = dw = None
         if weight is not None:
             g = dy * self._scale(weight, dtype)
-            dx = rstd * (g - normalized * (g * normalized).mean(dims, keepdim=True))
-            dx = cast(dx, input_.dtype)
+            dx = cast(rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), input_.dtype)
         if ctx.param_requires_grad[0]:
-            dw = sum_rows(dy * normalized, len(dims))
+            dw = sum_rows(dy * normalized, len(self._dims))
         return dx, (dw,)
 
 
@@ -196,9 +193,7 @@ class L2Normalization(BasicOperation):
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
 
-    def extra_repr(self) -> str:
-        """The constant."""
-        return f"eps={self.eps}"
+    extra_repr = shows("eps")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
@@ -207,8 +202,7 @@ class L2Normalization(BasicOperation):
         x = cast(input_, wide(input_.dtype))
         rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
         if ctx.requires_grad:
-            needed = ctx.input_requires_grad
-            ctx.save_for_backward(input_ if needed else None, rstd if needed else None)
+            ctx.save_for_backward(*((input_, rstd) if ctx.input_requires_grad else (None, None)))
         return cast(x * rstd, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:

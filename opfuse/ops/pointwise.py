@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads, PassThrough
+from ._common import Grads, PassThrough, shows
 
 
 class ConstantScale(BasicOperation):
@@ -33,9 +33,7 @@ class ConstantScale(BasicOperation):
             raise TypeError(f"{type(self).__name__} expected a real number as scale, got {scale!r}")
         self.scale: float = float(scale)
 
-    def extra_repr(self) -> str:
-        """The constant."""
-        return f"scale={self.scale}"
+    extra_repr = shows("scale")
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
@@ -78,9 +76,7 @@ class Reshape(BasicOperation):
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]
 
-    def extra_repr(self) -> str:
-        """The shape."""
-        return f"shape={self.shape}"
+    extra_repr = shows("shape")
 
     def op_forward(  # type: ignore[override]
         self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any

@@ -36,7 +36,7 @@ class ScaledActivation(ExtraTensorOperation):
 
     def __init__(self, activation: Activation, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
-        refuse(self, activation_recompute_in_mlp, "activation_recompute_in_mlp=True", "the fused grouped MLP")
+        refuse(self, "the fused grouped MLP", activation_recompute_in_mlp=activation_recompute_in_mlp)
         if not isinstance(activation, Activation):
             raise TypeError(f"{type(self).__name__} expected an Activation, got {type(activation).__name__}")
         self.activation = activation
@@ -46,12 +46,9 @@ class ScaledActivation(ExtraTensorOperation):
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
-        assert scales is not None
         if scales.shape != input_.shape[:-1]:
-            raise ValueError(
-                f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])} "
-                f"for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
-            )
+            expected = f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])}"
+            raise ValueError(f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}")
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
             # scales out of a channel, or traced ones, do not tell

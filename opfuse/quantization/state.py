@@ -39,7 +39,7 @@ class QuantizerStates:
                 raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers")
             made.append(tuple(manager.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
-        self._restore(recipe, self._loaded.pop(recipe.to_json(), {}))
+        self._restore(recipe)
 
     def of(self, recipe: Recipe | None) -> tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]:
         """The forward and the backward quantizers for ``recipe``; empty without one."""
@@ -88,13 +88,13 @@ class QuantizerStates:
             groups.setdefault(number, {})[name] = state_dict.pop(key)
         for group in groups.values():
             text = bytes(group.pop("recipe").tolist()).decode()
-            recipe = next((recipe for recipe in self._by_recipe if recipe.to_json() == text), None)
-            if recipe is None:
-                self._loaded[text] = {name: value.clone() for name, value in group.items()}
-            else:
-                self._restore(recipe, group)
+            self._loaded[text] = {name: value.clone() for name, value in group.items()}
+        for recipe in self._by_recipe:
+            self._restore(recipe)
 
-    def _restore(self, recipe: Recipe, state: dict[str, Tensor]) -> None:
+    def _restore(self, recipe: Recipe) -> None:
+        """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
+        state = self._loaded.pop(recipe.to_json(), {})
         with torch.no_grad():
             for key, quantizer, name in self._entries(recipe):
                 if key not in state:

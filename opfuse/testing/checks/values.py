@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,8 +162,8 @@ def gradients(case: Case) -> None:
 
 def _followed(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
-        widths = itertools.accumulate(case.basic_ops(), lambda w, op: next_width(op, w) or w, initial=case.first_width())
-        case = case.with_(after=(Op(BasicLinear, list(widths)[-1], 3),))
+        width = functools.reduce(lambda width, op: next_width(op, width) or width, case.basic_ops(), case.first_width())
+        case = case.with_(after=(Op(BasicLinear, width, 3),))
         yield case
         yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
         yield case.with_(autocast=True)
