@@ -3,9 +3,10 @@
 from . import features, memory, planning, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
-ORDER = """condition pattern same_plan runs unmodified_inputs saved_state unmodified_gradients output gradients recompute
-aliasing requires_grad grad_input repeatable interleaved follows_values nan_and_inf errors together neighbours refusals
-saved_bytes released without_grad autocast gradcheck recipe deepcopy checkpoint opcheck compile""".split()
+ORDER = """condition pattern same_plan runs unmodified_inputs saved_state unmodified_gradients output gradients
+recompute aliasing requires_grad grad_input repeatable interleaved follows_values nan_and_inf errors
+together neighbours refusals saved_bytes released without_grad autocast gradcheck recipe deepcopy checkpoint
+opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 """Every check of a fusion, by name."""
