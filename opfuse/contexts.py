@@ -20,11 +20,12 @@ class options(Setting):
 
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number)
     and ``double_backward=True`` (run unfused, differentiable any number of times). A plugin's option is
-    named after the plugin: ``options(**{"linear.min_rows": 64})``. Values must be hashable: they are part
+    named after the plugin: ``options(**{"linear.recompute": True})``. Values must be hashable: they are part
     of the plan's key.
 
     Raises:
-        ValueError: An unknown option, or a negative limit.
+        ValueError: An unknown option, or a negative limit. One that its plugin does not know is refused by the
+            next plan.
         TypeError: A value of the wrong type, or one that is not hashable.
     """
 

@@ -218,6 +218,7 @@ class OperationFuser:
         for op in routing.ops:
             op.reset_recipe_state(recipe=env.recipe)
         sources = () if env.options.get("double_backward") else manager.sources()
+        manager.check_options(manager.scope.options)
         excluded: frozenset[tuple[Any, int, int]] = frozenset()
         while True:
             options: dict[str, Any] = dict(boundary=boundary, kwargs=names, excluded=excluded, widths=routing.widths)

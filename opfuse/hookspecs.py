@@ -8,6 +8,8 @@ implementation may take fewer); anything else opens group ``opfuse.v2``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pluggy
 
 from .fusion import FusionLike
@@ -109,6 +111,20 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
         @opfuse.hookimpl
         def opfuse_recipes():
             return {"rounding": Rounding}
+    """
+
+
+@hookspec
+def opfuse_options() -> dict[str, Any]:
+    """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
+
+    Who sets one with :class:`opfuse.options` finds it in ``env.options`` of every fusion; a name that the plugin does
+    not declare is refused when a plan is made.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_options():
+            return {"example.min_rows": 64}
     """
 
 

@@ -252,10 +252,15 @@ def _matches(
 
 
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
-    """Raise RuntimeError unless ``fused`` stands for exactly ``ops``, in order."""
+    """Raise unless ``fused`` stands for exactly ``ops``, in order, and implements the pass it is for."""
     if not isinstance(fused, FusedOperation):
         raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
     _check_order(source, fused.basic_ops, ops)
+    for name, kinds in (("fuser_forward", ("forward", "joint")), ("fuser_backward", ("backward", "joint"))):
+        method = getattr(fused, name)
+        if source.kind in kinds and getattr(method, "__func__", None) is getattr(FusedOperation, name):
+            what = f"is a {source.kind} fusion, but {type(fused).__name__} does not implement {name}"
+            raise TypeError(f"{source.full_name} {what}")
 
 
 def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:

@@ -24,7 +24,7 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
-from .scope import Scope, Setting
+from .scope import Options, Scope, Setting
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
@@ -62,6 +62,7 @@ class PluginRecord:
     hooks: tuple[str, ...] = ()
     fusions: tuple[tuple[str, FusionLike], ...] = ()
     recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def answers_to(self, name: str) -> bool:
         """Whether a name in a selection means this plugin."""
@@ -109,6 +110,8 @@ class Selection(NamedTuple):
         """
         if text is None:
             return cls(None)
+        if not isinstance(text, str):
+            raise TypeError(f"expected plugins as one string, such as 'a,b' or '-a', or None, got {text!r}")
         names = [part.strip() for part in text.split(",") if part.strip()]
         blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
         if blocked and len(blocked) != len(names):
@@ -238,6 +241,10 @@ class PluginManager:
             record.fusions = tuple((kind, fusion) for kind in PASSES for fusion in self._fusions(record, kind))
             for recipes in self._call(record, "opfuse_recipes"):
                 record.recipes.update(_checked_recipes(recipes))
+            for options in self._call(record, "opfuse_options"):
+                if not isinstance(options, dict) or not all(str(o).startswith(f"{record.name}.") for o in options):
+                    raise TypeError(f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}")
+                record.options.update(options)
             record.state = "loaded"
         except BaseException as error:
             if record.plugin is not None:
@@ -288,6 +295,22 @@ class PluginManager:
                     sources += [FusionSource(kind, f, *who, _rank(index, f)) for kind, f in record.fusions]
                 found = self._sources[text] = tuple(sources)
         return found
+
+    def check_options(self, given: Options) -> None:
+        """Refuse options that a plugin in use should know and does not; warn of those that are nobody's.
+
+        Raises:
+            ValueError: There is one.
+        """
+        selection = Selection.parse(self.scope.selection)
+        active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
+        for name, owner in [(name, name.partition(".")[0]) for name, _ in given if "." in name]:
+            known = [option for record in active if record.name == owner for option in record.options]
+            if name not in known and any(record.name == owner for record in active):
+                raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
+            if not any(record.name == owner for record in self.records) and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)
 
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""

@@ -70,6 +70,8 @@ class Sequential(nn.Sequential):
     def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]]) -> dict[BasicOperation, dict[str, Any]]:
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
+        if not isinstance(op_kwargs, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()):
+            raise TypeError(f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}")
         ops = [child for child in self._modules.values() if isinstance(child, FusibleOperation)]
         for key, kwargs in op_kwargs.items():
             target: Any = self[key] if isinstance(key, int) else key

@@ -353,7 +353,7 @@ def test_an_exception_while_recomputing_restores_settings_and_state():
             y = checkpoint(chain, x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
         quantizer = linear.basic_ops[0]._quantizers.of(recipe)[0][0]
         state = quantizer.uses.clone(), quantizer.amax.clone()
-        with opfuse.options(**{"test.outside": 1}):
+        with opfuse.options(fusion_limit=7):
             outside = manager.scope.settings
             with pytest.raises(ZeroDivisionError):
                 y.sum().backward()

@@ -89,7 +89,7 @@ def test_plans_are_bounded_least_recently_used_first():
     fuser = fuser_of(chain)
     first = next(iter(fuser._programs))
     for i in range(100):
-        with opfuse.options(**{"test.i": i}):
+        with opfuse.options(fusion_limit=i):
             chain(x)
         chain(x)
     assert len(fuser._programs) == 64 and first in fuser._programs
@@ -158,7 +158,7 @@ def test_threads_share_a_model():
 
     def work(i):
         try:
-            with torch.set_grad_enabled(i % 2 == 0), opfuse.options(**{"test.thread": i}):
+            with torch.set_grad_enabled(i % 2 == 0), opfuse.options(fusion_limit=i):
                 for _ in range(20):
                     torch.testing.assert_close(chain(x), expected)
         except Exception as error:
@@ -410,7 +410,7 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
 
     fusion = opfuse.Fusion((ops.Identity, ops.GELU), fusing.LinearBias, when, needs_row_alignment=True)
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
-    handle = opfuse.register_backward_fusion(fusion)
+    handle = opfuse.register_forward_fusion(fusion)
     try:
         for rows in (3, 5, 6, 8, 16, 7):
             chain(torch.ones(rows, 2, requires_grad=True))

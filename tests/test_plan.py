@@ -412,6 +412,23 @@ def test_a_build_must_stand_for_the_ops_it_got(register, build, error, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "joint"])
+def test_a_fused_op_implements_the_pass_it_is_for(register, kind):
+    class Nothing(opfuse.FusedOperation):
+        pass
+
+    class Half(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return input_, [()]
+
+    for cls in (Nothing, Half) if kind == "joint" else (Nothing,):
+        record = register(**{f"{kind}_fusions": [Fusion([A], cls, name="half")]})
+        text = rf"fusion half \(.*\) is a {kind} fusion, but {cls.__name__} does not implement fuser_"
+        with pytest.raises(TypeError, match=text):
+            opfuse.Sequential(A())(torch.ones(2, requires_grad=True))
+        plugins.remove(record)
+
+
 def test_row_alignment_is_told_to_those_who_ask(fused, register):
     seen = {"asks": [], "does not": []}
 

@@ -266,6 +266,56 @@ def test_recipes(register):
         assert plugins.recipes() == {"quarter": Quarter}
 
 
+@pytest.mark.parametrize("selection", [["linear"], 3, True])
+def test_a_selection_is_a_string(selection):
+    with pytest.raises(TypeError, match="expected plugins as one string"):
+        plugins.using(selection)
+
+
+def test_options_are_declared(register, monkeypatch):
+    class Plugin:
+        @staticmethod
+        @opfuse.hookimpl
+        def opfuse_options():
+            return {"example.size": 4, "example.mode": "fast"}
+
+    record = plugins.register(Plugin, name="example")
+    chain, x = opfuse.Sequential(opfuse.ops.Identity()), torch.ones(2)
+    try:
+        with opfuse.options(**{"example.size": 8}):
+            chain(x)
+        with (
+            opfuse.options(**{"example.sise": 8}),
+            pytest.raises(ValueError, match=r"unknown option 'example.sise': the plugin example has example.size, exam"),
+        ):
+            chain(x)
+        with opfuse.options(**{"example.sise": 8}), plugins.using(""):
+            chain(x)  # the plugin is off
+    finally:
+        plugins.remove(record)
+    with opfuse.options(**{"exmple.size": 8}):
+        with pytest.warns(PluginWarning, match="option 'exmple.size': no plugin exmple is installed"):
+            chain(x)
+        chain(x + 1)  # said once
+
+
+@pytest.mark.parametrize("options", [["example.size"], {"size": 4}, {"other.size": 4}])
+def test_options_are_named_after_their_plugin(options):
+    class Plugin:
+        @staticmethod
+        @opfuse.hookimpl
+        def opfuse_options():
+            return options
+
+    record = plugins.register(Plugin, name="example")
+    try:
+        with pytest.warns(PluginWarning, match=r"opfuse_options must return a dict of 'example.<option>', got"):
+            (row,) = [row for row in plugins.listing() if row["name"] == "example"]
+        assert row["state"] == "failed"
+    finally:
+        plugins.remove(record)
+
+
 def test_hooks_are_called_once(register):
     calls = []
 

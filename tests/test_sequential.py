@@ -353,3 +353,9 @@ def test_extra_inputs_under_a_fake_tensor_mode():
         x, extra = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
         chain(x, extra).sum().backward()
         assert x.grad.shape == extra.grad.shape == (2, 4)
+
+
+@pytest.mark.parametrize("op_kwargs", [3, {0: 3}, {0: None}, [{}]])
+def test_keyword_arguments_are_a_dict_of_dicts(op_kwargs):
+    with pytest.raises(TypeError, match="op_kwargs: expected a dict of keyword arguments for each op, got"):
+        opfuse.Sequential(opfuse.ops.Identity())(torch.ones(2), op_kwargs=op_kwargs)

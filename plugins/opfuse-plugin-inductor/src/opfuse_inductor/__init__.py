@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from opfuse import Fusion, hookimpl
 
 
@@ -11,3 +13,9 @@ def opfuse_joint_fusions() -> list[Fusion]:
     from . import fused
 
     return fused.JOINT
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """From which size on it compiles, how much the separate ops must do, and by what it compiles."""
+    return {"inductor.min_elements": 1 << 14, "inductor.min_passes": 2, "inductor.backend": "inductor"}

@@ -35,13 +35,9 @@ from opfuse.ops import (
 )
 from opfuse.plugins import manager
 
-from . import kernels
+from . import kernels, opfuse_options
 
-MIN_PASSES = 2
-"""Default of the option ``inductor.min_passes``."""
-
-MIN_ELEMENTS = 1 << 14
-"""Default of the option ``inductor.min_elements``."""
+DEFAULTS = opfuse_options()
 
 _TENSORS = {Tensor, Parameter}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -59,9 +55,9 @@ class CompiledRun(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        options = dict(manager.scope.options)  # those of the plan that is being made
-        self._backend = options.get("inductor.backend", "inductor")
-        self._min_elements = options.get("inductor.min_elements", MIN_ELEMENTS)
+        options = {**DEFAULTS, **dict(manager.scope.options)}  # those of the plan that is being made
+        self._backend = options["inductor.backend"]
+        self._min_elements = options["inductor.min_elements"]
         self._ops = tuple(basic_ops)
         self._sources = sources_in(self._ops)
         self._external = [
@@ -372,10 +368,15 @@ def grad_input_of(ops: Sequence[Any]) -> str:
 # Where it may stand
 
 
+def option(env: Environment, name: str) -> Any:
+    """One of the plugin's options."""
+    return env.options.get(name, DEFAULTS[name])
+
+
 def _unavailable(env: Environment) -> str | None:
     kind = env.device.type
-    if env.options.get("inductor.backend", "inductor") not in ("inductor", "eager"):
-        return f"the option inductor.backend is {env.options['inductor.backend']!r}, expected 'inductor' or 'eager'"
+    if option(env, "inductor.backend") not in ("inductor", "eager"):
+        return f"the option inductor.backend is {option(env, 'inductor.backend')!r}, expected 'inductor' or 'eager'"
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
     if env.recipe is not None:
@@ -384,7 +385,7 @@ def _unavailable(env: Environment) -> str | None:
         return f"it compiles for cpu and cuda, the input is on {kind}"
     if env.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return f"it does not compile for {env.dtype}"
-    if env.options.get("inductor.backend") == "eager":
+    if option(env, "inductor.backend") == "eager":
         return None
     if kind == "cpu" and (compiler := cpp_compiler()) is not None and shutil.which(compiler) is None:
         return f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found (CXX names another one)"
@@ -433,7 +434,7 @@ def passes(op: Any) -> int:
 
 
 def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
-    count, least = sum(map(passes, ops)), env.options.get("inductor.min_passes", MIN_PASSES)
+    count, least = sum(map(passes, ops)), option(env, "inductor.min_passes")
     if count >= least:
         return None
     made = "one pass" if count == 1 else f"{count} passes"
@@ -443,7 +444,7 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
 def _too_small(env: Environment) -> str | None:
     if env.rows is None or env.features is None:  # it will be seen when it runs
         return None
-    least = env.options.get("inductor.min_elements", MIN_ELEMENTS)
+    least = option(env, "inductor.min_elements")
     if env.rows * env.features >= least and (env.rows > 1 or not least):
         return None
     return f"with {env.rows} rows or a few more of {env.features} features the separate ops are as fast"

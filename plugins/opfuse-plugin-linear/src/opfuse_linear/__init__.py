@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from opfuse import Fusion, hookimpl
 
 
@@ -19,3 +21,9 @@ def opfuse_backward_fusions() -> list[Fusion]:
     from . import fused
 
     return fused.BACKWARD
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """Whether the output of an activation is computed again, instead of being kept: "large", True or False."""
+    return {"linear.recompute": "large"}

@@ -64,10 +64,11 @@ class ForwardLinearBiasActivation(FusedOperation):
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        wanted = dict(manager.scope.options).get("linear.recompute")  # of the plan that is being made
+        wanted = dict(manager.scope.options).get("linear.recompute", "large")  # of the plan that is being made
+        if wanted not in ("large", True, False):
+            raise ValueError(f"the option linear.recompute is {wanted!r}, expected 'large', True or False")
         large = type(act) in _ONE_KERNEL and basic_ops[0].out_features >= MIN_FEATURES_TO_RECOMPUTE
-        self.recomputes = large if wanted is None else bool(wanted)
-        self._always = bool(wanted)
+        self.recomputes, self._always = large if wanted == "large" else wanted, wanted is True
         self._parts = has_bias, act.operand, act.forward_value, _EPILOGUES.get(type(act)), no_extras, self.recomputes
 
     def fuser_forward(

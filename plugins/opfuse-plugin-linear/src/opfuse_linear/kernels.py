@@ -55,15 +55,16 @@ def onednn_has_bf16() -> bool:
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
-    if is_compiling() or x.numel() < ONEDNN_MIN_SIZE:
-        return False
     return (
-        (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
+        type(x) is Tensor  # a subclass brings its own operations
+        and not is_dynamo_compiling()
+        and x.numel() >= ONEDNN_MIN_SIZE
+        and (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
         and x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.is_cpu
-        and type(x) is Tensor  # a subclass brings its own operations
         and type(weight) in (Tensor, Parameter)
+        and not is_compiling()
         and x.layout is torch.strided
         and torch._C._get_mkldnn_enabled()
         and (onednn_is_faster() if x.dtype is torch.float32 else onednn_has_bf16())
@@ -89,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = x.dtype
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
-    if not is_small(x) and (bias is not None or dtype is torch.float32) and _use_onednn(x, weight):
+    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
     if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
         return F.linear(x, weight).add_(bias)
@@ -115,7 +116,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" for GELU.
     """
-    if is_small(x) or not _use_onednn(x, weight):
+    if not _use_onednn(x, weight):
         return None
     return _onednn(x, weight, bias, name, form)
 
@@ -178,7 +179,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    direct = not is_small(x) and _use_onednn(x, weight)
+    direct = _use_onednn(x, weight)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
