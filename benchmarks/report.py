@@ -13,6 +13,7 @@ from typing import Any
 
 from .cases import CASES, TITLES
 from .record import ROOT
+from .run import in_order
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -21,8 +22,15 @@ COLORS = {True: "#3b6ea5", False: "#d9822b"}
 
 
 def load(path: str | pathlib.Path) -> Run:
-    """A run's file."""
-    return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    """A run's file; ends the program where it is none."""
+    try:
+        run = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        if {"ratios", "cases"} <= set(run):
+            return run
+        reason = "no ratios in it"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    raise SystemExit(f"expected what python -m benchmarks --out FILE wrote, got {path}: {reason}")
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -32,11 +40,12 @@ def key(row: Row) -> tuple[str, ...]:
 
 def compare(before: str, after: str) -> int:
     """Print the ratios of two runs side by side; times of different runs are never compared."""
-    old = {key(row): row for row in load(before)["ratios"]}
-    for row in load(after)["ratios"]:
-        then = old.get(key(row), {}).get("value")
-        if then is None or row["value"] is None:
-            continue
+    old = {key(row): row for row in load(before)["ratios"] if row["value"] is not None}
+    both = [row for row in load(after)["ratios"] if key(row) in old and row["value"] is not None]
+    if not both:
+        raise SystemExit(f"{before} and {after} have no ratio in common")
+    for row in both:
+        then = old[key(row)]["value"]
         change = row["value"] / then - 1 if then else 0.0
         floor = (row["noise"] or 0) + (old[key(row)]["noise"] or 0)
         better = (change < 0) == row["cost"]
@@ -48,7 +57,7 @@ def compare(before: str, after: str) -> int:
 
 def against(row: Row) -> str:
     """A ratio in words."""
-    other = {"sol": "share of copy bandwidth", "": row["metric"]}.get(row["den"])
+    other = {"sol": "share of copy bandwidth", "self": row["metric"], "": row["metric"]}.get(row["den"])
     who = "" if row["num"] == "opfuse" else f"{row['num']}: "
     return who + (other or f"{'cost over' if row['cost'] else 'times as fast as'} {row['den']}")
 
@@ -58,7 +67,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
-        sign = "=" if row["den"] == "plan" else "≤" if row["cost"] else "≥"
+        sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
         missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
         met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
@@ -76,7 +85,7 @@ def plot(rows: list[Row], title: str) -> str:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["value"] and row["den"] not in ("", "plan")]
+    shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan")]
     halves = [
         (False, "times as fast: right is better; orange misses its goal"),
         (True, "cost over the other's: left is better; orange misses its goal"),
@@ -125,6 +134,7 @@ def where(run: Run) -> str:
     """The machine of a run, in one sentence."""
     host, versions = run["host"], run["versions"]
     device = run["gpu"]["name"] if run["gpu"] else f"{host['cpu']}, {host['threads']} thread(s)"
+    device += "; allocator tuned" * (host.get("allocator") == "tuned")
     plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
     state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
     return (
@@ -136,7 +146,9 @@ def where(run: Run) -> str:
 def report(folder: str) -> int:
     """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
     home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], ["<h1>Benchmarks</h1>"]
-    for path in sorted(home.glob("*.json")):
+    if not (files := sorted(home.glob("*.json"))):
+        raise SystemExit(f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}")
+    for path in files:
         run = load(path)
         text += [f"## {path.stem}", "", where(run), ""]
         page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
@@ -208,7 +220,7 @@ def committed() -> list[Run]:
 
 def listed(ids: Iterable[str]) -> str:
     """Ids with what they are."""
-    return "\n".join(f"- {name}: {TITLES[name]}" for name in sorted(set(ids), key=lambda n: (n[0], int(n[1:]))))
+    return "\n".join(f"- {name}: {TITLES[name]}" for name in in_order(ids))
 
 
 def written(runs: list[Run]) -> tuple[str, str]:

@@ -8,10 +8,10 @@ python -m benchmarks.probes compile                      # no GPU: registers, sp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,32 +21,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer
+from benchmarks.measure import ceilings, cuda_timer, launch_us, sample_rounds, spread
 from benchmarks.record import about
 
+from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
+
 Rows = list[dict[str, Any]]
-SHAPES = [(8192, 4096, 16384), (8192, 4096, 4096), (8192, 2048, 8192), (50432, 1024, 4096), (16384, 768, 3072)]
-CONFIGS = [  # BM, BN, BK, group, subtiles, warps, stages, warp specialization
-    (128, 256, 64, 8, 1, 8, 3, False),
-    (128, 256, 64, 8, 2, 8, 4, False),
-    (128, 256, 64, 1, 2, 8, 4, False),
-    (128, 128, 64, 8, 1, 4, 4, False),
-    (128, 128, 64, 8, 2, 4, 4, True),
-    (128, 256, 64, 8, 2, 4, 3, True),
-    (128, 128, 64, 8, 1, 4, 4, True),  # Triton 3.6 specializes no kernel that splits its result
-    (128, 256, 64, 8, 1, 4, 3, True),
-]
-FP8_CONFIG, FP8_SMALL = (128, 256, 128, 8, 2, 8, 4, False), (128, 128, 128, 8, 1, 8, 4, False)
 
 
 def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
     """Median microseconds of each, in turns."""
-    samplers = {name: cuda_timer([step]) for name, step in work.items()}
-    samples = {name: [] for name in work}
-    for _ in range(rounds):
-        for name, sample in samplers.items():
-            samples[name].append(sample())
-    return {name: statistics.median(values) for name, values in samples.items()}
+    samplers = {name: (cuda_timer([step]), contextlib.nullcontext) for name, step in work.items()}
+    return {name: spread(values)[1] for name, values in sample_rounds(samplers, rounds, 1).items()}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -182,17 +168,8 @@ def probe_launcher() -> Rows:
     x = torch.empty(64, device="cuda", dtype=torch.int32)
     given = (x,) * 8 + (3, 4)
     compiled = nothing[(1,)](*given)
-    rows = []
-    for name, step in {"jit": lambda: nothing[(1,)](*given), "compiled": lambda: compiled[(1, 1, 1)](*given)}.items():
-        samples = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                step()
-            samples.append((time.perf_counter() - start) / 200 * 1e6)
-        rows.append({"name": name, "host_us": statistics.median(samples)})
-    return rows
+    steps = {"jit": lambda: nothing[(1,)](*given), "compiled": lambda: compiled[(1, 1, 1)](*given)}
+    return [{"name": name, "host_us": spread(launch_us(step))[1]} for name, step in steps.items()]
 
 
 def probe_cache() -> Rows:
@@ -226,13 +203,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each probe")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
     options = parser.parse_args(arguments)
+    if strange := set(options.names) - {*PROBES, "compile"}:
+        parser.error(f"expected some of {', '.join(PROBES)}, or compile; got {', '.join(sorted(strange))}")
     if "compile" in options.names:
         from .ahead import compile_all
 
         print(json.dumps(compile_all(options.capability), indent=1))
         return 0
     if not torch.cuda.is_available():
-        raise SystemExit("probes need a CUDA GPU, and there is none; compile runs anywhere")
+        parser.error("probes need a CUDA GPU, and there is none; compile runs anywhere")
     device = torch.device("cuda")
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
         result = about("probes", device) | {"ceilings": ceilings(device)}

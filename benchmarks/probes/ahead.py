@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from typing import Any
 
+from . import CONFIGS, FP8_CONFIG, FP8_SMALL
+
 POINTERS = {"gemm": "abch", "norm_backward": ("x", "dy", "weight", "rstd", "dx", "partial"), "nothing": "abcdefgh"}
 FLOATS = {"rstd": "*fp32", "partial": "*fp32"}
 
@@ -54,14 +56,13 @@ def resources(made: Any) -> dict[str, Any]:
 
 def compile_all(capability: int) -> list[dict[str, Any]]:
     """Every kernel in every form that a probe runs."""
-    from . import __main__ as probes
     from . import kernels
 
     bf16, fp8 = dict.fromkeys("abch", "*bf16"), dict.fromkeys("ab", "*fp8e4nv") | dict.fromkeys("ch", "*bf16")
-    forms = [(config, {}, bf16) for config in probes.CONFIGS]
-    forms += [(config, {"GELU": True, "SAVE": True}, bf16) for config in probes.CONFIGS]
-    forms += [(probes.FP8_CONFIG, more, fp8) for more in ({}, {"IMPRECISE": 128}, {"ROWS_OF_B": True})]
-    forms += [(probes.FP8_SMALL, {"IMPRECISE": 128}, fp8)]
+    forms = [(config, {}, bf16) for config in CONFIGS]
+    forms += [(config, {"GELU": True, "SAVE": True}, bf16) for config in CONFIGS]
+    forms += [(FP8_CONFIG, more, fp8) for more in ({}, {"IMPRECISE": 128}, {"ROWS_OF_B": True})]
+    forms += [(FP8_SMALL, {"IMPRECISE": 128}, fp8)]
     rows = []
     for config, more, types in forms:
         bm, bn, bk, group, subtiles, warps, stages, ws = config
