@@ -15,6 +15,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,11 +93,16 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
     return lines
 
 
-def positive(text: str) -> float:
-    """A number above zero."""
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return number
+def positive(kind: type) -> Callable[[str], Any]:
+    """A reader of numbers above zero."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if (number := kind(text)) > 0:
+                return number
+        raise argparse.ArgumentTypeError(f"expected {'a' if kind is float else 'a whole'} number above 0, got {text}")
+
+    return read
 
 
 def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
@@ -108,9 +114,9 @@ def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     add("--ids", type=lambda text: text.split(","), help="such as M1,G2; default: all of the suite")
     add("--providers", type=lambda text: text.split(","), help=f"of {','.join(PROVIDERS)}; default: what a case needs")
     add("--out", type=pathlib.Path, metavar="FILE", help="write the run there, as JSON")
-    add("--budget", type=positive, default=float("inf"), metavar="SECONDS", help="start nothing after that")
-    add("--rounds", type=int, default=0, help="turns of each provider")
-    add("--threads", type=int, default=1, help="CPU threads of the suite cpu")
+    add("--budget", type=positive(float), default=float("inf"), metavar="SECONDS", help="start nothing after that")
+    add("--rounds", type=positive(int), default=0, help="turns of each provider")
+    add("--threads", type=positive(int), default=1, help="CPU threads of the suite cpu")
     add("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
     add("--check", action="store_true", help="exit with 1 if a goal is missed")
     add("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")

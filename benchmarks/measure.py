@@ -99,41 +99,36 @@ def cuda_timer(passes: Sequence[Step]) -> Step:
 
     def sample() -> float:
         if not replays:  # what takes longer to launch than to run may be short too
-            replay = _capture(passes) if long() < 10 * SHORT_US else None
+            replay = capture(passes) if long() < 10 * SHORT_US else None
             replays.append(replay if replay and replay() < SHORT_US else None)
         return replays[0]() if replays[0] else long()
 
     return sample
 
 
-@contextlib.contextmanager
-def no_waiting():
-    """Where PyTorch raises instead of waiting for the GPU; a capture that fails leaves random numbers unusable."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
+def capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
     """A replay of at least ``calls`` calls in one CUDA graph; None where they cannot be captured."""
     graph, times = torch.cuda.CUDAGraph(), math.ceil(calls / len(passes))
     try:
-        for step in passes:
-            step()
-        with no_waiting():
+        for mode in (
+            "default",
+            "error",
+        ):  # a capture that fails spoils random numbers, so see before that nothing waits
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
             for step in passes:
                 step()
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(times):
                 for step in passes:
                     step()
     except RuntimeError:
-        torch.cuda.synchronize()
         return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replay() -> float:

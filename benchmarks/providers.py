@@ -249,10 +249,7 @@ def te(work: Work, case: Any) -> Built:
     model = work.fill(ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)]))
     if not case.recipe:
         return Built(model)
-    recipe = getattr(recipes, case.recipe)()
-    context = functools.partial(te_pytorch.fp8_autocast, fp8_recipe=recipe)
-    if hasattr(te_pytorch, "autocast"):  # its newer name
-        context = functools.partial(te_pytorch.autocast, recipe=recipe)
+    context = functools.partial(te_pytorch.autocast, recipe=getattr(recipes, case.recipe)())
     return Built(model, context, {"recipe": case.recipe})
 
 
@@ -266,7 +263,7 @@ def library(work: Work, case: Any) -> Built:
         raise Skip("PyTorch has no such call for this chain")
     if case.recipe == "Float8BlockScaling":
         return _blockwise(work)
-    cast, one = Cast(), torch.tensor(1 / FP8_SCALE, device=work.device)
+    cast, one = Cast(), torch.full_like(params[0][0, 0], 1 / FP8_SCALE, dtype=torch.float32)
     weight = cast(params[0])[0]
     options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     multiply = functools.partial(torch._scaled_mm, mat2=weight.t(), **options)

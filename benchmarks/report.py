@@ -19,6 +19,10 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 COLORS = {True: "#3b6ea5", False: "#d9822b"}
+LABELS = {  # by whether a ratio is a cost
+    False: "times as fast: right is better; orange misses its goal",
+    True: "cost over the other's: left is better; orange misses its goal",
+}
 
 
 def load(path: str | pathlib.Path) -> Run:
@@ -78,8 +82,26 @@ def table(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
+def bars(axis: Any, rows: list[Row], label: str) -> None:
+    """A bar for each ratio, its goal as a line and its bound as a ring."""
+    at = range(len(rows))
+    style = {"xerr": [row["noise"] or 0 for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
+    axis.barh(at, [row["value"] for row in rows], color=[COLORS[row["pass"]] for row in rows], **style)
+    line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
+    for name, style in (("goal", line), ("bound", ring)):
+        if found := [(row[name], i) for i, row in enumerate(rows) if row[name] is not None]:
+            axis.scatter(*zip(*found, strict=True), zorder=3, label=name, **style)
+    axis.axvline(1, color="gray", lw=0.6)
+    axis.set_yticks(at, [f"{row['id']}  {row['case']}  ·  {against(row)}" for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+    axis.margins(y=0.5 / len(rows))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+
+
 def plot(rows: list[Row], title: str) -> str:
-    """An SVG picture of ratios: a bar for each, its goal as a line and its bound as a ring."""
+    """An SVG picture of ratios, those where more is better above those where less is."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -87,36 +109,16 @@ def plot(rows: list[Row], title: str) -> str:
 
     shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan")]
     halves = [
-        (False, "times as fast: right is better; orange misses its goal"),
-        (True, "cost over the other's: left is better; orange misses its goal"),
+        (half, label) for cost, label in LABELS.items() if (half := [row for row in shown if row["cost"] == cost])
     ]
-    halves = [(half, label) for cost, label in halves if (half := [r for r in shown if r["cost"] == cost])]
     if not halves:
         return ""
     heights = [len(half) + 1.5 for half, _ in halves]
     with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(
-            len(halves), figsize=(10, 0.24 * sum(heights) + 0.6), squeeze=False, height_ratios=heights
-        )
+        options = {"figsize": (10, 0.24 * sum(heights) + 0.6), "squeeze": False, "height_ratios": heights}
+        figure, axes = pyplot.subplots(len(halves), **options)
         for (half, label), axis in zip(halves, axes[:, 0], strict=True):
-            names = [f"{row['id']}  {row['case']}  ·  {against(row)}" for row in half]
-            at = range(len(half))
-            colors = [COLORS[row["pass"]] for row in half]
-            noise = [row["noise"] or 0 for row in half]
-            axis.barh(at, [row["value"] for row in half], color=colors, xerr=noise, height=0.6, error_kw={"lw": 0.8})
-            goals = [row["goal"] for row in half]
-            axis.scatter(goals, at, marker="|", s=110, color="black", linewidths=1.6, zorder=3, label="goal")
-            bounds = [(row["bound"], i) for i, row in enumerate(half) if row["bound"] is not None]
-            if bounds:
-                style = {"facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "bound"}
-                axis.scatter(*zip(*bounds, strict=True), marker="o", s=22, **style)
-            axis.axvline(1, color="gray", lw=0.6)
-            axis.set_yticks(at, names)
-            axis.invert_yaxis()
-            axis.set_xlabel(label)
-            axis.margins(y=0.5 / len(half))
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+            bars(axis, half, label)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         figure.tight_layout()
         file = io.StringIO()
@@ -171,45 +173,7 @@ def report(folder: str) -> int:
     return 0
 
 
-PAGE = """# Performance
-
-<!-- Written by python -m benchmarks page from benchmarks/results. -->
-
-Every number here is a ratio of two programs that ran side by side, in turns, in one process, on random data, after the
-answers of both had been compared with fp64. What follows ± is how far a program is from itself in the same run; twice
-that is *within the noise*. A *goal* is what a fusion is held to, a *bound* what the hardware or the arithmetic allows.
-*opfuse* is with the plugins of this repository, *opfuse-off* with none, *eager* is PyTorch, *eager-medium* PyTorch with
-matrix products of medium precision, *bare* an autograd function that does nothing.
-
-## What is not known
-
-{unknown}
-
-## Where opfuse is behind
-
-{behind}
-
-## Where it meets its goals
-
-{met}
-
-![measured ratios with their goals and bounds](performance.svg)
-
-## Without any fusion
-
-A chain that no plugin fuses should cost what PyTorch costs. How many times as fast as eager it is, the slowest first:
-
-{unfused}
-
-## How it was measured
-
-{runs}
-
-On a CPU what counts is the process's CPU time with one thread, since other programs run beside it; they still share
-caches and memory, and make the noise what it is. `python -m benchmarks --suite cpu` measures again; `compare` and
-`report` read what it writes, and `python -m benchmarks --help` says how. The suites `gpu-quick` and `gpu-full` need a
-CUDA GPU.
-"""
+PAGE = pathlib.Path(__file__).parent / "page.md"
 
 
 def committed() -> list[Run]:
@@ -247,7 +211,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
     runs_text = "\n".join(f"- {where(run)}" for run in runs)
     parts = {"unknown": unknown, "behind": "\n".join(behind), "met": "\n".join(met), "runs": runs_text}
     parts["unfused"] = "\n".join(["| chain | ratio |", "|---|---|", *slow])
-    return PAGE.format(**parts), digest(pictured(runs))
+    return PAGE.read_text(encoding="utf-8").format(**parts), digest(pictured(runs))
 
 
 def unfused(run: Run) -> list[tuple[str, float]]:

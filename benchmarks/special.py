@@ -18,7 +18,7 @@ from opfuse import ops
 
 from .cases import Case
 from .chains import TOLERANCE, Work, error, several
-from .measure import around, cpu_timer, launch_us, no_waiting, sample_rounds, saved_bytes
+from .measure import around, capture, cpu_timer, launch_us, sample_rounds, saved_bytes
 from .providers import NotBuilt, Skip, with_opfuse
 from .record import ROOT
 from .steps import alone
@@ -110,31 +110,23 @@ def captured(case: Case, device: torch.device) -> Numbers:
     """
     if device.type != "cuda":
         raise Skip("CUDA graphs need a GPU")
-    work = Work(case.chain, case.rows, case.width, case.dtype, device)
-    built, graph = with_opfuse(work, case), torch.cuda.CUDAGraph()
+    work, results = Work(case.chain, case.rows, case.width, case.dtype, device), []
+    built = with_opfuse(work, case)
 
-    def step() -> list[torch.Tensor]:
-        return work.results(built.model, built.params, work.inputs[0], True)
+    def step() -> None:
+        results[:] = work.results(built.model, built.params, work.inputs[0], True)
 
     with around(built, "forward"):
-        for _ in range(3):
-            step()
+        step()
         before = torch.cuda.memory_allocated()
         outputs = several(built.model(*work.inputs[0]))
         kept = torch.cuda.memory_allocated() - before - sum(y.nbytes for y in outputs)
-        (fuser,) = built.model._module_groups
-        if kept > declared_bytes(fuser, work) + (1 << 20):  # the allocator rounds up
-            return {"opfuse": [0]}
         del outputs
-        try:
-            with no_waiting():
-                step()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                results = step()
-        except RuntimeError:
-            return {"opfuse": [0]}
-        graph.replay()
+        (fuser,) = built.model._module_groups
+        replay = capture([step], 1)
+    if replay is None or kept > declared_bytes(fuser, work) + (1 << 20):  # the allocator rounds up
+        return {"opfuse": [0]}
+    replay()
     return {"opfuse": [float(error(results, work.reference(True)) < TOLERANCE[case.dtype])]}
 
 

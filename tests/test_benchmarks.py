@@ -1,10 +1,14 @@
 """The benchmark harness, on tiny shapes and with made-up times; and the gates that every run of the tests passes."""
 
+import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import pathlib
 import sys
+import types
 
 import pytest
 import torch
@@ -401,6 +405,204 @@ def test_what_needs_a_gpu_says_so(name):
         getattr(special, name)(case(), CPU)
 
 
+class FakeCuda:
+    """As much of ``torch.cuda`` as a capture needs, and a log of what was asked of it."""
+
+    def __init__(self, monkeypatch, milliseconds=1.0):
+        self.log, fake = [], self
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.log.append)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.record = self.synchronize = lambda: None
+
+            def elapsed_time(self, other):
+                return milliseconds
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        self.replay = lambda: fake.log.append("replay")
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream):
+        assert graph is self and stream == "stream"
+        self.log.append("capture")
+        yield
+        self.log.append("captured")
+
+
+def test_a_capture_rotates_over_the_inputs(monkeypatch):
+    fake = FakeCuda(monkeypatch, milliseconds=2.0)
+    replay = measure.capture([lambda name=name: fake.log.append(name) for name in "ab"], calls=5)
+    modes, calls = ["default", "a", "b", "error", "a", "b", "default"], ["a", "b"] * 3
+    assert fake.log == [*modes, "capture", *calls, "captured", "default"]
+    assert replay() == pytest.approx(2000 / 6) and fake.log[-2:] == ["replay", "replay"]
+
+
+def test_what_waits_for_the_gpu_is_not_captured(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+
+    def step():
+        if fake.log[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert measure.capture([step]) is None
+    assert fake.log == ["default", "error", "default"]
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 21])
+def test_a_chain_is_captured_whole_and_keeps_what_it_declares(monkeypatch, kept):
+    FakeCuda(monkeypatch)
+    allocated = iter([0, 4 * 6 * 16 + kept])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    each = case("linear:8x16 gelu", "captured", unfused=True)
+    monkeypatch.setattr(special, "Work", lambda *args: pretend(each))
+    device = types.SimpleNamespace(type="cuda")
+    assert special.captured(each, device) == {"opfuse": [1.0 if not kept else 0]}
+
+
+def pretend(each):
+    """Work on a CPU for a provider that runs on a GPU only."""
+
+    class OnGpu(chains.Work):
+        fill = lambda self, model: opened(self.device, lambda: chains.Work.fill(self, model))  # noqa: E731
+        reference = lambda self, backward: opened(self.device, lambda: chains.Work.reference(self, backward))  # noqa: E731
+
+    class Device:
+        type = "cuda"
+
+    def opened(device, call):
+        work.device = CPU
+        try:
+            return call()
+        finally:
+            work.device = device
+
+    work = OnGpu(each.chain, each.rows, each.width, each.dtype, CPU)
+    work.device = Device()
+    return work
+
+
+def answer(work, built, metric="inference"):
+    with measure.around(built, metric):
+        results = work.results(built.model, built.params, work.inputs[0], metric != "inference")
+    return chains.error(results, built.reference or work.reference(metric != "inference"))
+
+
+def test_transformer_engine_by_its_names(monkeypatch, no_plugins):
+    """Its ops are named and called like those of opfuse, which stand in for them."""
+    used = []
+
+    @contextlib.contextmanager
+    def autocast(enabled=True, recipe=None):
+        used.append(type(recipe).__name__)
+        yield
+
+    te = types.SimpleNamespace(ops=ops, autocast=autocast)
+    ops_module = types.SimpleNamespace(
+        **{name: getattr(ops, name) for name in ops.__all__}, Sequential=opfuse.Sequential
+    )
+    recipes = types.SimpleNamespace(DelayedScaling=type("DelayedScaling", (), {}))
+    modules = {"": types.SimpleNamespace(pytorch=te), ".pytorch": te, ".pytorch.ops": ops_module}
+    modules |= {".common": types.SimpleNamespace(recipe=recipes), ".common.recipe": recipes}
+    te.ops = ops_module
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+    monkeypatch.setattr(providers, "need", lambda module: None)
+    each = case("rmsnorm:8 matmul:8x32 swiglu matmul:16x8", recipe="DelayedScaling")
+    work = pretend(each)
+    assert answer(work, providers.te(work, each), "forward+backward") < 1e-4 and used == ["DelayedScaling"]
+    each = case("linear:8x8 gelu", "forward")
+    assert answer(pretend(each), providers.te(pretend(each), each)) < 1e-4
+
+
+def test_the_library_by_hand():
+    each = case("linear:16x32 gelu", "inference")
+    work = chains.Work(each.chain, 6, 0, "bf16", CPU)
+    assert answer(work, providers.library(work, each)) < 2e-2
+    each = Case("F1", "product:256x128", 64, "inference", recipe="DelayedScaling")
+    work = pretend(each)
+    assert answer(work, providers.library(work, each)) < 2e-2
+    each = dataclasses.replace(each, id="F2", recipe="Float8BlockScaling")
+    built, seen = None, []
+    scaled = torch.nn.functional.scaled_mm
+
+    def scaled_mm(x, w, scale_x, kind, scale_w, other, output_dtype):
+        seen.append((kind.name, other.name, scale_x.shape, scale_x.stride(), scale_w.shape, scale_w.stride()))
+        return providers.unblocked(x, scale_x).matmul(providers.unblocked(w.t(), scale_w.t()).t()).to(output_dtype)
+
+    try:
+        torch.nn.functional.scaled_mm = scaled_mm
+        built = providers.library(work, each)
+        assert answer(work, built) < 2e-2
+    finally:
+        torch.nn.functional.scaled_mm = scaled
+    assert seen == [("BlockWise1x128", "BlockWise128x128", (64, 2), (1, 64), (2, 1), (1, 2))]
+
+
+def test_the_strongest_compilation_has_options_that_exist(monkeypatch):
+    monkeypatch.setattr(providers, "_tuned", set())
+    for i in range(6):
+        each = case(f"linear:8x{8 + i} gelu", "inference")
+        if i < providers.MAX_TUNED:
+            options = providers.compile_max(pretend(each), each).config["options"]
+            assert options["max_autotune"] and options["triton.enable_persistent_tma_matmul"]
+        else:
+            with pytest.raises(providers.Skip, match="tunes at most 4"):
+                providers.compile_max(pretend(each), each)
+
+
+@pytest.mark.parametrize("chain", ["rmsnorm:16", "swiglu", "add fork rmsnorm:16", "matmul:16x64 swiglu matmul:32x16"])
+def test_liger_takes_what_it_is_given(monkeypatch, chain):
+    pytest.importorskip("liger_kernel")
+    taken = []
+
+    def apply(function):
+        def call(*args):
+            inspect.signature(function.forward).bind(None, *args)
+            taken.append(function.__name__)
+            name, (x, *rest) = function.__name__, args
+            if "GateUp" in name:
+                return chains.SwiGLU()(x)
+            x = x + rest.pop(0) if "Add" in name else x
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:], rest[0], 1e-5)
+            assert args[-1] is False  # or its backward would overwrite a gradient
+            return (y, x) if "Add" in name else y
+
+        return call
+
+    for module in ("rms_norm", "swiglu", "fused_add_rms_norm"):
+        found = vars(importlib.import_module(f"liger_kernel.ops.{module}"))
+        for function in [each for name, each in found.items() if name.startswith("Liger") and hasattr(each, "apply")]:
+            monkeypatch.setattr(function, "apply", apply(function))
+    each = case(chain, width=32 if chain == "swiglu" else 0)
+    work = pretend(each)
+    assert answer(work, providers.liger(work, each), "forward+backward") < 1e-4 and taken
+
+
+@pytest.mark.parametrize("chain", ["cast", "castt"])
+def test_torchao_casts(monkeypatch, chain):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    each = Case("M9", chain, 8, "inference", width=32, recipe="DelayedScaling")
+    work = chains.Work(chain, 8, 32, "bf16", CPU)
+    y, *rest = providers.torchao(work, each).model(*work.inputs[0])
+    assert y.dtype is torch.float8_e4m3fn and len(rest) == len(chain) - 3
+    torch.testing.assert_close(y.float() / rest[-1], work.inputs[0][0].float(), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchao_training(monkeypatch, recipe):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    each = Case("F3", "matmul:16x64 swiglu matmul:32x16", 8, "forward", recipe="Float8CurrentScaling")
+    model = providers.torchao(chains.Work(each.chain, 8, 0, "bf16", CPU), each, recipe).model
+    assert [type(part).__name__ for part in model] == ["Float8Linear", "SwiGLU", "Float8Linear"]
+
+
 @pytest.mark.parametrize("milliseconds", [5.0, 0.5, 0.01])
 def test_the_gpu_timer_replays_short_calls(monkeypatch, milliseconds):
     class Testing:
@@ -408,9 +610,9 @@ def test_the_gpu_timer_replays_short_calls(monkeypatch, milliseconds):
 
     monkeypatch.setitem(sys.modules, "triton", Testing)
     monkeypatch.setitem(sys.modules, "triton.testing", Testing)
-    monkeypatch.setattr(measure, "_capture", lambda passes: lambda: 7.0)
+    monkeypatch.setattr(measure, "capture", lambda passes: lambda: 7.0)
     assert measure.cuda_timer([lambda: None])() == (5000.0 if milliseconds == 5 else 7.0)  # launches may be the time
-    monkeypatch.setattr(measure, "_capture", lambda passes: lambda: 150.0)
+    monkeypatch.setattr(measure, "capture", lambda passes: lambda: 150.0)
     assert measure.cuda_timer([lambda: None])() == milliseconds * 1000
 
 

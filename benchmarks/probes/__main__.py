@@ -56,31 +56,56 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
     return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
 
 
-def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> Any:
-    """A step that was run and is right, or what is wrong with it."""
+def failure(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> dict[str, Any]:
+    """A step that was run and is right, or what is wrong with it; and how long its first call took."""
+    start = time.perf_counter()
     try:
         step, c = make()
         step()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return {"failed": failure(error)}
     wrong = float((c.float() - expected).norm() / expected.norm())
-    return step if wrong < 2e-2 else f"relative error {wrong:.1e}"
+    first = {"first_s": time.perf_counter() - start}
+    return first | ({"step": step} if wrong < 2e-2 else {"failed": f"relative error {wrong:.1e}"})
 
 
-def compared(base: dict[str, Callable[[], Any]], steps: dict[str, Any], **about: Any) -> Rows:
+def compared(base: dict[str, Callable[[], Any]], steps: dict[str, dict[str, Any]], **about: Any) -> Rows:
     """A row for each: its time, how many times faster than the first, or its failure."""
-    times = side_by_side(base | {name: step for name, step in steps.items() if callable(step)})
-    first = next(iter(times.values()))
-    rows = [about | {"name": name, "us": us, "ratio": first / us} for name, us in times.items()]
-    return rows + [about | {"name": name, "failed": step} for name, step in steps.items() if not callable(step)]
+    times = side_by_side(base | {name: found["step"] for name, found in steps.items() if "step" in found})
+    first, rows = times[next(iter(base))], []
+    for name in [*base, *steps]:
+        found = {key: value for key, value in steps.get(name, {}).items() if key != "step"}
+        measured = {"us": times[name], "ratio": first / times[name]} if name in times else {}
+        rows.append(about | {"name": name} | found | measured)
+    return rows
+
+
+def attempted(probe: Callable[..., Rows], shape: tuple[int, ...]) -> Rows:
+    """A probe's rows, or why there are none: the others still have something to say."""
+    try:
+        return probe(*shape)
+    except Exception as error:
+        return [{"failed": failure(error)}]
 
 
 def probe_gemm(m: int, k: int, n: int) -> Rows:
-    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there."""
+    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there.
+
+    Then with a GELU, and with the store of what was before it: whether warp specialization, or halves, hide them. The
+    first call of each says whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found.
+    """
     a, b = randn(m, k), randn(n, k)
-    expected = (a @ b.t()).float()
-    steps = {str(config): tried(partial(triton_gemm, a, b, config), expected) for config in CONFIGS}
+    expected, steps = (a @ b.t()).float(), {}
+    for word, options in (("", {}), (", GELU", {"gelu": True}), (", GELU, stored", {"gelu": True, "save": True})):
+        right = F.gelu(expected, approximate="tanh") if options else expected
+        for config in CONFIGS:
+            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, **options), right)
     return compared({"cublas": partial(torch.matmul, a, b.t())}, steps)
 
 
@@ -94,17 +119,7 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     apart = {"apart": lambda: F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")}
-    return compared(apart, {"fused": fused}, kernels=kernels)
-
-
-def probe_specialization(m: int, k: int, n: int) -> Rows:
-    """Whether warp specialization, or halves, hide a GELU and the store of what was before it."""
-    a, b = randn(m, k), randn(n, k)
-    expected, steps = F.gelu((a @ b.t()).float(), approximate="tanh"), {}
-    for config in CONFIGS:
-        for save, word in ((False, ""), (True, ", stored")):
-            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, gelu=True, save=save), expected)
-    return compared({"cublas, no GELU": partial(torch.matmul, a, b.t())}, steps)
+    return compared(apart, {"fused": {"step": fused}}, kernels=kernels)
 
 
 def probe_fp8(size: int) -> Rows:
@@ -172,24 +187,9 @@ def probe_launcher() -> Rows:
     return [{"name": name, "host_us": spread(launch_us(step))[1]} for name, step in steps.items()]
 
 
-def probe_cache() -> Rows:
-    """Whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found: seconds until the first product is over."""
-    a, b = randn(512, 512), randn(512, 512)
-    rows = []
-    for config in CONFIGS[:2]:
-        start = time.perf_counter()
-        triton_gemm(a, b, config)[0]()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        rows.append({"name": str(config), "first_s": seconds, "cache": os.environ.get("TRITON_CACHE_DIR", "")})
-    return rows
-
-
 PROBES: dict[str, tuple[Callable[..., Rows], list[tuple[int, ...]]]] = {
-    "cache": (probe_cache, [()]),  # first: another probe would compile what it looks for
     "gemm": (probe_gemm, SHAPES),
     "addmm": (probe_addmm, SHAPES),
-    "specialization": (probe_specialization, SHAPES),
     "fp8": (probe_fp8, [(4096,), (8192,)]),
     "norm": (probe_norm, [(2048,), (4096,), (8192,)]),
     "launcher": (probe_launcher, [()]),
@@ -215,9 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda")
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
         result = about("probes", device) | {"ceilings": ceilings(device)}
+        result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:
             probe, shapes = PROBES[name]
-            result[name] = [{"shape": shape} | row for shape in shapes for row in probe(*shape)]
+            result[name] = [{"shape": shape} | row for shape in shapes for row in attempted(probe, shape)]
             print(name, json.dumps(result[name], indent=1), flush=True)
             if options.out:
                 with open(options.out, "w", encoding="utf-8") as file:
