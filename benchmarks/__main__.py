@@ -82,7 +82,11 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
     lines = []
     for row in result["ratios"]:
         against = f"{row['num']} / {row['den']}"
-        value = "" if row["value"] is None else f"{' ' if row.get('beyond_noise', True) else '~'}{row['value']:.3f}"
+        value = (
+            ""
+            if row["value"] is None
+            else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}{row['value']:.3f}"
+        )
         noise = f"±{row['noise']:.2f}" if row["noise"] else ""
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(

@@ -107,22 +107,15 @@ def compile_max(work: Work, case: Any) -> Built:
     return Built(model, config={"options": options})
 
 
+OPS = {"linear": "Linear", "bias": "Bias", "gelu": "GELU", "swiglu": "SwiGLU", "rmsnorm": "RMSNorm"}
+OPS |= {"identity": "Identity", "add": "AddExtraInput", "fork": "MakeExtraOutput"}
+
+
 def table(ops: Any) -> dict[str, Callable[..., Any]]:
     """The layers of a chain in fusible ops: opfuse's, or Transformer Engine's of the same names."""
-    without_bias = functools.partial(ops.Linear, bias=False)
-    return {
-        "linear": ops.Linear,
-        "matmul": without_bias,
-        "product": without_bias,
-        "bias": ops.Bias,
-        "gelu": ops.GELU,
-        "swiglu": ops.SwiGLU,
-        "rmsnorm": ops.RMSNorm,
-        "scale": lambda: ops.ConstantScale(0.5),
-        "identity": ops.Identity,
-        "add": ops.AddExtraInput,
-        "fork": ops.MakeExtraOutput,
-    }
+    matmul = functools.partial(ops.Linear, bias=False)
+    named = {name: getattr(ops, of) for name, of in OPS.items()}
+    return named | {"matmul": matmul, "product": matmul, "scale": lambda: ops.ConstantScale(0.5)}
 
 
 def recipe_of(name: str) -> opfuse.Recipe:

@@ -19,6 +19,7 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 COLORS = {True: "#3b6ea5", False: "#d9822b"}
+STYLE = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style><h1>Benchmarks</h1>"
 LABELS = {  # by whether a ratio is a cost
     False: "times as fast: right is better; orange misses its goal",
     True: "cost over the other's: left is better; orange misses its goal",
@@ -71,6 +72,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
+        value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
         missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
@@ -122,7 +124,8 @@ def plot(rows: list[Row], title: str) -> str:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         figure.tight_layout()
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Description": digest(rows)})
+        options = {"metadata": {"Date": None, "Description": digest(rows)}, "bbox_inches": "tight"}
+        figure.savefig(file, format="svg", **options)
         pyplot.close(figure)
     return file.getvalue()
 
@@ -147,7 +150,7 @@ def where(run: Run) -> str:
 
 def report(folder: str) -> int:
     """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
-    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], ["<h1>Benchmarks</h1>"]
+    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
     if not (files := sorted(home.glob("*.json"))):
         raise SystemExit(f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}")
     for path in files:
@@ -156,19 +159,17 @@ def report(folder: str) -> int:
         page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
         for family in dict.fromkeys(row["id"][0] for row in run["ratios"]):
             rows = [row for row in run["ratios"] if row["id"][0] == family]
-            picture = plot(rows, f"{path.stem}: {family}")
-            if picture:
+            if picture := plot(rows, f"{path.stem}: {family}"):
                 name = f"report-{path.stem}-{family}.svg"
                 (home / name).write_text(picture, encoding="utf-8")
                 text += [f"![{family}]({name})", ""]
                 page.append(picture[picture.index("<svg") :])
-            text += [*table(rows), ""]
-            cells = [line[1:-1].replace("**", "").split("|") for line in table(rows) if not line.startswith("|---")]
-            lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells]
-            page.append(f"<table>{''.join(lines)}</table>")
-    style = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style>"
+            head, _, *lines = table(rows)
+            text += [head, _, *lines, ""]
+            cells = [html.escape(line[1:-1].replace("**", "")).replace("|", "<td>") for line in (head, *lines)]
+            page += ["<table>", *(f"<tr><td>{line}" for line in cells), "</table>"]
     (home / "report.md").write_text("\n".join(text), encoding="utf-8")
-    (home / "report.html").write_text(style + "\n".join(page), encoding="utf-8")
+    (home / "report.html").write_text("\n".join(page), encoding="utf-8")
     print(home / "report.html")
     return 0
 
@@ -197,8 +198,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
     unknown = "Not measured on a GPU yet:\n\n" + listed(on_gpu) if on_gpu else "Every goal for a GPU has been measured."
     unknown += "\n\nMeasured, but not built: no plugin here fuses it.\n\n" + listed(absent) if absent else ""
     single = [row for row in rows if row["id"] not in ("L1", "C4")]
-    behind = table([row for row in single if row["pass"] is False])
-    met = table([row for row in single if row["pass"]])
+    behind, met = (table(row for row in single if row["pass"] is wanted) for wanted in (False, True))
     many = [row for row in rows if row["id"] in ("L1", "C4") and row["value"] is not None]
     for name in sorted({row["id"] for row in many}):
         of = [row for row in many if row["id"] == name]
@@ -216,11 +216,10 @@ def written(runs: list[Run]) -> tuple[str, str]:
 
 def unfused(run: Run) -> list[tuple[str, float]]:
     """How many times faster than eager a chain is with all plugins off."""
-    times = {
-        (row["case"], row["provider"]): row.get("median_us") for row in run["cases"] if row["id"] not in ("L1", "O1")
-    }
+    timed = [row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "O1")]
+    times = {(row["case"], row["provider"]): row["median_us"] for row in timed}
     found = [(case, times.get((case, "eager")), mine) for (case, name), mine in times.items() if name == "opfuse-off"]
-    return [(case, plain / mine) for case, plain, mine in found if plain and mine]
+    return [(case, plain / mine) for case, plain, mine in found if plain]
 
 
 def pictured(runs: list[Run]) -> list[Row]:
