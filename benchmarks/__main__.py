@@ -23,7 +23,7 @@ import torch
 from .cases import Case
 from .measure import ceilings
 from .providers import PROVIDERS
-from .record import TUNED, about, gpu_state
+from .record import TUNED, about, gpu_state, load
 from .run import Harness, Row, select, together
 
 COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "report": ("DIR",), "page": ()}
@@ -36,8 +36,8 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     device = torch.device("cpu" if options.suite == "cpu" else "cuda")
     if device.type == "cpu":
         torch.set_num_threads(options.threads)
-    deadline = time.monotonic() + options.budget
     start = time.monotonic()
+    deadline = start + options.budget
     result = about(options.suite, device) | {"command": " ".join(["python -m benchmarks", *sys.argv[1:]])}
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     with stream:  # a CUDA graph cannot be captured on the default one
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     result["ratios"] += together(result["ratios"])
     if device.type == "cuda":
         result["gpu"]["after"] = gpu_state()
-    result["host"]["load_after"] = about(options.suite, device)["host"]["load"]
+    result["host"]["load_after"] = load()
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
 

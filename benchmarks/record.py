@@ -42,6 +42,11 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
 
 
+def load() -> float | None:
+    """How many programs want a core; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def _cpu() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -56,7 +61,7 @@ def about(suite: str, device: torch.device) -> dict[str, Any]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         host["ram"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host["allocator"] = "tuned" if TUNED.items() <= os.environ.items() else "default"
-    host["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    host["load"] = load()
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "opfuse": opfuse.__version__}
     versions["triton"] = _version("triton")

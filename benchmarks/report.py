@@ -144,7 +144,7 @@ def where(run: Run) -> str:
     state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
     return (
         f"{device}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
-        f"{versions['opfuse']} at {state}, {plugins}; load {host['load']:.1f} when it began; `{run['command']}`"
+        f"{versions['opfuse']} at {state}, {plugins}; load {host['load'] or 0:.1f} when it began; `{run['command']}`"
     )
 
 
