@@ -183,20 +183,22 @@ def committed() -> list[Run]:
     return list({run["suite"]: run for run in runs}.values())
 
 
-def listed(ids: Iterable[str]) -> str:
-    """Ids with what they are."""
-    return "\n".join(f"- {name}: {TITLES[name]}" for name in in_order(ids))
-
-
 def written(runs: list[Run]) -> tuple[str, str]:
     """The page, and the fingerprint of the rows in its picture."""
-    rows = [row for run in runs for row in run["ratios"]]
+    rows, listed = (
+        [row for run in runs for row in run["ratios"]],
+        lambda ids: [f"- {n}: {TITLES[n]}" for n in in_order(ids)],
+    )
     seen = {row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None}
     on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
     absent = {row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")}
     absent -= {row["id"] for row in rows if row["value"] is not None}
-    unknown = "Not measured on a GPU yet:\n\n" + listed(on_gpu) if on_gpu else "Every goal for a GPU has been measured."
-    unknown += "\n\nMeasured, but not built: no plugin here fuses it.\n\n" + listed(absent) if absent else ""
+    unknown = [
+        "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured.",
+        "",
+        *listed(on_gpu),
+    ]
+    unknown += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)] if absent else []
     single = [row for row in rows if row["id"] not in ("L1", "C4")]
     behind, met = (table(row for row in single if row["pass"] is wanted) for wanted in (False, True))
     many = [row for row in rows if row["id"] in ("L1", "C4") and row["value"] is not None]
@@ -208,9 +210,9 @@ def written(runs: list[Run]) -> tuple[str, str]:
         (behind if missed else met).extend(["", f"{line}, missed by {missed}." if missed else f"{line}."])
     pairs = [pair for run in runs for pair in unfused(run)]
     slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
-    runs_text = "\n".join(f"- {where(run)}" for run in runs)
-    parts = {"unknown": unknown, "behind": "\n".join(behind), "met": "\n".join(met), "runs": runs_text}
-    parts["unfused"] = "\n".join(["| chain | ratio |", "|---|---|", *slow])
+    parts = {"unknown": unknown, "behind": behind, "met": met, "runs": [f"- {where(run)}" for run in runs]}
+    parts["unfused"] = ["| chain | ratio |", "|---|---|", *slow]
+    parts = {name: "\n".join(lines) for name, lines in parts.items()}
     return PAGE.read_text(encoding="utf-8").format(**parts), digest(pictured(runs))
 
 

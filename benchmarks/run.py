@@ -238,12 +238,12 @@ def in_order(ids: Iterable[str]) -> list[str]:
 
 def together(ratios: list[Row]) -> list[Row]:
     """G1 over all its shapes: the geometric mean."""
-    values = [row["value"] for row in ratios if row["id"] == "G1"]
-    if not values:
+    if not (rows := [row for row in ratios if row["id"] == "G1"]):
         return []
-    row = {"id": "G1", "case": "geometric mean of the shapes above", "num": "opfuse", "den": "eager", "exact": False}
-    row |= {"metric": "inference", "goal": 0.95, "stretch": 0.98, "bound": 1.05, "cost": False, "noise": None}
+    values = [row["value"] for row in rows]
+    made = rows[0] | {"case": "geometric mean of the shapes above", "goal": 0.95, "stretch": 0.98, "bound": 1.05}
+    made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
     if None in values:
-        return [row | {"value": None, "pass": None, "reason": "not every shape has a number"}]
+        return [made | {"reason": "not every shape has a number"}]
     value = math.exp(sum(map(math.log, values)) / len(values))
-    return [row | {"value": value, "pass": value >= 0.95, "reason": ""}]
+    return [made | {"value": value, "pass": value >= made["goal"]}]

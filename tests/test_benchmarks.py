@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import pathlib
+import re
 import sys
 import types
 
@@ -645,6 +646,60 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     assert "the budget left out 4 cases" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--suite cpu --ids M99", "--ids: expected ids of C1, .*; got M99"),
+        ("--suite cpu --ids O1,M1", "--ids: M1: not in the suite cpu, which has C1, "),
+        ("--suite cpu --providers eager,nobody", "--providers: expected some of opfuse, .*; got nobody"),
+        ("--suite cpu --budget 0", "expected a number above 0, got 0"),
+        ("--suite cpu --rounds 1.5", "expected a whole number above 0, got 1.5"),
+        ("--suite cpu --out nowhere/run.json", "--out: expected a file in a folder that exists, got nowhere/run.json"),
+        ("compare only.json", "usage: python -m benchmarks compare BEFORE.json AFTER.json"),
+        (
+            "compare gone.json gone.json",
+            "expected what python -m benchmarks --out FILE wrote, got gone.json: .*No such",
+        ),
+        ("compare broken.json broken.json", "got broken.json: Expecting property name"),
+        ("compare other.json other.json", "got other.json: no ratios in it"),
+        ("compare empty.json empty.json", "empty.json and empty.json have no ratio in common"),
+        ("report folder", "expected a folder with what python -m benchmarks --out FILE wrote, got folder"),
+    ],
+)
+def test_what_cannot_be_done_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, text in {"broken": "{", "other": "[1]", "empty": '{"cases": [], "ratios": []}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments.split())
+    told = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    assert re.search(message, told.replace("\n", " ")) and "Traceback" not in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", ["--suite gpu-quick", "probes"])
+def test_a_missing_gpu_is_told(arguments, capsys):
+    main = importlib.import_module("benchmarks.probes.__main__").main if arguments == "probes" else command.main
+    with pytest.raises(SystemExit):
+        main([] if arguments == "probes" else arguments.split())
+    assert "CUDA GPU, and there is none" in capsys.readouterr().err
+
+
+def test_both_allocators(tmp_path, monkeypatch):
+    pytest.importorskip("tqdm")
+    started = []
+    monkeypatch.setattr(command.subprocess, "run", lambda *args, **options: started.append((args, options)) or DONE)
+    DONE = types.SimpleNamespace(returncode=0, stdout="")
+    arguments = ["--suite", "cpu", "--ids", "O6", "--no-ceilings", "--allocators", "--out", str(tmp_path / "run.json")]
+    threads = torch.get_num_threads()
+    assert command.main(arguments) == 0
+    torch.set_num_threads(threads)
+    (again,), options = started[-1]
+    assert again[-2:] == ["--out", str(tmp_path / "run-tuned.json")] and "--allocators" not in again
+    assert command.TUNED.items() <= options["env"].items()
+
+
 def test_a_missed_goal_fails_the_check():
     row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": ""}
     assert command.verdict(row) == "MISSED" and command.verdict(row, 0.2) == "met"
@@ -681,8 +736,21 @@ def test_the_page_is_current():
     assert fingerprint in (ROOT / "docs" / "performance.svg").read_text(encoding="utf-8")
 
 
-def test_a_probe_compiles_without_a_gpu():
+def test_the_probes_compile_without_a_gpu(monkeypatch):
     pytest.importorskip("triton")
-    ahead, kernels = (importlib.import_module(f"benchmarks.probes.{name}") for name in ("ahead", "kernels"))
-    made = ahead.compiled(kernels.nothing, {}, 90, dict.fromkeys(ahead.POINTERS["nothing"], "*i32"))
-    assert made["reg"] > 0 and made["LDL"] == 0
+    probes, ahead = (importlib.import_module(f"benchmarks.probes{name}") for name in ("", ".ahead"))
+    monkeypatch.setattr(ahead, "CONFIGS", probes.CONFIGS[3:4])
+    made = {(row["kernel"], row.get("fp8"), row.get("SAVE"), row.get("h")): row for row in ahead.compile_all(90)}
+    stored = made["gemm", False, True, None]
+    assert stored["HGMMA"] > 0 == stored["HMMA"] and stored["UTMALDG"] > 0 and stored["shared"] <= 232448
+    assert made["gemm", True, None, None]["QGMMA"] > 0
+    assert all(made["norm_backward", None, None, h]["STL"] == 0 for h in (2048, 4096, 8192))
+    assert made["nothing", None, None, None]["reg"] > 0
+
+
+def test_a_probe_that_fails_says_why():
+    main = importlib.import_module("benchmarks.probes.__main__")
+    (row,) = main.attempted(lambda m: 1 / m, (0,))
+    assert row == {"failed": "ZeroDivisionError: division by zero"}
+    wrong = main.tried(lambda: (lambda: None, torch.zeros(2)), torch.ones(2)) if torch.cuda.is_available() else None
+    assert wrong is None or wrong["failed"] == "relative error 1.0e+00"
