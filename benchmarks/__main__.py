@@ -93,7 +93,7 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
             f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:7}{goal:8}{verdict(row, slack)[:60]}"
         )
     if result["left_out"]:
-        lines.append(f"the budget left out {len(result['left_out'])} cases")
+        lines.append(f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted")
     return lines
 
 

@@ -186,6 +186,11 @@ def sample_rounds(
     return samples
 
 
+def failure(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """The 20th percentile, the median and the 80th."""
     ordered = sorted(values)

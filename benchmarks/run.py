@@ -60,7 +60,7 @@ class Harness:
         try:
             samples = self._special(case, rows) if case.special else self._measure(case, rows)
         except torch.OutOfMemoryError as reason:
-            samples, rows = {}, {name: _failed(reason) for name in self._wanted(case)}
+            samples, rows = {}, {name: {"status": f"failed: {measure.failure(reason)}"} for name in self._wanted(case)}
         same = {"id": case.id, "family": case.id[0], "case": case.name, "shape": [case.rows, case.chain]}
         same |= {"dtype": case.dtype, "metric": case.metric} | dict.fromkeys(NUMBERS)
         listed = [same | {"provider": name} | row for name, row in rows.items()]
@@ -72,7 +72,7 @@ class Harness:
         except Skip as reason:
             numbers = {"opfuse": reason}
         except Exception as reason:
-            rows["opfuse"] = _failed(reason)
+            rows["opfuse"] = {"status": f"failed: {measure.failure(reason)}"}
             return {}
         key = "median_us" if case.metric.split()[0] in PASSES else "value"
         for name, values in numbers.items():
@@ -160,7 +160,7 @@ class Harness:
             except Skip as reason:
                 rows[name] = _status(reason)
             except Exception as reason:  # a peer's failure is a result
-                rows[name] = _failed(reason)
+                rows[name] = {"status": f"failed: {measure.failure(reason)}"}
             else:
                 found[name] = built
         return found
@@ -206,10 +206,6 @@ class Harness:
 
 def _status(reason: Skip) -> Row:
     return {"status": ("not built: " if isinstance(reason, NotBuilt) else "skipped: ") + str(reason)}
-
-
-def _failed(reason: Exception) -> Row:
-    return {"status": f"failed: {type(reason).__name__}: {reason}".splitlines()[0][:200]}
 
 
 def _summary(values: list[float], key: str = "median_us") -> Row:

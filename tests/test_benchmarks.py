@@ -643,7 +643,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     threads = torch.get_num_threads()
     assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings"]) == 0
     torch.set_num_threads(threads)
-    assert "the budget left out 4 cases" in capsys.readouterr().out
+    assert "left out 4 cases" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -684,6 +684,22 @@ def test_a_missing_gpu_is_told(arguments, capsys):
     with pytest.raises(SystemExit):
         main([] if arguments == "probes" else arguments.split())
     assert "CUDA GPU, and there is none" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_there_is(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("tqdm")
+    run, threads = Harness.run, torch.get_num_threads()
+
+    def interrupted(self, case):
+        if case.chain.startswith("rmsnorm"):
+            raise KeyboardInterrupt
+        return run(self, case)
+
+    monkeypatch.setattr(Harness, "run", interrupted)
+    out = tmp_path / "run.json"
+    assert command.main(["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--out", str(out)]) == 0
+    torch.set_num_threads(threads)
+    assert "left out 3 cases" in capsys.readouterr().out and len(report.load(out)["ratios"]) == 2
 
 
 def test_both_allocators(tmp_path, monkeypatch):

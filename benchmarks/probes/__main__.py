@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer, launch_us, sample_rounds, spread
+from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, sample_rounds, spread
 from benchmarks.record import about
 
 from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
@@ -54,11 +54,6 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
     grid = (min(sms, triton.cdiv(m, bm) * triton.cdiv(n, bn)),)
     fixed = (sms, bm, bn, bk, group, subtiles, ws, gelu, save, imprecise, rows_of_b)
     return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
-
-
-def failure(error: Exception) -> str:
-    """The first line of what went wrong."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> dict[str, Any]:

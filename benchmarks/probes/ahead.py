@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from typing import Any
 
+from benchmarks.measure import failure
+
 from . import CONFIGS, FP8_CONFIG, FP8_SMALL
 
 BF16 = dict.fromkeys("abch", "*bf16")
@@ -34,7 +36,7 @@ def compiled(
         source = ASTSource(kernel, signature, constants or {}, attributes)
         return resources(triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options))
     except Exception as error:  # a version of Triton that cannot
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {"failed": failure(error)}
 
 
 def resources(made: Any) -> dict[str, Any]:
