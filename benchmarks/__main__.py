@@ -10,48 +10,59 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import pathlib
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .cases import Case
 from .measure import ceilings
 from .providers import PROVIDERS
-from .record import about, gpu_state
+from .record import TUNED, about, gpu_state, load
 from .run import Harness, Row, select, together
 
+COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "report": ("DIR",), "page": ()}
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run a suite's cases until they or the budget are spent."""
+
+def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
+    """Run cases until they or the budget are spent."""
     from tqdm import tqdm
 
     device = torch.device("cpu" if options.suite == "cpu" else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere")
     if device.type == "cpu":
         torch.set_num_threads(options.threads)
     start = time.monotonic()
-    cases = select(options.suite, options.ids.split(",") if options.ids else None)
+    deadline = start + options.budget
     result = about(options.suite, device) | {"command": " ".join(["python -m benchmarks", *sys.argv[1:]])}
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     with stream:  # a CUDA graph cannot be captured on the default one
         result["ceilings"] = {} if options.no_ceilings else ceilings(device)
-        providers = options.providers.split(",") if options.providers else None
-        harness = Harness(device, result["ceilings"], providers=providers, rounds=options.rounds)
+        harness = Harness(
+            device, result["ceilings"], providers=options.providers, rounds=options.rounds, deadline=deadline
+        )
         result |= {"cases": [], "ratios": [], "left_out": []}
         for case in (bar := tqdm(cases, unit="case", file=sys.stderr)):
-            if options.budget and time.monotonic() - start > options.budget:
+            if time.monotonic() > deadline:
                 result["left_out"].append(f"{case.id} {case.name}")
                 continue
             bar.set_description(case.id)
-            rows, ratios = harness.run(case)
+            try:
+                rows, ratios = harness.run(case)
+            except KeyboardInterrupt:  # keep what there is
+                deadline = 0.0
+                result["left_out"].append(f"{case.id} {case.name}")
+                continue
             result["cases"] += rows
             result["ratios"] += ratios
     result["ratios"] += together(result["ratios"])
     if device.type == "cuda":
         result["gpu"]["after"] = gpu_state()
-    result["host"]["load_after"] = about(options.suite, device)["host"]["load"]
+    result["host"]["load_after"] = load()
     return result | {"seconds": round(time.monotonic() - start, 1)}
 
 
@@ -67,47 +78,93 @@ def verdict(row: Row, slack: float = 0.0) -> str:
 
 
 def show(result: dict[str, Any], slack: float) -> list[str]:
-    """A short table: a line for each ratio."""
+    """A short table: a line for each ratio, with ~ before one that noise may have made."""
     lines = []
     for row in result["ratios"]:
-        against = f"{row['num']} / {row['den']}" if row["den"] else row["num"]
-        value = "" if row["value"] is None else f"{row['value']:8.3f}"
-        noise = f"±{row['noise']:.2f}" if row.get("noise") else ""
-        goal = f"{'<=' if row['cost'] else '>='}{row['goal']:.2f}"
+        against = f"{row['num']} / {row['den']}"
+        value = (
+            ""
+            if row["value"] is None
+            else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}{row['value']:.3f}"
+        )
+        noise = f"±{row['noise']:.2f}" if row["noise"] else ""
+        goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
             f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:7}{goal:8}{verdict(row, slack)[:60]}"
         )
     if result["left_out"]:
-        lines.append(f"the budget left out {len(result['left_out'])} cases")
+        lines.append(f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted")
     return lines
+
+
+def positive(kind: type) -> Callable[[str], Any]:
+    """A reader of numbers above zero."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if (number := kind(text)) > 0:
+                return number
+        raise argparse.ArgumentTypeError(f"expected {'a' if kind is float else 'a whole'} number above 0, got {text}")
+
+    return read
+
+
+def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """What the arguments mean, and their cases; ends the program where they mean nothing."""
+    form = {"description": __doc__, "formatter_class": argparse.RawTextHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser("benchmarks", **form)
+    add = parser.add_argument
+    add("--suite", choices=("cpu", "gpu-quick", "gpu-full"), required=True)
+    add("--ids", type=lambda text: text.split(","), help="such as M1,G2; default: all of the suite")
+    add("--providers", type=lambda text: text.split(","), help=f"of {','.join(PROVIDERS)}; default: what a case needs")
+    add("--out", type=pathlib.Path, metavar="FILE", help="write the run there, as JSON")
+    add("--budget", type=positive(float), default=float("inf"), metavar="SECONDS", help="start nothing after that")
+    add("--rounds", type=positive(int), default=0, help="turns of each provider")
+    add("--threads", type=positive(int), default=1, help="CPU threads of the suite cpu")
+    add("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
+    add("--check", action="store_true", help="exit with 1 if a goal is missed")
+    add("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")
+    add("--allocators", action="store_true", help="then again, into FILE-tuned, with a glibc that keeps large blocks")
+    options = parser.parse_args(arguments)
+    if strange := set(options.providers or ()) - set(PROVIDERS):
+        parser.error(f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}")
+    if options.out and not options.out.absolute().parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
+    if options.suite != "cpu" and not torch.cuda.is_available():
+        parser.error(f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere")
+    try:
+        return options, select(options.suite, options.ids)
+    except ValueError as reason:
+        parser.error(f"--ids: {reason}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["compare"], ["report"], ["page"]):
+    if arguments and (names := COMMANDS.get(arguments[0])) is not None:
         from . import report
 
+        if len(arguments) != 1 + len(names) or set(arguments) & {"-h", "--help"}:
+            raise SystemExit(" ".join(["usage: python -m benchmarks", arguments[0], *names]))
         return getattr(report, arguments[0])(*arguments[1:])
-    parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--suite", choices=("cpu", "gpu-quick", "gpu-full"), required=True)
-    parser.add_argument("--ids", help="such as M1,G2; default: all of the suite")
-    parser.add_argument("--providers", help=f"of {','.join(PROVIDERS)}; default: what each case needs")
-    parser.add_argument("--out", metavar="FILE", help="write the run there, as JSON")
-    parser.add_argument("--budget", type=float, default=0, metavar="SECONDS", help="start no case after that")
-    parser.add_argument("--rounds", type=int, default=0, help="turns of each provider")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the suite cpu")
-    parser.add_argument("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    parser.add_argument("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")
-    options = parser.parse_args(arguments)
-    result = measure(options)
+    options, cases = asked(arguments)
+    result = measure(options, cases)
     if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print("\n".join(show(result, options.slack)))
-    return int(options.check and any(verdict(row, options.slack).startswith("MISSED") for row in result["ratios"]))
+    missed = any(verdict(row, options.slack).startswith("MISSED") for row in result["ratios"])
+    if options.allocators:
+        again = [argument for argument in arguments if argument != "--allocators"]
+        again += ["--out", str(options.out.with_stem(f"{options.out.stem}-tuned"))] if options.out else []
+        print("with the tuned allocator:", flush=True)
+        missed |= bool(subprocess.run([sys.executable, "-m", "benchmarks", *again], env=os.environ | TUNED).returncode)
+    return int(options.check and missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("tqdm", "matplotlib"):
+            raise
+        sys.exit(f"{missing.name} is not installed; pip install --group bench")

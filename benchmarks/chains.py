@@ -1,7 +1,8 @@
 """Workloads: one line of text is a chain of layers, and every provider builds the same chain from it.
 
-``"linear:1024x4096 gelu linear:4096x1024"`` is an MLP. ``add`` takes an extra input, ``fork`` gives an extra output,
-``cast`` and ``castt`` round to FP8 with a fixed scale, the second with a transposed copy.
+``"linear:1024x4096 gelu linear:4096x1024"`` is an MLP. ``matmul`` is a linear layer without a bias, ``product`` its
+matrix product alone, of operands that are quantized already. ``add`` takes an extra input, ``fork`` gives an extra
+output, ``cast`` and ``castt`` round to FP8 with a fixed scale, the second with a transposed copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FP8_SCALE = 32.0
+GEMMS = ("linear", "matmul", "product")
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 
 
@@ -35,9 +37,7 @@ def parse(chain: str) -> list[Layer]:
 def widths(chain: str, width: int) -> list[int]:
     """The features before each layer and after the last one; ``width`` where no layer says."""
     layers = parse(chain)
-    first = next((layer.sizes[0] for layer in layers if layer.sizes), width)
-    if "swiglu" in [layer.name for layer in layers[:1]]:
-        first = width
+    first = next((layer.sizes[0] * (1 + (layers[0].name == "swiglu")) for layer in layers if layer.sizes), width)
     found = [first]
     for layer in layers:
         last = found[-1] // 2 if layer.name == "swiglu" else found[-1]
@@ -48,7 +48,7 @@ def widths(chain: str, width: int) -> list[int]:
 def flops(chain: str, rows: int, metric: str) -> int:
     """Of the matrix products: two in the backward for each one in the forward."""
     times = {"backward": 2, "forward+backward": 3}.get(metric, 1)
-    return times * sum(2 * rows * math.prod(sizes) for name, sizes in parse(chain) if name in ("linear", "matmul"))
+    return times * sum(2 * rows * math.prod(sizes) for name, sizes in parse(chain) if name in GEMMS)
 
 
 class Bias(nn.Module):
@@ -113,7 +113,8 @@ class Branches(nn.Module):
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "linear": nn.Linear,
-    "matmul": lambda k, n: nn.Linear(k, n, bias=False),
+    "matmul": (without_bias := lambda k, n: nn.Linear(k, n, bias=False)),
+    "product": without_bias,
     "bias": Bias,
     "gelu": lambda: nn.GELU("tanh"),
     "swiglu": SwiGLU,
@@ -175,7 +176,7 @@ class Work:
     @property
     def gemms(self) -> int:
         """How many matrix products the forward has."""
-        return sum(layer.name in ("linear", "matmul") for layer in parse(self.chain))
+        return sum(layer.name in GEMMS for layer in parse(self.chain))
 
     def results(
         self, model: Callable[..., Any], params: list[Tensor], inputs: list[Tensor], backward: bool

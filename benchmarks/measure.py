@@ -92,33 +92,43 @@ def cuda_timer(passes: Sequence[Step]) -> Step:
     """Time on the GPU: ``do_bench``, or for short calls a CUDA graph over several sets of inputs."""
     from triton.testing import do_bench
 
-    graph: list[Any] = []
+    replays: list[Step | None] = []
 
     def long() -> float:
         return do_bench(passes[0], warmup=25, rep=100, return_mode="median") * 1e3
 
     def sample() -> float:
-        if not graph:
-            graph.append(_capture(passes) if long() < SHORT_US else None)
-        return long() if graph[0] is None else graph[0]()
+        if not replays:  # what takes longer to launch than to run may be short too
+            replay = capture(passes) if long() < 10 * SHORT_US else None
+            replays.append(replay if replay and replay() < SHORT_US else None)
+        return replays[0]() if replays[0] else long()
 
     return sample
 
 
-def _capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
+def capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
     """A replay of at least ``calls`` calls in one CUDA graph; None where they cannot be captured."""
-    for step in passes:
-        step()
-    torch.cuda.synchronize()
     graph, times = torch.cuda.CUDAGraph(), math.ceil(calls / len(passes))
     try:
+        for mode in (
+            "default",
+            "error",
+        ):  # a capture that fails spoils random numbers, so see before that nothing waits
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            for step in passes:
+                step()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(times):
                 for step in passes:
                     step()
     except RuntimeError:
-        torch.cuda.synchronize()
         return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replay() -> float:
@@ -147,16 +157,38 @@ def host_us(step: Step, calls: int = 50) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def sample_rounds(samplers: dict[str, tuple[Step, Callable[[], Any]]], rounds: int, warmup: int) -> dict[str, Any]:
-    """Round-robin over the samplers, each in its context: name -> one sample for each round."""
+def launch_us(step: Step, calls: int = 200, samples: int = 20) -> list[float]:
+    """Time of the host alone: calls that queue their work and return."""
+    taken = []
+    for _ in range(samples + 1):  # the first one warms up
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        taken.append((time.perf_counter() - start) / calls * 1e6)
+    return taken[1:]
+
+
+def sample_rounds(
+    samplers: dict[str, tuple[Step, Callable[[], Any]]], rounds: int, warmup: int, deadline: float = math.inf
+) -> dict[str, Any]:
+    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline."""
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for round_ in range(-warmup, rounds):
+        if round_ >= 5 and time.monotonic() > deadline:
+            break
         for name, (sampler, context) in samplers.items():
             with context():
                 taken = sampler()
             if round_ >= 0:
                 samples[name].append(taken)
     return samples
+
+
+def failure(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -181,10 +213,15 @@ def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     kept: dict[int, int] = {}
     owned = {param.untyped_storage().data_ptr() for param in built.params}
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
+    def count(tensor: Any) -> None:
+        if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others, as a quantized tensor may be
+            for name in tensor.__tensor_flatten__()[0]:
+                count(getattr(tensor, name))
+        elif (storage := tensor.untyped_storage()).data_ptr() not in owned:
             kept[storage.data_ptr()] = storage.nbytes()
+
+    def pack(tensor: Tensor) -> Tensor:
+        count(tensor)
         return tensor
 
     with around(built, "forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuse
@@ -40,28 +40,28 @@ class Built:
         model: Takes the inputs, gives the outputs.
         context: Makes the context to call it in.
         config: What a reader should know of it.
+        reference: The right outputs, where they are not the chain's: those of operands that are quantized already.
     """
 
     model: Any
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reference: list[Tensor] | None = None
 
     @property
-    def params(self) -> list[torch.Tensor]:
+    def params(self) -> list[Tensor]:
         return list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
 
 
 class Hand(nn.Module):
     """A function of the inputs, with a model's parameters."""
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.forward = model, function
+        self.model, self.function = model, function
 
-
-def eager(work: Work, case: Any) -> Built:
-    """PyTorch's own modules."""
-    return Built(work.fill(plain(work.chain)))
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
 
 
 @contextlib.contextmanager
@@ -74,16 +74,13 @@ def _medium():
         torch.set_float32_matmul_precision(before)
 
 
-def eager_medium(work: Work, case: Any) -> Built:
-    """PyTorch's own modules, with matrix products of medium precision."""
-    if case.dtype != "fp32":
+def eager(work: Work, case: Any, compiling: bool = False, medium: bool = False) -> Built:
+    """PyTorch's own modules; under ``torch.compile`` as it comes; with matrix products of medium precision."""
+    if medium and case.dtype != "fp32":
         raise Skip("medium precision is for fp32")
-    return Built(work.fill(plain(work.chain)), _medium)
-
-
-def compiled(work: Work, case: Any) -> Built:
-    """``torch.compile`` as it comes."""
-    return Built(torch.compile(work.fill(plain(work.chain)), fullgraph=True, dynamic=False))
+    model = work.fill(plain(work.chain))
+    model = torch.compile(model, fullgraph=True, dynamic=False) if compiling else model
+    return Built(model, _medium if medium else contextlib.nullcontext)
 
 
 def separate(work: Work, case: Any) -> Built:
@@ -110,20 +107,15 @@ def compile_max(work: Work, case: Any) -> Built:
     return Built(model, config={"options": options})
 
 
+OPS = {"linear": "Linear", "bias": "Bias", "gelu": "GELU", "swiglu": "SwiGLU", "rmsnorm": "RMSNorm"}
+OPS |= {"identity": "Identity", "add": "AddExtraInput", "fork": "MakeExtraOutput"}
+
+
 def table(ops: Any) -> dict[str, Callable[..., Any]]:
     """The layers of a chain in fusible ops: opfuse's, or Transformer Engine's of the same names."""
-    return {
-        "linear": ops.Linear,
-        "matmul": lambda k, n: ops.Linear(k, n, bias=False),
-        "bias": ops.Bias,
-        "gelu": ops.GELU,
-        "swiglu": ops.SwiGLU,
-        "rmsnorm": ops.RMSNorm,
-        "scale": lambda: ops.ConstantScale(0.5),
-        "identity": ops.Identity,
-        "add": ops.AddExtraInput,
-        "fork": ops.MakeExtraOutput,
-    }
+    matmul = functools.partial(ops.Linear, bias=False)
+    named = {name: getattr(ops, of) for name, of in OPS.items()}
+    return named | {"matmul": matmul, "product": matmul, "scale": lambda: ops.ConstantScale(0.5)}
 
 
 def recipe_of(name: str) -> opfuse.Recipe:
@@ -157,11 +149,18 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
             return Built(_quantizing(model, work, case), context, {"checked": case.metric != "backward"})
         work.fill(model)
         steps = opfuse.explain(model, *work.inputs[0]).to_dict()
-    wanted = PASSES.get(case.metric.split()[0], ("forward", "backward"))
-    fused = [f"{direction} {step['fusion']}" for direction in wanted for step in steps[direction] if step["fusion"]]
-    if not fused and selection is None and not case.unfused:
-        raise NotBuilt("no plugin fuses anything here")
-    return Built(model, context, {"fused": fused})
+        wanted = PASSES.get(case.metric.split()[0], ("forward", "backward"))
+        fused = [f"{direction} {step['fusion']}" for direction in wanted for step in steps[direction] if step["fusion"]]
+        if not fused and selection is None and not case.unfused:
+            raise NotBuilt("no plugin fuses anything here")
+        if last.name != "product":
+            return Built(model, context, {"fused": fused})
+        step = alone(model, work.inputs[0], opfuse.ops.BasicLinear)
+        (ctx,) = step.ctxs
+        quantize, quantize_weight = ctx.quantizers[0]
+        ctx.params = (quantize_weight(ctx.params[0]),)
+        made = product(work, quantize, step.call, ctx.params[0].dequantize(), lambda x: x.dequantize())
+        return dataclasses.replace(made, context=context, config={"fused": fused})
 
 
 def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
@@ -169,13 +168,20 @@ def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
     names = [layer.name for layer in parse(work.chain)]
     if len(names) == 1:
         role = opfuse.QuantizerRole("linear", "input")
-        return Hand(nn.Module(), opfuse.plugins.manager.quantizer(recipe_of(case.recipe), role).quantize)
+        return Hand(opfuse.plugins.manager.quantizer(recipe_of(case.recipe), role).quantize)
     op = {"rmsnorm": opfuse.ops.RMSNorm, "swiglu": opfuse.ops.SwiGLU}[names[0]]
     backward = case.metric == "backward"
-    step, quantizer = alone(model, work.inputs[0], op, backward=backward)
-    if quantizer is None:
+    step = alone(model, work.inputs[0], op, backward=backward)
+    if step.quantizer is None:
         raise NotBuilt(f"no plugin writes the result of {op.__name__} quantized")
-    return Hand(nn.Module(), (lambda x: step(work.grads[0])) if backward else step)
+    return Hand((lambda x: step.call(work.grads[0])) if backward else step.call)
+
+
+def product(work: Work, quantize: Any, multiply: Any, weight: Tensor, dequantize: Callable[[Any], Tensor]) -> Built:
+    """A product by a quantized weight alone: inputs are quantized beforehand, and stand for what is left of them."""
+    ready = {id(x): quantize(x.detach()) for (x,) in work.inputs}
+    first = dequantize(ready[id(work.inputs[0][0])]).double()
+    return Built(Hand(lambda x: multiply(ready[id(x)])), reference=[first @ weight.detach().double().t()])
 
 
 def liger(work: Work, case: Any) -> Built:
@@ -188,9 +194,9 @@ def liger(work: Work, case: Any) -> Built:
 
     def norm(size: int) -> nn.Module:
         inner = nn.RMSNorm(size, eps=1e-5)
-        return Hand(inner, lambda x: LigerRMSNormFunction.apply(x, inner.weight, 1e-5, 0.0, "llama", False))
+        return Hand(lambda x: LigerRMSNormFunction.apply(x, inner.weight, 1e-5, 0.0, "llama", False), inner)
 
-    mine = {"rmsnorm": norm, "swiglu": lambda: Hand(nn.Module(), lambda x: LigerFusedGateUpSiLUMulFunction.apply(x))}
+    mine = {"rmsnorm": norm, "swiglu": lambda: Hand(LigerFusedGateUpSiLUMulFunction.apply)}
     names = [layer.name for layer in parse(work.chain)]
     if not set(mine) & set(names):
         raise Skip("it has no kernel for a layer of this chain")
@@ -199,15 +205,17 @@ def liger(work: Work, case: Any) -> Built:
 
         model = work.fill(plain(work.chain))
         (weight,) = model.parameters()
-        return Built(Hand(model, lambda x, extra: AddNorm.apply(x, extra, weight, 1e-5)))
+        options = 1e-5, 0.0, "llama", False
+        return Built(Hand(lambda x, extra: AddNorm.apply(x, extra, weight, *options), model))
     return Built(work.fill(plain(work.chain, PLAIN | mine)))
 
 
 def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
     """The FP8 training or casts of torchao, compiled."""
     need("torchao")
-    from torchao.float8 import Float8LinearConfig, LinearMMConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
 
     if work.chain in ("cast", "castt"):
 
@@ -215,7 +223,7 @@ def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
             y = hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())
             return (y._data, y._data.t().contiguous(), y._scale) if work.chain == "castt" else (y._data, y._scale)
 
-        return Built(torch.compile(Hand(nn.Module(), cast)), config={"checked": False})
+        return Built(Hand(torch.compile(cast, fullgraph=True, dynamic=False)), config={"checked": False})
     if not case.recipe or not work.gemms:
         raise Skip("it converts FP8 linear layers, and there is none")
     model = convert_to_float8_training(work.fill(plain(work.chain)), config=Float8LinearConfig.from_recipe_name(recipe))
@@ -234,47 +242,52 @@ def te(work: Work, case: Any) -> Built:
     model = work.fill(ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)]))
     if not case.recipe:
         return Built(model)
-    recipe = getattr(recipes, case.recipe)()
-    context = functools.partial(te_pytorch.fp8_autocast, fp8_recipe=recipe)
-    if hasattr(te_pytorch, "autocast"):  # its newer name
-        context = functools.partial(te_pytorch.autocast, recipe=recipe)
+    context = functools.partial(te_pytorch.autocast, recipe=getattr(recipes, case.recipe)())
     return Built(model, context, {"recipe": case.recipe})
 
 
 def library(work: Work, case: Any) -> Built:
-    """The fused call that PyTorch has itself, by hand: a GEMM's GELU epilogue, or a scaled FP8 GEMM with its casts."""
-    model = work.fill(plain(work.chain))
-    names, params = [layer.name for layer in parse(work.chain)], [p.detach() for p in model.parameters()]
+    """What PyTorch itself calls for it, by hand: a GEMM with GELU in its epilogue, or a scaled FP8 GEMM."""
+    names, params = [layer.name for layer in parse(work.chain)], work.params
     if names == ["linear", "gelu"] and case.metric == "inference":
         weight, bias = params
-        return Built(Hand(model, lambda x: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)))
-    if names != ["matmul"] or not case.recipe or work.device.type != "cuda":
-        raise Skip("PyTorch has no fused call for this chain")
+        return Built(Hand(lambda x: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)))
+    if names != ["product"] or not case.recipe or work.device.type != "cuda":
+        raise Skip("PyTorch has no such call for this chain")
     if case.recipe == "Float8BlockScaling":
-        return Built(Hand(model, _blockwise(params[0])))
-    cast = torch.compile(Cast())
-    weight, one = cast(params[0])[0], torch.tensor(1 / FP8_SCALE, device=work.device)
+        return _blockwise(work)
+    cast, one = Cast(), torch.full_like(params[0][0, 0], 1 / FP8_SCALE, dtype=torch.float32)
+    weight = cast(params[0])[0]
     options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return Built(Hand(model, lambda x: torch._scaled_mm(cast(x)[0], weight.t(), **options)))
+    multiply = functools.partial(torch._scaled_mm, mat2=weight.t(), **options)
+    return product(work, lambda x: cast(x)[0], multiply, weight.double() / FP8_SCALE, lambda y: y.double() / FP8_SCALE)
 
 
-def _blockwise(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A linear whose input has a scale for each 1x128, and whose weight one for each 128x128."""
+def blocks(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """FP8 with a scale for each ``rows`` x 128, and the scales."""
+    tiles = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, 128)).float()
+    scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448
+    return (tiles / scale).to(torch.float8_e4m3fn).view_as(x), scale[:, 0, :, 0]
 
-    def cast(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, 128)).float()
-        scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / 448
-        return (tiles / scale).to(torch.float8_e4m3fn).view_as(x), scale[:, 0, :, 0]
 
-    cast = torch.compile(cast)
-    kinds, (w, scale_w) = F.ScalingType, cast(weight, 128)
+def unblocked(y: Tensor, scale: Tensor) -> Tensor:
+    """What :func:`blocks` stands for."""
+    return y.double() * scale.repeat_interleave(len(y) // len(scale), 0).repeat_interleave(128, 1)
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        y, scale = cast(x.detach(), 1)
-        scales = scale.t().contiguous().t(), kinds.BlockWise1x128, scale_w.t(), kinds.BlockWise128x128
-        return F.scaled_mm(y, w.t(), *scales, output_dtype=torch.bfloat16)
 
-    return linear
+def _blockwise(work: Work) -> Built:
+    """Inputs with a scale for each 1x128, a weight with one for each 128x128."""
+    w, scale_w = blocks(work.params[0], 128)
+    step, kinds = functools.partial(F.scaled_mm, output_dtype=torch.bfloat16), F.ScalingType
+
+    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, scale = blocks(x, 1)
+        return y, scale.t().contiguous().t()  # the library wants the scales of a column next to each other
+
+    def multiply(x: tuple[Tensor, Tensor]) -> Tensor:
+        return step(x[0], w.t(), x[1], kinds.BlockWise1x128, scale_w.t(), kinds.BlockWise128x128)
+
+    return product(work, quantize, multiply, unblocked(w, scale_w), lambda x: unblocked(*x))
 
 
 class Bare(torch.autograd.Function):
@@ -304,8 +317,9 @@ PROVIDERS: dict[str, Callable[[Work, Any], Built]] = {
     "opfuse": with_opfuse,
     "opfuse-off": functools.partial(with_opfuse, selection=""),
     "eager": eager,
-    "eager-medium": eager_medium,
-    "compile": compiled,
+    "eager-medium": functools.partial(eager, medium=True),
+    "compile": functools.partial(eager, compiling=True),
+    "compile-medium": functools.partial(eager, compiling=True, medium=True),
     "compile-max": compile_max,
     "separate": separate,
     "liger": liger,

@@ -14,9 +14,11 @@ import torch
 
 import opfuse
 
-SCHEMA = 1
+SCHEMA = 2
 ROOT = pathlib.Path(__file__).parents[1]
-PEERS = ("triton", "liger-kernel", "torchao", "transformer-engine")
+TUNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+"""With these glibc keeps large blocks; half the cost of a large tensor on a CPU is page faults."""
+PEERS = ("liger-kernel", "torchao", "transformer-engine")
 QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,mig.mode.current"
 
 
@@ -40,6 +42,11 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
 
 
+def load() -> float | None:
+    """How many programs want a core; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def _cpu() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -52,10 +59,12 @@ def about(suite: str, device: torch.device) -> dict[str, Any]:
     """Everything but the numbers."""
     host = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        host["ram_GB"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
-    host["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        host["ram"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host["allocator"] = "tuned" if TUNED.items() <= os.environ.items() else "default"
+    host["load"] = load()
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "opfuse": opfuse.__version__}
+    versions["triton"] = _version("triton")
     versions["plugins"] = {row["distribution"]: row["version"] for row in opfuse.plugins.listing()}
     versions["peers"] = {name: _version(name) for name in PEERS}
     made = {"schema": SCHEMA, "suite": suite, "git_sha": _run("git", "rev-parse", "HEAD"), "host": host, "gpu": None}
@@ -65,5 +74,6 @@ def about(suite: str, device: torch.device) -> dict[str, Any]:
         found = torch.cuda.get_device_properties(device)
         made["gpu"] = {"name": found.name, "sms": found.multi_processor_count, "l2": found.L2_cache_size}
         made["gpu"] |= {"mem": found.total_memory, "capability": [found.major, found.minor], "before": gpu_state()}
-        made["gpu"]["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        made["gpu"] |= {"driver": drivers.partition("\n")[0], "runtime": torch.version.cuda}
     return made

@@ -13,16 +13,29 @@ from typing import Any
 
 from .cases import CASES, TITLES
 from .record import ROOT
+from .run import in_order
 
 Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 COLORS = {True: "#3b6ea5", False: "#d9822b"}
+STYLE = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style><h1>Benchmarks</h1>"
+LABELS = {  # by whether a ratio is a cost
+    False: "times as fast: right is better; orange misses its goal",
+    True: "cost over the other's: left is better; orange misses its goal",
+}
 
 
 def load(path: str | pathlib.Path) -> Run:
-    """A run's file."""
-    return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    """A run's file; ends the program where it is none."""
+    try:
+        run = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        if {"ratios", "cases"} <= set(run):
+            return run
+        reason = "no ratios in it"
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error)
+    raise SystemExit(f"expected what python -m benchmarks --out FILE wrote, got {path}: {reason}")
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -32,11 +45,12 @@ def key(row: Row) -> tuple[str, ...]:
 
 def compare(before: str, after: str) -> int:
     """Print the ratios of two runs side by side; times of different runs are never compared."""
-    old = {key(row): row for row in load(before)["ratios"]}
-    for row in load(after)["ratios"]:
-        then = old.get(key(row), {}).get("value")
-        if then is None or row["value"] is None:
-            continue
+    old = {key(row): row for row in load(before)["ratios"] if row["value"] is not None}
+    both = [row for row in load(after)["ratios"] if key(row) in old and row["value"] is not None]
+    if not both:
+        raise SystemExit(f"{before} and {after} have no ratio in common")
+    for row in both:
+        then = old[key(row)]["value"]
         change = row["value"] / then - 1 if then else 0.0
         floor = (row["noise"] or 0) + (old[key(row)]["noise"] or 0)
         better = (change < 0) == row["cost"]
@@ -48,7 +62,7 @@ def compare(before: str, after: str) -> int:
 
 def against(row: Row) -> str:
     """A ratio in words."""
-    other = {"sol": "share of copy bandwidth", "": row["metric"]}.get(row["den"])
+    other = {"sol": "share of copy bandwidth", "self": row["metric"], "": row["metric"]}.get(row["den"])
     who = "" if row["num"] == "opfuse" else f"{row['num']}: "
     return who + (other or f"{'cost over' if row['cost'] else 'times as fast as'} {row['den']}")
 
@@ -58,7 +72,8 @@ def table(rows: Iterable[Row]) -> list[str]:
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
-        sign = "=" if row["den"] == "plan" else "≤" if row["cost"] else "≥"
+        value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
+        sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
         missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
         met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
@@ -69,49 +84,48 @@ def table(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
+def bars(axis: Any, rows: list[Row], label: str) -> None:
+    """A bar for each ratio, its goal as a line and its bound as a ring."""
+    at = range(len(rows))
+    style = {"xerr": [row["noise"] or 0 for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
+    axis.barh(at, [row["value"] for row in rows], color=[COLORS[row["pass"]] for row in rows], **style)
+    line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
+    for name, style in (("goal", line), ("bound", ring)):
+        if found := [(row[name], i) for i, row in enumerate(rows) if row[name] is not None]:
+            axis.scatter(*zip(*found, strict=True), zorder=3, label=name, **style)
+    axis.axvline(1, color="gray", lw=0.6)
+    axis.set_yticks(at, [f"{row['id']}  {row['case']}  ·  {against(row)}" for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel(label)
+    axis.margins(y=0.5 / len(rows))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+
+
 def plot(rows: list[Row], title: str) -> str:
-    """An SVG picture of ratios: a bar for each, its goal as a line and its bound as a ring."""
+    """An SVG picture of ratios, those where more is better above those where less is."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["value"] and row["den"] not in ("", "plan")]
+    shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan")]
     halves = [
-        (False, "times as fast: right is better; orange misses its goal"),
-        (True, "cost over the other's: left is better; orange misses its goal"),
+        (half, label) for cost, label in LABELS.items() if (half := [row for row in shown if row["cost"] == cost])
     ]
-    halves = [(half, label) for cost, label in halves if (half := [r for r in shown if r["cost"] == cost])]
     if not halves:
         return ""
     heights = [len(half) + 1.5 for half, _ in halves]
     with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(
-            len(halves), figsize=(10, 0.24 * sum(heights) + 0.6), squeeze=False, height_ratios=heights
-        )
+        options = {"figsize": (10, 0.24 * sum(heights) + 0.6), "squeeze": False, "height_ratios": heights}
+        figure, axes = pyplot.subplots(len(halves), **options)
         for (half, label), axis in zip(halves, axes[:, 0], strict=True):
-            names = [f"{row['id']}  {row['case']}  ·  {against(row)}" for row in half]
-            at = range(len(half))
-            colors = [COLORS[row["pass"]] for row in half]
-            noise = [row["noise"] or 0 for row in half]
-            axis.barh(at, [row["value"] for row in half], color=colors, xerr=noise, height=0.6, error_kw={"lw": 0.8})
-            goals = [row["goal"] for row in half]
-            axis.scatter(goals, at, marker="|", s=110, color="black", linewidths=1.6, zorder=3, label="goal")
-            bounds = [(row["bound"], i) for i, row in enumerate(half) if row["bound"] is not None]
-            if bounds:
-                style = {"facecolors": "none", "edgecolors": "black", "zorder": 3, "label": "bound"}
-                axis.scatter(*zip(*bounds, strict=True), marker="o", s=22, **style)
-            axis.axvline(1, color="gray", lw=0.6)
-            axis.set_yticks(at, names)
-            axis.invert_yaxis()
-            axis.set_xlabel(label)
-            axis.margins(y=0.5 / len(half))
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(loc="lower right", frameon=False, ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+            bars(axis, half, label)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         figure.tight_layout()
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Description": digest(rows)})
+        options = {"metadata": {"Date": None, "Description": digest(rows)}, "bbox_inches": "tight"}
+        figure.savefig(file, format="svg", **options)
         pyplot.close(figure)
     return file.getvalue()
 
@@ -125,79 +139,42 @@ def where(run: Run) -> str:
     """The machine of a run, in one sentence."""
     host, versions = run["host"], run["versions"]
     device = run["gpu"]["name"] if run["gpu"] else f"{host['cpu']}, {host['threads']} thread(s)"
+    device += "; allocator tuned" * (host.get("allocator") == "tuned")
     plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
     state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
     return (
         f"{device}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
-        f"{versions['opfuse']} at {state}, {plugins}; load {host['load']:.1f} when it began; `{run['command']}`"
+        f"{versions['opfuse']} at {state}, {plugins}; load {host['load'] or 0:.1f} when it began; `{run['command']}`"
     )
 
 
 def report(folder: str) -> int:
     """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
-    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], ["<h1>Benchmarks</h1>"]
-    for path in sorted(home.glob("*.json")):
+    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
+    if not (files := sorted(home.glob("*.json"))):
+        raise SystemExit(f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}")
+    for path in files:
         run = load(path)
         text += [f"## {path.stem}", "", where(run), ""]
         page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
         for family in dict.fromkeys(row["id"][0] for row in run["ratios"]):
             rows = [row for row in run["ratios"] if row["id"][0] == family]
-            picture = plot(rows, f"{path.stem}: {family}")
-            if picture:
+            if picture := plot(rows, f"{path.stem}: {family}"):
                 name = f"report-{path.stem}-{family}.svg"
                 (home / name).write_text(picture, encoding="utf-8")
                 text += [f"![{family}]({name})", ""]
                 page.append(picture[picture.index("<svg") :])
-            text += [*table(rows), ""]
-            cells = [line[1:-1].replace("**", "").split("|") for line in table(rows) if not line.startswith("|---")]
-            lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells]
-            page.append(f"<table>{''.join(lines)}</table>")
-    style = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style>"
+            head, _, *lines = table(rows)
+            text += [head, _, *lines, ""]
+            cells = [html.escape(line[1:-1].replace("**", "")).replace("|", "<td>") for line in (head, *lines)]
+            page += ["<table>", *(f"<tr><td>{line}" for line in cells), "</table>"]
     (home / "report.md").write_text("\n".join(text), encoding="utf-8")
-    (home / "report.html").write_text(style + "\n".join(page), encoding="utf-8")
+    (home / "report.html").write_text("\n".join(page), encoding="utf-8")
     print(home / "report.html")
     return 0
 
 
-PAGE = """# Performance
-
-<!-- Written by python -m benchmarks page from benchmarks/results. -->
-
-Every number here is a ratio of two programs that ran side by side, in turns, in one process, on random data, after the
-answers of both had been compared with fp64. What follows ± is how far a program is from itself in the same run; twice
-that is *within the noise*. A *goal* is what a fusion is held to, a *bound* what the hardware or the arithmetic allows.
-*opfuse* is with the plugins of this repository, *opfuse-off* with none, *eager* is PyTorch, *eager-medium* PyTorch with
-matrix products of medium precision, *bare* an autograd function that does nothing.
-
-## What is not known
-
-{unknown}
-
-## Where opfuse is behind
-
-{behind}
-
-## Where it meets its goals
-
-{met}
-
-![measured ratios with their goals and bounds](performance.svg)
-
-## Without any fusion
-
-A chain that no plugin fuses should cost what PyTorch costs. How many times as fast as eager it is, the slowest first:
-
-{unfused}
-
-## How it was measured
-
-{runs}
-
-On a CPU what counts is the process's CPU time with one thread, since other programs run beside it; they still share
-caches and memory, and make the noise what it is. `python -m benchmarks --suite cpu` measures again; `compare` and
-`report` read what it writes, and `python -m benchmarks --help` says how. The suites `gpu-quick` and `gpu-full` need a
-CUDA GPU.
-"""
+PAGE = pathlib.Path(__file__).parent / "page.md"
 
 
 def committed() -> list[Run]:
@@ -206,23 +183,24 @@ def committed() -> list[Run]:
     return list({run["suite"]: run for run in runs}.values())
 
 
-def listed(ids: Iterable[str]) -> str:
-    """Ids with what they are."""
-    return "\n".join(f"- {name}: {TITLES[name]}" for name in sorted(set(ids), key=lambda n: (n[0], int(n[1:]))))
-
-
 def written(runs: list[Run]) -> tuple[str, str]:
     """The page, and the fingerprint of the rows in its picture."""
-    rows = [row for run in runs for row in run["ratios"]]
+    rows, listed = (
+        [row for run in runs for row in run["ratios"]],
+        lambda ids: [f"- {n}: {TITLES[n]}" for n in in_order(ids)],
+    )
     seen = {row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None}
     on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
     absent = {row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")}
     absent -= {row["id"] for row in rows if row["value"] is not None}
-    unknown = "Not measured on a GPU yet:\n\n" + listed(on_gpu) if on_gpu else "Every goal for a GPU has been measured."
-    unknown += "\n\nMeasured, but not built: no plugin here fuses it.\n\n" + listed(absent) if absent else ""
+    unknown = [
+        "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured.",
+        "",
+        *listed(on_gpu),
+    ]
+    unknown += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)] if absent else []
     single = [row for row in rows if row["id"] not in ("L1", "C4")]
-    behind = table([row for row in single if row["pass"] is False])
-    met = table([row for row in single if row["pass"]])
+    behind, met = (table(row for row in single if row["pass"] is wanted) for wanted in (False, True))
     many = [row for row in rows if row["id"] in ("L1", "C4") and row["value"] is not None]
     for name in sorted({row["id"] for row in many}):
         of = [row for row in many if row["id"] == name]
@@ -232,19 +210,18 @@ def written(runs: list[Run]) -> tuple[str, str]:
         (behind if missed else met).extend(["", f"{line}, missed by {missed}." if missed else f"{line}."])
     pairs = [pair for run in runs for pair in unfused(run)]
     slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
-    runs_text = "\n".join(f"- {where(run)}" for run in runs)
-    parts = {"unknown": unknown, "behind": "\n".join(behind), "met": "\n".join(met), "runs": runs_text}
-    parts["unfused"] = "\n".join(["| chain | ratio |", "|---|---|", *slow])
-    return PAGE.format(**parts), digest(pictured(runs))
+    parts = {"unknown": unknown, "behind": behind, "met": met, "runs": [f"- {where(run)}" for run in runs]}
+    parts["unfused"] = ["| chain | ratio |", "|---|---|", *slow]
+    parts = {name: "\n".join(lines) for name, lines in parts.items()}
+    return PAGE.read_text(encoding="utf-8").format(**parts), digest(pictured(runs))
 
 
 def unfused(run: Run) -> list[tuple[str, float]]:
     """How many times faster than eager a chain is with all plugins off."""
-    times = {
-        (row["case"], row["provider"]): row.get("median_us") for row in run["cases"] if row["id"] not in ("L1", "O1")
-    }
+    timed = [row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "O1")]
+    times = {(row["case"], row["provider"]): row["median_us"] for row in timed}
     found = [(case, times.get((case, "eager")), mine) for (case, name), mine in times.items() if name == "opfuse-off"]
-    return [(case, plain / mine) for case, plain, mine in found if plain and mine]
+    return [(case, plain / mine) for case, plain, mine in found if plain]
 
 
 def pictured(runs: list[Run]) -> list[Row]:

@@ -18,6 +18,8 @@ from .measure import Step, around, timer
 from .providers import PROVIDERS, Built, NotBuilt, Skip
 
 AGAIN = " again"
+PASSES = ("inference", "forward", "backward", "forward+backward")
+NUMBERS = ("median_us", "p20", "p80", "rounds", "bytes", "flops", "sol", "peak_mem", "saved_bytes", "rel_err", "config")
 Row = dict[str, Any]
 
 
@@ -28,8 +30,9 @@ class Harness:
         device: Where.
         ceilings: What it reaches; see :func:`benchmarks.measure.ceilings`.
         providers: Names of those to run; None: all that a case needs.
-        rounds: How often each provider has its turn.
+        rounds: How often each provider has its turn; 0: what the case says, or the device.
         make_timer: The timer; None: the device's.
+        deadline: Of ``time.monotonic``; after it no provider is built, and rounds end when there are five.
     """
 
     def __init__(
@@ -40,10 +43,10 @@ class Harness:
         providers: Iterable[str] | None = None,
         rounds: int = 0,
         make_timer: Callable[[Any], Step] | None = None,
+        deadline: float = math.inf,
     ) -> None:
-        self.device, self.ceilings = device, ceilings
+        self.device, self.ceilings, self.rounds, self.deadline = device, ceilings, rounds, deadline
         self.only = set(providers) if providers is not None else set(PROVIDERS)
-        self.rounds = rounds or (5 if device.type == "cuda" else 15)
         self.make_timer = make_timer or timer(device)
 
     def run(self, case: Case) -> tuple[list[Row], list[Row]]:
@@ -52,16 +55,15 @@ class Harness:
         if "torch._dynamo" in sys.modules:  # every case compiles the same few modules anew, and there is a limit
             torch._dynamo.reset()
         gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         try:
-            if case.special:
-                samples = self._special(case, rows)
-            else:
-                samples = self._measure(case, rows)
+            samples = self._special(case, rows) if case.special else self._measure(case, rows)
         except torch.OutOfMemoryError as reason:
-            samples = {}
-            rows["eager"] = {"status": f"out of memory: {str(reason).splitlines()[0]}"}
-        same = {"id": case.id, "case": case.name, "shape": [case.rows, case.chain], "dtype": case.dtype}
-        listed = [same | {"provider": name, "metric": case.metric} | row for name, row in rows.items()]
+            samples, rows = {}, {name: {"status": f"failed: {measure.failure(reason)}"} for name in self._wanted(case)}
+        same = {"id": case.id, "family": case.id[0], "case": case.name, "shape": [case.rows, case.chain]}
+        same |= {"dtype": case.dtype, "metric": case.metric} | dict.fromkeys(NUMBERS)
+        listed = [same | {"provider": name} | row for name, row in rows.items()]
         return listed, [self._ratio(case, goal, rows, samples) for goal in case.goals]
 
     def _special(self, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
@@ -70,13 +72,12 @@ class Harness:
         except Skip as reason:
             numbers = {"opfuse": reason}
         except Exception as reason:
-            rows["opfuse"] = _failed(reason)
+            rows["opfuse"] = {"status": f"failed: {measure.failure(reason)}"}
             return {}
         key = "median_us" if case.metric.split()[0] in PASSES else "value"
         for name, values in numbers.items():
-            if name.endswith(AGAIN):
-                continue
-            rows[name] = _status(values) if isinstance(values, Skip) else {"status": "ok"} | _summary(values, key)
+            if not name.endswith(AGAIN):
+                rows[name] = _status(values) if isinstance(values, Skip) else {"status": "ok"} | _summary(values, key)
         return {name: values for name, values in numbers.items() if not isinstance(values, Skip)}
 
     def _wanted(self, case: Case) -> list[str]:
@@ -95,28 +96,25 @@ class Harness:
         built = self._build(case, work, passing, rows)
         if metric == "saved bytes":
             return {name: [rows[name]["saved_bytes"]] for name in built}
-        accumulate = case.id[0] == "O"
-        passes = {name: measure.steps(each, work, passing, accumulate) for name, each in built.items()}
+        passes = {name: measure.steps(each, work, passing, case.id[0] == "O") for name, each in built.items()}
         if metric == "peak bytes":
             peaks = {name: self._peak(each, passes[name][0], passing, rows[name]) for name, each in built.items()}
             return {name: [peak] for name, peak in peaks.items() if peak is not None}
-        samplers, rounds = {}, min(self.rounds, case.rounds) if case.rounds == 5 else case.rounds or self.rounds
+        samplers = {}
         for name in [*built, *list(built)[:1]]:
-            each = built[name]
-            sampler = self.make_timer(passes[name])
-            if case.metric.startswith("host "):
-                sampler = lambda step=passes[name][0]: measure.host_us(step)  # noqa: E731
+            step, each = passes[name][0], built[name]
+            host = case.metric.startswith("host ")
+            sampler = (lambda step=step: measure.host_us(step)) if host else self.make_timer(passes[name])
             key = name if name not in samplers else name + AGAIN
             samplers[key] = sampler, lambda each=each: around(each, passing)
-        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1) if samplers else {}
-        amount = flops(case.chain, case.rows, metric)
-        for name in built:
-            rows[name] |= _summary(samples[name]) | {"flops": amount, "bytes": case.traffic * case.rows or None}
-            rows[name] |= self._shares(case, rows[name], amount)
+        rounds = self.rounds or case.rounds or (5 if self.device.type == "cuda" else 15)
+        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1, self.deadline) if built else {}
+        for name, each in built.items():
+            rows[name] |= _summary(samples[name]) | self._shares(case, samples[name])
             if self.device.type == "cuda" and not case.metric.startswith("host "):
-                with around(built[name], passing):
+                with around(each, passing):
                     rows[name]["host_us"] = measure.host_us(passes[name][0], 5)
-                self._peak(built[name], passes[name][0], passing, rows[name])
+                self._peak(each, passes[name][0], passing, rows[name])
         return samples
 
     def _peak(self, built: Built, step: Step, passing: str, row: Row) -> int | None:
@@ -137,38 +135,44 @@ class Harness:
         found: dict[str, Built] = {}
         backward = passing in ("backward", "forward+backward")
         reference = work.reference(backward)
-        limit = 0.15 if case.recipe else TOLERANCE[case.dtype]
+        limit = case.tolerance or (0.15 if case.recipe else TOLERANCE[case.dtype])
         for name in self._wanted(case):
             start = time.perf_counter()
             try:
+                if time.monotonic() > self.deadline:
+                    raise Skip("the budget is spent")
                 with self.device:
                     built = PROVIDERS[name](work, case)
                 measure.poison(self.device)
                 with around(built, passing):
                     results = work.results(built.model, built.params, work.inputs[0], backward)
                 first = time.perf_counter() - start
-                wrong = error(results, reference) if built.config.get("checked", True) else None
+                wrong = error(results, built.reference or reference) if built.config.get("checked", True) else None
                 del results
                 rows[name] = {"status": "ok", "rel_err": wrong, "first_call_s": first, "config": built.config}
                 if wrong is not None and wrong > limit:
                     rows[name]["status"] = f"wrong answer: relative error {wrong:.1e}, at most {limit:.0e}"
                     continue
                 if passing != "inference":
-                    rows[name]["saved_bytes"] = measure.saved_bytes(built, work.inputs[0])
+                    rows[name]["saved_bytes"] = saved = measure.saved_bytes(built, work.inputs[0])
+                    if case.recompute and name == "opfuse" and saved > work.inputs[0][0].nbytes:
+                        raise NotBuilt("it saves more than its input, and recomputes nothing")
             except Skip as reason:
                 rows[name] = _status(reason)
             except Exception as reason:  # a peer's failure is a result
-                rows[name] = _failed(reason)
+                rows[name] = {"status": f"failed: {measure.failure(reason)}"}
             else:
                 found[name] = built
         return found
 
-    def _shares(self, case: Case, row: Row, amount: int) -> Row:
+    def _shares(self, case: Case, samples: list[float]) -> Row:
         """Of what the machine reaches: bandwidth where a case says its bytes, else matrix products."""
-        seconds, copy = row["median_us"] * 1e-6, self.ceilings.get("copy_TBps")
+        seconds, copy = measure.spread(samples)[1] * 1e-6, self.ceilings.get("copy_TBps")
         top = self.ceilings.get("fp32_TF" if case.dtype == "fp32" else "fp8_TF" if case.recipe else "bf16_TF")
-        moved = case.traffic * case.rows
+        moved, amount = case.traffic, flops(case.chain, case.rows, case.metric.removeprefix("host "))
         return {
+            "bytes": moved or None,
+            "flops": amount,
             "sol": moved / seconds / (copy * 1e12) if moved and copy else None,
             "flops_share": amount / seconds / (top * 1e12) if amount and top else None,
         }
@@ -177,36 +181,31 @@ class Harness:
         """A goal with what was measured; without a number, with the reason."""
         made = {"id": goal.id or case.id, "case": case.name, "num": goal.subject, "den": goal.versus}
         made |= {"metric": case.metric, "goal": goal.goal, "stretch": goal.stretch, "bound": goal.bound}
-        made |= {"cost": goal.cost, "value": None, "noise": None, "pass": None, "reason": ""}
+        made |= {"cost": goal.cost, "exact": goal.exact}
+        made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
         for name in (goal.subject, goal.versus):
-            if name not in ("", "sol") and name not in samples:
+            if name not in ("self", "sol") and name not in samples:
                 status = rows.get(name, {}).get("status", "not asked for")
                 status = "no number" if status == "ok" else status
                 made["pass"] = False if status.startswith(("wrong", "failed")) and name == goal.subject else None
                 return made | {"reason": status if name == goal.subject else f"{name}: {status}"}
-        mine = samples[goal.subject]
-        if goal.versus in ("", "sol"):
-            value = rows[goal.subject]["sol"] if goal.versus else measure.spread(mine)[1]
+        mine, alone = samples[goal.subject], goal.versus in ("self", "sol")
+        if alone:
+            value = rows[goal.subject]["sol"] if goal.versus == "sol" else measure.spread(mine)[1]
         else:
-            other = samples[goal.versus]
-            value = measure.ratio(mine, other) if goal.cost else measure.ratio(other, mine)
+            pair = mine, samples[goal.versus]
+            value = measure.ratio(*(pair if goal.cost or goal.exact else pair[::-1]))
         if value is None:
             return made | {"reason": "the copy was not measured"}
         again = next((name for name in samples if name.endswith(AGAIN)), None)
         floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again]) if again else 0.0
         reached = value == goal.goal if goal.exact else value <= goal.goal if goal.cost else value >= goal.goal
-        return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": abs(value - 1) > 2 * floor}
-
-
-PASSES = ("inference", "forward", "backward", "forward+backward")
+        beyond = None if alone else abs(value - 1) > 2 * floor  # what a claim needs
+        return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
 
 
 def _status(reason: Skip) -> Row:
     return {"status": ("not built: " if isinstance(reason, NotBuilt) else "skipped: ") + str(reason)}
-
-
-def _failed(reason: Exception) -> Row:
-    return {"status": f"failed: {type(reason).__name__}: {reason}".splitlines()[0][:200]}
 
 
 def _summary(values: list[float], key: str = "median_us") -> Row:
@@ -217,21 +216,30 @@ def _summary(values: list[float], key: str = "median_us") -> Row:
 def select(suite: str, ids: Iterable[str] | None = None) -> list[Case]:
     """The cases of a suite, or those of them that some ids mean."""
     chosen = [case for case in CASES if suite in case.suites]
-    known = {name for case in CASES for name in case.ids}
-    wanted = set(ids) if ids is not None else known
-    if wanted - known:
-        raise ValueError(f"no such case: {', '.join(sorted(wanted - known))}; there are {', '.join(sorted(known))}")
+    known, here = ({name for case in cases for name in case.ids} for cases in (CASES, chosen))
+    wanted = set(ids) if ids is not None else here
+    if strange := wanted - known:
+        raise ValueError(f"expected ids of {', '.join(in_order(known))}; got {', '.join(sorted(strange))}")
+    if absent := wanted - here:
+        raise ValueError(
+            f"{', '.join(in_order(absent))}: not in the suite {suite}, which has {', '.join(in_order(here))}"
+        )
     return [case for case in chosen if case.ids & wanted]
+
+
+def in_order(ids: Iterable[str]) -> list[str]:
+    """Ids by letter and number."""
+    return sorted(ids, key=lambda name: (name[0], int(name[1:])))
 
 
 def together(ratios: list[Row]) -> list[Row]:
     """G1 over all its shapes: the geometric mean."""
-    values = [row["value"] for row in ratios if row["id"] == "G1"]
-    if not values:
+    if not (rows := [row for row in ratios if row["id"] == "G1"]):
         return []
-    row = {"id": "G1", "case": "geometric mean of the shapes above", "num": "opfuse", "den": "eager"}
-    row |= {"metric": "inference", "goal": 0.95, "stretch": 0.98, "bound": 1.05, "cost": False, "noise": None}
+    values = [row["value"] for row in rows]
+    made = rows[0] | {"case": "geometric mean of the shapes above", "goal": 0.95, "stretch": 0.98, "bound": 1.05}
+    made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
     if None in values:
-        return [row | {"value": None, "pass": None, "reason": "not every shape has a number"}]
+        return [made | {"reason": "not every shape has a number"}]
     value = math.exp(sum(map(math.log, values)) / len(values))
-    return [row | {"value": value, "pass": value >= 0.95, "reason": ""}]
+    return [made | {"value": value, "pass": value >= made["goal"]}]

@@ -17,8 +17,8 @@ import opfuse
 from opfuse import ops
 
 from .cases import Case
-from .chains import Work, error
-from .measure import around, cpu_timer, sample_rounds, saved_bytes
+from .chains import TOLERANCE, Work, error, several
+from .measure import around, capture, cpu_timer, launch_us, sample_rounds, saved_bytes
 from .providers import NotBuilt, Skip, with_opfuse
 from .record import ROOT
 from .steps import alone
@@ -38,7 +38,7 @@ def in_place(case: Case, device: torch.device) -> Numbers:
 
     try:
         built = with_opfuse(work, case)
-        step, _ = alone(built.model, work.inputs[0], ops.Bias, backward=True, owns=True)
+        step = alone(built.model, work.inputs[0], ops.Bias, backward=True, owns=True).call
         passes = {"opfuse": lambda: step(dy), "eager": plain}
     except NotBuilt as reason:
         return {"opfuse": reason}
@@ -104,22 +104,30 @@ def hook_calls(case: Case, device: torch.device) -> Numbers:
 
 
 def captured(case: Case, device: torch.device) -> Numbers:
-    """Whether forward and backward can be captured in a CUDA graph, with PyTorch's answer; O5."""
+    """Whether forward and backward can be captured in a CUDA graph; O5.
+
+    Without waiting for the GPU, with PyTorch's answer, and with a forward that keeps no more than its ops declare.
+    """
     if device.type != "cuda":
         raise Skip("CUDA graphs need a GPU")
-    work = Work(case.chain, case.rows, case.width, case.dtype, device)
-    built, graph = with_opfuse(work, case), torch.cuda.CUDAGraph()
+    work, results = Work(case.chain, case.rows, case.width, case.dtype, device), []
+    built = with_opfuse(work, case)
+
+    def step() -> None:
+        results[:] = work.results(built.model, built.params, work.inputs[0], True)
+
     with around(built, "forward"):
-        for _ in range(3):
-            work.results(built.model, built.params, work.inputs[0], True)
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                results = work.results(built.model, built.params, work.inputs[0], True)
-        except RuntimeError:
-            return {"opfuse": [0]}
-        graph.replay()
-    return {"opfuse": [float(error(results, work.reference(True)) < 2e-2)]}
+        step()
+        before = torch.cuda.memory_allocated()
+        outputs = several(built.model(*work.inputs[0]))
+        kept = torch.cuda.memory_allocated() - before - sum(y.nbytes for y in outputs)
+        del outputs
+        (fuser,) = built.model._module_groups
+        replay = capture([step], 1)
+    if replay is None or kept > declared_bytes(fuser, work) + (1 << 20):  # the allocator rounds up
+        return {"opfuse": [0]}
+    replay()
+    return {"opfuse": [float(error(results, work.reference(True)) < TOLERANCE[case.dtype])]}
 
 
 COLD = """
@@ -137,19 +145,40 @@ print(time.perf_counter() - start)
 """
 
 
+def first_forward(case: Case, device: torch.device, processes: int) -> float:
+    """Seconds of the first forward of the last of some processes with the same caches, which were empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        command = [sys.executable, "-c", COLD, case.chain, str(case.rows), str(device)]
+        for _ in range(processes):
+            done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, cwd=ROOT)
+            if done.returncode:
+                raise RuntimeError(f"the new process failed: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.splitlines()[-1])
+
+
 def cold_start(case: Case, device: torch.device) -> Numbers:
     """Seconds of a process's first forward, its caches warm or empty; O7."""
     if device.type != "cuda":
         raise Skip("nothing is compiled on a CPU")
     with_opfuse(Work(case.chain, 16, case.width, case.dtype, device), case)  # or it is not built
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-c", COLD, case.chain, str(case.rows), str(device)]
-        for _ in range(2 if "warm" in case.metric else 1):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
-    return {"opfuse": [float(done.stdout)]}
+    return {"opfuse": [first_forward(case, device, 2 if "warm" in case.metric else 1)]}
 
 
 def launch(case: Case, device: torch.device) -> Numbers:
-    """Host time of a Triton launch; O4."""
-    raise NotBuilt("opfuse has no launcher of its own; python -m benchmarks.probes launcher times Triton's")
+    """Host time of a launch of a Triton kernel with ten arguments; O4.
+
+    It counts once a plugin's entry point has a function ``launcher``: it takes a kernel, and what it returns launches
+    as the kernel itself does, ``launcher(kernel)[grid](*arguments)``.
+    """
+    plugins = [record.plugin for record in opfuse.plugins.manager.active(None)]
+    found = [plugin.launcher for plugin in plugins if hasattr(plugin, "launcher")]
+    if not found:
+        raise NotBuilt("no plugin has a launcher; python -m benchmarks.probes launcher times Triton's")
+    if device.type != "cuda":
+        raise Skip("a launch needs a GPU")
+    from .probes.kernels import nothing
+
+    given = (*[torch.empty(64, device=device, dtype=torch.int32)] * 8, 3, 4)
+    mine = found[0](nothing)
+    return {"opfuse": launch_us(lambda: mine[(1,)](*given)), "jit": launch_us(lambda: nothing[(1,)](*given))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import opfuse
 from opfuse.execute import _restore_contexts, run_forward
@@ -19,9 +19,17 @@ class _Saved:
         self.saved_tensors = tensors
 
 
+class Alone(NamedTuple):
+    """A step: what it does to an incoming tensor, the quantizer its result leaves in, or None, and its contexts."""
+
+    call: Callable[[Any], Any]
+    quantizer: Any
+    ctxs: list[Any]
+
+
 def alone(
     model: opfuse.Sequential, inputs: list[Any], op: type, *, backward: bool = False, owns: bool = False
-) -> tuple[Callable[[Any], Any], Any]:
+) -> Alone:
     """The step that covers the first ``op`` of a chain, with the contexts of a real pass.
 
     Args:
@@ -30,9 +38,6 @@ def alone(
         op: A class of basic op.
         backward: The backward step instead of the forward one.
         owns: Let the backward step overwrite its incoming gradient.
-
-    Returns:
-        The step, from incoming tensor to outgoing tensors, and the quantizer its result leaves in, or None.
     """
     y = model(*inputs)
     (fuser,) = model._module_groups
@@ -40,12 +45,12 @@ def alone(
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
     ctxs = program.new_contexts()
     tensors = list(model.parameters())
-    for index, first, last in program.params:
-        ctxs[index].params = tuple(tensors[first:last])
     for index, start, stop in program.saving:
         ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
     if program.keeping:
         _restore_contexts(ctxs, saved.left, saved.saved_tensors)
+    for index, first, last in program.params:  # last: what is restored may have lost them
+        ctxs[index].params = tuple(tensors[first:last])
     position = next(i for i, each in enumerate(program.routing.ops) if isinstance(each, op))
     steps = program.backward if backward else program.forward
     step = next(step for step in steps if step.start <= position < step.stop)
@@ -55,8 +60,9 @@ def alone(
         for ctx in mine:
             ctx.owns_grad_output = owns or ctx.owns_grad_output
         quantizer = mine[0].prev_op_grad_output_quantizer
-        return lambda dy: step.op.fuser_backward(mine, dy, basic_op_grad_extra_outputs=nothing), quantizer
+        call = lambda dy: step.op.fuser_backward(mine, dy, basic_op_grad_extra_outputs=nothing)  # noqa: E731
+        return Alone(call, quantizer, mine)
     quantizer = mine[-1].next_op_input_quantizer
     options = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": quantizer}
     options |= {"basic_op_extra_inputs": nothing, "basic_op_kwargs": [{}] * len(mine)}
-    return lambda x: step.op.fuser_forward(mine, x, **options)[0], quantizer
+    return Alone(lambda x: step.op.fuser_forward(mine, x, **options)[0], quantizer, mine)

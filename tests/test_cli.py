@@ -227,7 +227,9 @@ def test_explain_as_json(register, models):
 def test_what_explain_cannot_find(no_plugins, models, target, text):
     result = call("explain", target.format(models))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert [line for line in result.stderr.splitlines() if "noise" not in line] == ["Error: " + text.replace("{}", models)]
+    assert [line for line in result.stderr.splitlines() if "noise" not in line] == [
+        "Error: " + text.replace("{}", models)
+    ]
 
 
 def test_an_error_of_the_model_is_one_line(no_plugins, models):

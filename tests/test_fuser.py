@@ -9,6 +9,7 @@ import threading
 import fusing
 import pytest
 import torch
+from fakes import OneByOne
 from torch import nn
 
 import opfuse
@@ -408,7 +409,7 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
         seen.append(env.row_alignment)
         return env.row_alignment >= 8 or f"rows are a multiple of {env.row_alignment} only"
 
-    fusion = opfuse.Fusion((ops.Identity, ops.GELU), fusing.LinearBias, when, needs_row_alignment=True)
+    fusion = opfuse.Fusion((ops.Identity, ops.GELU), OneByOne, when, needs_row_alignment=True)
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
     handle = opfuse.register_forward_fusion(fusion)
     try:

@@ -365,7 +365,9 @@ def test_a_fusion_function_of_a_plugin_that_raises_is_warned_about():
     def broken(ops, *, recipe):
         raise KeyError("gone")
 
-    with pytest.warns(PluginWarning, match=r"fusion broken \(plugin plugin-x 1.0\) is not used: it raised KeyError: 'gone'"):
+    with pytest.warns(
+        PluginWarning, match=r"fusion broken \(plugin plugin-x 1.0\) is not used: it raised KeyError: 'gone'"
+    ):
         assert taken(decide("AB", source(broken))) == []
     with pytest.raises(KeyError):  # registered in code: it is the user's own
         decide("AB", source(broken, distribution=None, version=None))

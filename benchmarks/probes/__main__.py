@@ -8,10 +8,10 @@ python -m benchmarks.probes compile                      # no GPU: registers, sp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,32 +21,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer
+from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, sample_rounds, spread
 from benchmarks.record import about
 
+from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
+
 Rows = list[dict[str, Any]]
-SHAPES = [(8192, 4096, 16384), (8192, 4096, 4096), (8192, 2048, 8192), (50432, 1024, 4096), (16384, 768, 3072)]
-CONFIGS = [  # BM, BN, BK, group, subtiles, warps, stages, warp specialization
-    (128, 256, 64, 8, 1, 8, 3, False),
-    (128, 256, 64, 8, 2, 8, 4, False),
-    (128, 256, 64, 1, 2, 8, 4, False),
-    (128, 128, 64, 8, 1, 4, 4, False),
-    (128, 128, 64, 8, 2, 4, 4, True),
-    (128, 256, 64, 8, 2, 4, 3, True),
-    (128, 128, 64, 8, 1, 4, 4, True),  # Triton 3.6 specializes no kernel that splits its result
-    (128, 256, 64, 8, 1, 4, 3, True),
-]
-FP8_CONFIG, FP8_SMALL = (128, 256, 128, 8, 2, 8, 4, False), (128, 128, 128, 8, 1, 8, 4, False)
 
 
 def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
     """Median microseconds of each, in turns."""
-    samplers = {name: cuda_timer([step]) for name, step in work.items()}
-    samples = {name: [] for name in work}
-    for _ in range(rounds):
-        for name, sample in samplers.items():
-            samples[name].append(sample())
-    return {name: statistics.median(values) for name, values in samples.items()}
+    samplers = {name: (cuda_timer([step]), contextlib.nullcontext) for name, step in work.items()}
+    return {name: spread(values)[1] for name, values in sample_rounds(samplers, rounds, 1).items()}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -70,31 +56,51 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
     return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
 
 
-def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> Any:
-    """A step that was run and is right, or what is wrong with it."""
+def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> dict[str, Any]:
+    """A step that was run and is right, or what is wrong with it; and how long its first call took."""
+    start = time.perf_counter()
     try:
         step, c = make()
         step()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return {"failed": failure(error)}
     wrong = float((c.float() - expected).norm() / expected.norm())
-    return step if wrong < 2e-2 else f"relative error {wrong:.1e}"
+    first = {"first_s": time.perf_counter() - start}
+    return first | ({"step": step} if wrong < 2e-2 else {"failed": f"relative error {wrong:.1e}"})
 
 
-def compared(base: dict[str, Callable[[], Any]], steps: dict[str, Any], **about: Any) -> Rows:
+def compared(base: dict[str, Callable[[], Any]], steps: dict[str, dict[str, Any]], **about: Any) -> Rows:
     """A row for each: its time, how many times faster than the first, or its failure."""
-    times = side_by_side(base | {name: step for name, step in steps.items() if callable(step)})
-    first = next(iter(times.values()))
-    rows = [about | {"name": name, "us": us, "ratio": first / us} for name, us in times.items()]
-    return rows + [about | {"name": name, "failed": step} for name, step in steps.items() if not callable(step)]
+    times = side_by_side(base | {name: found["step"] for name, found in steps.items() if "step" in found})
+    first, rows = times[next(iter(base))], []
+    for name in [*base, *steps]:
+        found = {key: value for key, value in steps.get(name, {}).items() if key != "step"}
+        measured = {"us": times[name], "ratio": first / times[name]} if name in times else {}
+        rows.append(about | {"name": name} | found | measured)
+    return rows
+
+
+def attempted(probe: Callable[..., Rows], shape: tuple[int, ...]) -> Rows:
+    """A probe's rows, or why there are none: the others still have something to say."""
+    try:
+        return probe(*shape)
+    except Exception as error:
+        return [{"failed": failure(error)}]
 
 
 def probe_gemm(m: int, k: int, n: int) -> Rows:
-    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there."""
+    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there.
+
+    Then with a GELU, and with the store of what was before it: whether warp specialization, or halves, hide them. The
+    first call of each says whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found.
+    """
     a, b = randn(m, k), randn(n, k)
-    expected = (a @ b.t()).float()
-    steps = {str(config): tried(partial(triton_gemm, a, b, config), expected) for config in CONFIGS}
+    expected, steps = (a @ b.t()).float(), {}
+    for word, options in (("", {}), (", GELU", {"gelu": True}), (", GELU, stored", {"gelu": True, "save": True})):
+        right = F.gelu(expected, approximate="tanh") if options else expected
+        for config in CONFIGS:
+            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, **options), right)
     return compared({"cublas": partial(torch.matmul, a, b.t())}, steps)
 
 
@@ -108,17 +114,7 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     apart = {"apart": lambda: F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")}
-    return compared(apart, {"fused": fused}, kernels=kernels)
-
-
-def probe_specialization(m: int, k: int, n: int) -> Rows:
-    """Whether warp specialization, or halves, hide a GELU and the store of what was before it."""
-    a, b = randn(m, k), randn(n, k)
-    expected, steps = F.gelu((a @ b.t()).float(), approximate="tanh"), {}
-    for config in CONFIGS:
-        for save, word in ((False, ""), (True, ", stored")):
-            steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, gelu=True, save=save), expected)
-    return compared({"cublas, no GELU": partial(torch.matmul, a, b.t())}, steps)
+    return compared(apart, {"fused": {"step": fused}}, kernels=kernels)
 
 
 def probe_fp8(size: int) -> Rows:
@@ -182,37 +178,13 @@ def probe_launcher() -> Rows:
     x = torch.empty(64, device="cuda", dtype=torch.int32)
     given = (x,) * 8 + (3, 4)
     compiled = nothing[(1,)](*given)
-    rows = []
-    for name, step in {"jit": lambda: nothing[(1,)](*given), "compiled": lambda: compiled[(1, 1, 1)](*given)}.items():
-        samples = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                step()
-            samples.append((time.perf_counter() - start) / 200 * 1e6)
-        rows.append({"name": name, "host_us": statistics.median(samples)})
-    return rows
-
-
-def probe_cache() -> Rows:
-    """Whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found: seconds until the first product is over."""
-    a, b = randn(512, 512), randn(512, 512)
-    rows = []
-    for config in CONFIGS[:2]:
-        start = time.perf_counter()
-        triton_gemm(a, b, config)[0]()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        rows.append({"name": str(config), "first_s": seconds, "cache": os.environ.get("TRITON_CACHE_DIR", "")})
-    return rows
+    steps = {"jit": lambda: nothing[(1,)](*given), "compiled": lambda: compiled[(1, 1, 1)](*given)}
+    return [{"name": name, "host_us": spread(launch_us(step))[1]} for name, step in steps.items()]
 
 
 PROBES: dict[str, tuple[Callable[..., Rows], list[tuple[int, ...]]]] = {
-    "cache": (probe_cache, [()]),  # first: another probe would compile what it looks for
     "gemm": (probe_gemm, SHAPES),
     "addmm": (probe_addmm, SHAPES),
-    "specialization": (probe_specialization, SHAPES),
     "fp8": (probe_fp8, [(4096,), (8192,)]),
     "norm": (probe_norm, [(2048,), (4096,), (8192,)]),
     "launcher": (probe_launcher, [()]),
@@ -226,19 +198,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each probe")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
     options = parser.parse_args(arguments)
+    if strange := set(options.names) - {*PROBES, "compile"}:
+        parser.error(f"expected some of {', '.join(PROBES)}, or compile; got {', '.join(sorted(strange))}")
     if "compile" in options.names:
         from .ahead import compile_all
 
         print(json.dumps(compile_all(options.capability), indent=1))
         return 0
     if not torch.cuda.is_available():
-        raise SystemExit("probes need a CUDA GPU, and there is none; compile runs anywhere")
+        parser.error("probes need a CUDA GPU, and there is none; compile runs anywhere")
     device = torch.device("cuda")
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
         result = about("probes", device) | {"ceilings": ceilings(device)}
+        result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:
             probe, shapes = PROBES[name]
-            result[name] = [{"shape": shape} | row for shape in shapes for row in probe(*shape)]
+            result[name] = [{"shape": shape} | row for shape in shapes for row in attempted(probe, shape)]
             print(name, json.dumps(result[name], indent=1), flush=True)
             if options.out:
                 with open(options.out, "w", encoding="utf-8") as file:

@@ -9,12 +9,18 @@ import subprocess
 import tempfile
 from typing import Any
 
-POINTERS = {"gemm": "abch", "norm_backward": ("x", "dy", "weight", "rstd", "dx", "partial"), "nothing": "abcdefgh"}
-FLOATS = {"rstd": "*fp32", "partial": "*fp32"}
+from benchmarks.measure import failure
+
+from . import CONFIGS, FP8_CONFIG, FP8_SMALL
+
+BF16 = dict.fromkeys("abch", "*bf16")
+FP8 = BF16 | dict.fromkeys("ab", "*fp8e4nv")
+NORM = dict.fromkeys(("x", "dy", "weight", "dx"), "*bf16") | dict.fromkeys(("rstd", "partial"), "*fp32")
+NOTHING = dict.fromkeys("abcdefgh", "*i32")
 
 
 def compiled(
-    kernel: Any, constants: dict[str, Any], capability: int, types: dict[str, str], **options: Any
+    kernel: Any, capability: int, pointers: dict[str, str], constants: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
     """What a kernel for given constants needs, sizes being multiples of 16; or why it does not compile."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns
@@ -22,18 +28,15 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    pointers = POINTERS[kernel.__name__]
-    signature, attributes = {}, {}
-    for position, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
-        if name in pointers or name in ("M", "N", "K"):
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values, attributes)
+    types = pointers | dict.fromkeys(constants or {}, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    even = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in ("M", "N", "K")]
+    attributes = {(position,): [["tt.divisibility", 16]] for position in even}
     try:
+        source = ASTSource(kernel, signature, constants or {}, attributes)
         return resources(triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options))
     except Exception as error:  # a version of Triton that cannot
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {"failed": failure(error)}
 
 
 def resources(made: Any) -> dict[str, Any]:
@@ -54,26 +57,20 @@ def resources(made: Any) -> dict[str, Any]:
 
 def compile_all(capability: int) -> list[dict[str, Any]]:
     """Every kernel in every form that a probe runs."""
-    from . import __main__ as probes
     from . import kernels
 
-    bf16, fp8 = dict.fromkeys("abch", "*bf16"), dict.fromkeys("ab", "*fp8e4nv") | dict.fromkeys("ch", "*bf16")
-    forms = [(config, {}, bf16) for config in probes.CONFIGS]
-    forms += [(config, {"GELU": True, "SAVE": True}, bf16) for config in probes.CONFIGS]
-    forms += [(probes.FP8_CONFIG, more, fp8) for more in ({}, {"IMPRECISE": 128}, {"ROWS_OF_B": True})]
-    forms += [(probes.FP8_SMALL, {"IMPRECISE": 128}, fp8)]
+    forms = [(config, more, BF16) for more in ({}, {"GELU": True, "SAVE": True}) for config in CONFIGS]
+    forms += [(FP8_CONFIG, more, FP8) for more in ({}, {"IMPRECISE": 128}, {"ROWS_OF_B": True})]
+    forms += [(FP8_SMALL, {"IMPRECISE": 128}, FP8)]
     rows = []
     for config, more, types in forms:
-        bm, bn, bk, group, subtiles, warps, stages, ws = config
-        constants = {"SMS": 132, "BM": bm, "BN": bn, "BK": bk, "GROUP": group, "SUBTILES": subtiles, "WS": ws}
+        *sizes, warps, stages, ws = config
+        constants = dict(zip(("BM", "BN", "BK", "GROUP", "SUBTILES"), sizes, strict=True)) | {"SMS": 132, "WS": ws}
         constants |= {"GELU": False, "SAVE": False, "IMPRECISE": None, "ROWS_OF_B": False} | more
-        options = {"num_warps": warps, "num_stages": stages}
-        made = compiled(kernels.gemm, constants, capability, types, **options)
-        rows.append({"kernel": "gemm", "config": config, **more, "fp8": types is fp8} | made)
-    types = dict.fromkeys(POINTERS["norm_backward"], "*bf16") | FLOATS
+        made = compiled(kernels.gemm, capability, types, constants, num_warps=warps, num_stages=stages)
+        rows.append({"kernel": "gemm", "config": config, **more, "fp8": types is FP8} | made)
     for h in (2048, 4096, 8192):
         constants = {"H": h, "BLOCK": h, "PROGRAMS": 1056}
-        made = compiled(kernels.norm_backward, constants, capability, types, num_warps=8)
+        made = compiled(kernels.norm_backward, capability, NORM, constants, num_warps=8)
         rows.append({"kernel": "norm_backward", "h": h} | made)
-    made = compiled(kernels.nothing, {}, capability, dict.fromkeys(POINTERS["nothing"], "*i32"))
-    return [*rows, {"kernel": "nothing"} | made]
+    return [*rows, {"kernel": "nothing"} | compiled(kernels.nothing, capability, NOTHING)]

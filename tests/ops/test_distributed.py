@@ -25,6 +25,8 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.parametrize("op", [ops.AllGather, ops.AllReduce, ops.ReduceScatter])
 def test_without_a_process_group(op):
-    with pytest.raises(RuntimeError, match=f"{op.__name__} needs torch.distributed.init_process_group to be called first"):
+    with pytest.raises(
+        RuntimeError, match=f"{op.__name__} needs torch.distributed.init_process_group to be called first"
+    ):
         op()
     assert not op.differentiable and op.saved_names == ()
