@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
     """Bytes saved, against what the ops of the plan declare that they save; C4."""
     work = Work(case.chain, case.rows, case.width, case.dtype, device)
     numbers: Numbers = {}
-    for name, selection in (("opfuse-off", ""), ("opfuse", None)):
+    for name, selection, plan in (("opfuse-off", "", "plan"), ("opfuse", None, "fused-plan")):
         try:
             built = with_opfuse(work, case, selection)
         except NotBuilt as reason:
@@ -59,21 +60,27 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
             continue
         numbers[name] = [saved_bytes(built, work.inputs[0])]
         with around(built, "forward"):
-            built.model(*work.inputs[0])
+            outputs = built.model(*work.inputs[0])
         (fuser,) = built.model._module_groups
-        numbers["plan"] = [declared_bytes(fuser, work)]
+        node = (outputs[0] if isinstance(outputs, tuple) else outputs).grad_fn
+        steps = [step for step in fuser._last[1].backward if step.recompute is not None]
+        again = {step.start for step in steps if step.recompute[1] in getattr(node, "dropped", ())}
+        numbers[plan] = [declared_bytes(fuser, work, again)]
     return numbers
 
 
-def declared_bytes(fuser: opfuse.OperationFuser, work: Work) -> int:
-    """What the ops declare: a tensor that several save, or that passes through an op unchanged, counts once."""
+def declared_bytes(fuser: opfuse.OperationFuser, work: Work, again: Collection[int] = ()) -> int:
+    """What the ops declare: a tensor that several save, or that passes through an op unchanged, counts once.
+
+    The inputs of the ops ``again`` are not kept but computed again.
+    """
     width, size = work.inputs[0][0].shape[-1], work.dtype.itemsize
     tensor, total, counted = 0, 0, set()
     for index, op in enumerate(fuser._routing.ops):
         for name in op.saved_names or ():
             if name in ("mean", "rstd"):
                 total += 4 * work.rows
-            elif name == "input" and tensor not in counted:
+            elif name == "input" and tensor not in counted and index not in again:
                 counted.add(tensor)
                 total += work.rows * width * size
             elif name not in ("input", "weight"):

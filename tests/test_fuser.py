@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from typing import ClassVar
 
 import fusing
 import pytest
@@ -403,13 +404,16 @@ def test_lent_parameters_live_on_their_owner():
 
 
 def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
+    class Both(OneByOne):
+        calls: ClassVar[list[str]] = []
+
     seen = []
 
     def when(matched, env):
         seen.append(env.row_alignment)
         return env.row_alignment >= 8 or f"rows are a multiple of {env.row_alignment} only"
 
-    fusion = opfuse.Fusion((ops.Identity, ops.GELU), OneByOne, when, needs_row_alignment=True)
+    fusion = opfuse.Fusion((ops.Identity, ops.GELU), Both, when, needs_row_alignment=True)
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
     handle = opfuse.register_forward_fusion(fusion)
     try:
