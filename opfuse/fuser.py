@@ -236,6 +236,7 @@ class OperationFuser:
                         excluded |= {(candidate.source, candidate.start, candidate.stop)}
                         break
                     check_expansion(candidate.source, fused, ops)
+                fused.planned(env)
                 built.append(dataclasses.replace(candidate, op=fused))
             else:
                 choice = dataclasses.replace(choice, taken=tuple(built))

@@ -22,6 +22,7 @@ from .quantization.state import QuantizerStates
 if TYPE_CHECKING:
     from .fuser import OperationFuser
     from .quantization import Quantizer, QuantizerRole, Recipe
+    from .scope import Environment
 
     Grads = Iterable[Tensor | None] | None
     Extras = Sequence[Sequence[Tensor | None]]
@@ -462,6 +463,13 @@ class FusedOperation(FusibleOperation):
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The last basic op's."""
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
+
+    def planned(self, env: Environment) -> None:
+        """Called once, when a plan takes this op: where it is going to run, and the options in force.
+
+        Raises:
+            ValueError: An option has a value that it cannot have.
+        """
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
         """The output of ``fuser_forward`` again, from the contexts of the backward.

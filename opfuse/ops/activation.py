@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -135,7 +136,7 @@ class GELU(Activation):
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x * x)
 
-    forward_value = value  # torch computes half precision in fp32 itself
+    forward_value = staticmethod(functools.partial(F.gelu, approximate="tanh"))  # in half precision by fp32 itself
     backward_value = _backward_kernel(torch.ops.aten.gelu_backward, approximate="tanh")
 
 

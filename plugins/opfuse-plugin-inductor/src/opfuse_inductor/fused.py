@@ -33,7 +33,6 @@ from opfuse.ops import (
     ScaledActivation,
     SiLU,
 )
-from opfuse.plugins import manager
 
 from . import kernels, opfuse_options
 
@@ -55,9 +54,7 @@ class CompiledRun(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        options = {**DEFAULTS, **dict(manager.scope.options)}  # those of the plan that is being made
-        self._backend = options["inductor.backend"]
-        self._min_elements = options["inductor.min_elements"]
+        self._backend, self._min_elements = DEFAULTS["inductor.backend"], DEFAULTS["inductor.min_elements"]
         self._ops = tuple(basic_ops)
         self._sources = sources_in(self._ops)
         self._external = [
@@ -78,6 +75,10 @@ class CompiledRun(FusedOperation):
         self._latest: tuple[Any, kernels.Plan | None] = (None, None)
         self._numbers: tuple[Any, list[Tensor]] = (None, [])
         self.grad_input = grad_input_of(self._ops)  # type: ignore[misc]
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._backend, self._min_elements = option(env, "inductor.backend"), option(env, "inductor.min_elements")
 
     # Forward
 

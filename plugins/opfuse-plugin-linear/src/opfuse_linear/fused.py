@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.nn import functional as F
 
 from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
 from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, ReLU, SiLU
-from opfuse.plugins import manager
 
 from . import kernels
 
@@ -38,6 +37,10 @@ _EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
 class ForwardLinearBias(FusedOperation):
     """Linear + bias: the bias goes into the matrix product."""
 
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._small = kernels.small_size(env)
+
     def fuser_forward(
         self,
         basic_op_ctxs: Ctxs,
@@ -51,6 +54,8 @@ class ForwardLinearBias(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params
+        if x.numel() < self._small and bias.dtype is x.dtype:
+            return F.linear(x, weight, bias), ((), ())
         return kernels.linear(x, weight, bias), ((), ())
 
 
@@ -64,12 +69,18 @@ class ForwardLinearBiasActivation(FusedOperation):
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        wanted = dict(manager.scope.options).get("linear.recompute", "large")  # of the plan that is being made
+        self._parts = has_bias, act.operand, act.forward_value, _EPILOGUES.get(type(act)), no_extras
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        wanted = env.options.get("linear.recompute", "large")
         if wanted not in ("large", True, False):
             raise ValueError(f"the option linear.recompute is {wanted!r}, expected 'large', True or False")
-        large = type(act) in _ONE_KERNEL and basic_ops[0].out_features >= MIN_FEATURES_TO_RECOMPUTE
-        self.recomputes, self._always = large if wanted == "large" else wanted, wanted is True
-        self._parts = has_bias, act.operand, act.forward_value, _EPILOGUES.get(type(act)), no_extras, self.recomputes
+        linear, act = self.basic_ops[0], self.basic_ops[-1]
+        large = type(act) in _ONE_KERNEL and linear.out_features >= MIN_FEATURES_TO_RECOMPUTE  # type: ignore[operator]
+        self._always = wanted is True
+        self._small = 0 if self._always else kernels.small_size(env)
+        self.recomputes = not env.compiling and (large if wanted == "large" else self._always)
 
     def fuser_forward(
         self,
@@ -82,16 +93,18 @@ class ForwardLinearBiasActivation(FusedOperation):
         basic_op_kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        has_bias, operand, forward_value, epilogue, no_extras, recomputes = self._parts
+        has_bias, operand, forward_value, epilogue, no_extras = self._parts
         act = basic_op_ctxs[-1]
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
+        if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
+            return forward_value(operand(act, F.linear(x, weight, bias))), no_extras
         if epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue)
             if y is not None:
                 return y, no_extras
         y = forward_value(operand(act, kernels.linear(x, weight, bias)))
-        if recomputes and basic_op_ctxs[0].recomputable and act.input_requires_grad and not is_compiling():
+        if basic_op_ctxs[0].recomputable and act.input_requires_grad:
             if self._always or (y.numel() >= MIN_SIZE_TO_RECOMPUTE and y.is_cpu and y.dtype is torch.float32):
                 basic_op_ctxs[0].recomputable = y
         return y, no_extras

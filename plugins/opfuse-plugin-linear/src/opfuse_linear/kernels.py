@@ -17,6 +17,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from opfuse import Environment
+
 ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
 
@@ -51,6 +53,11 @@ def onednn_is_faster() -> bool:
 def onednn_has_bf16() -> bool:
     """Whether this machine's CPU multiplies bf16 matrices in oneDNN."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def small_size(env: Environment) -> int:
+    """Elements below which PyTorch's own call is taken at once, since finding a better one would take longer."""
+    return 0 if env.compiling or env.dtype is torch.bfloat16 else ONEDNN_MIN_SIZE
 
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
