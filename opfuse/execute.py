@@ -90,7 +90,9 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
     if not program.compiling:
         for index, _, _ in program.params:
             ctxs[index].params = ()
-        program.give_back(ctxs)
+        if program.keeping:
+            program.renew(ctxs)
+        program.unused.append(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)
 
 
@@ -149,19 +151,19 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if program.recipe is not None and isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
     dx = dy if program.input_requires_grad else None
+    flat: Any
     flat, ends = ([None, None, dx], ()) if extras is None else extras.ends(dx)
     for index, first, last in program.params:
         of_op = grads[index]
-        if type(of_op) is not tuple:
-            of_op = (None,) * (last - first) if of_op is None else tuple(of_op)
-        if len(of_op) != last - first:
-            who = program.routing.name(index)
-            raise RuntimeError(f"{who} must give {last - first} parameter gradients, gave {len(of_op)}")
+        if type(of_op) is not tuple or len(of_op) != last - first:
+            of_op = _as_many(program, index, of_op, last - first)
         flat += of_op
     if not tracing:
         for index, _, _ in program.saving:
             ctxs[index].saved_tensors = None
-        program.give_back(ctxs)
+        if program.keeping:
+            program.renew(ctxs)
+        program.unused.append(ctxs)
     return (*flat, *ends)
 
 
@@ -193,6 +195,14 @@ def _refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
     steps = (*program.plan.forward, *program.plan.backward)
     by = next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
     raise TypeError(f"{by}: {method} must return a tuple as documented, got {type(result).__name__}")
+
+
+def _as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:
+    """The parameter gradients of an op as a tuple."""
+    several: tuple[Any, ...] = (None,) * count if grads is None else tuple(grads)
+    if len(several) != count:
+        raise RuntimeError(f"{program.routing.name(index)} must give {count} parameter gradients, gave {len(several)}")
+    return several
 
 
 def _prepare(step: Step, x: Any) -> Any:

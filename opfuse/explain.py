@@ -165,7 +165,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
-        groups = value if isinstance(value, list) else [value]
+        groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
             for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:

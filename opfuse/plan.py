@@ -132,11 +132,12 @@ def choose(
     if isinstance(limit, str):
         raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
     finder = _Finder(tuple(ops), env, boundary, kwargs, excluded, widths or (None,) * len(ops))
-    candidates = [candidate for source in sources for candidate in finder.candidates(source)]
-    candidates.sort(key=lambda c: (c.source.rank, PASSES.index(c.kind)))
+    candidates: list[Candidate] = []
     taken: list[Candidate] = []
-    for _, group in groupby(candidates, key=lambda c: (c.source.rank, PASSES.index(c.kind))):
-        free = [c for c in group if not any(c.overlaps(other) for other in taken)]
+    for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
+        for source in group:
+            candidates += finder.candidates(source, taken)
+        free = [c for c in candidates if not any(c.overlaps(other) for other in taken)]
         taken += best_cover(free, len(ops))
     taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
     kept = taken[:limit]
@@ -148,6 +149,10 @@ def choose(
         key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason)
     )
     return Choice(tuple(kept), tuple(finder.refused), tuple(sorted(finder.row_facts)))
+
+
+def _precedence(source: FusionSource) -> tuple[Any, int]:
+    return source.rank, PASSES.index(source.kind)
 
 
 @dataclasses.dataclass
@@ -168,15 +173,17 @@ class _Finder:
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource) -> Iterator[Candidate]:
+    def candidates(self, source: FusionSource, taken: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Where a fusion could be; it is asked only where none of higher precedence is."""
         if source.kind == "backward" and not self.env.requires_grad:
             return
         for start, stop, op in _matches(source, self.ops, self.env):
-            benefit = self._benefit(source, start, stop, op)
+            found = Candidate(source, start, stop, 0, op)
+            benefit = 0 if any(found.overlaps(c) for c in taken) else self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
-                yield Candidate(source, start, stop, benefit, op)
+                yield dataclasses.replace(found, benefit=benefit)
 
     def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""

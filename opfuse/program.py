@@ -69,7 +69,7 @@ class Program:
         keeping: The ops that may leave anything, so that their forward contexts are kept.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
         recomputing: ``(op, place)``: what of the saved tensors an op can compute again.
-        unused: Contexts that earlier passes gave back, without what those left on them.
+        unused: Contexts that hold nothing, for other passes, since making them costs as much as the ops.
     """
 
     def __init__(
@@ -122,11 +122,10 @@ class Program:
         """One context per basic op, for one pass."""
         return [self._new_context(i) for i in range(len(self.templates))]
 
-    def give_back(self, contexts: list[Any]) -> None:
-        """Keep contexts that hold no tensor for another pass, since making one costs as much as an op."""
+    def renew(self, contexts: list[Any]) -> None:
+        """Replace the contexts that may hold anything, so that all can serve another pass."""
         for i in self.keeping:
             contexts[i] = self._new_context(i)
-        self.unused.append(contexts)
 
     def _new_context(self, index: int) -> Any:
         ctx: Any = OperationContext() if self.compiling or index in self.keeping else _Lent()

@@ -31,6 +31,10 @@ class Sequential(nn.Sequential):
     @property
     def _module_groups(self) -> list[Any]:
         """The current children: one fuser for each run of fusible ops, other modules as they are."""
+        return self._grouped()[0]
+
+    def _grouped(self) -> tuple[list[Any], Any]:
+        """The groups; and, if there is one alone, what runs it."""
         children = tuple(self._modules.values())
         if is_dynamo_compiling() or self._cache.key != children:
             _regroup(self, *children)
@@ -56,9 +60,9 @@ class Sequential(nn.Sequential):
         """
         cache = self._cache
         current = not is_dynamo_compiling() and cache.key == tuple(self._modules.values())
-        groups = cache.value if current else self._module_groups
-        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
-            return groups[0].run(input, *extra_inputs)
+        groups, run = cache.value if current else self._grouped()
+        if run is not None and not op_kwargs:
+            return run(input, *extra_inputs)
         fusers = [group for group in groups if isinstance(group, OperationFuser)]
         expected = sum(fuser.num_extra_inputs for fuser in fusers)
         if len(extra_inputs) != expected:
@@ -102,7 +106,8 @@ def _regroup(chain: Sequential, *children: nn.Module | None) -> None:
         for fusible, group in groupby(present, lambda child: isinstance(child, FusibleOperation)):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
-        chain._cache.value, chain._cache.key = groups, children
+        alone = groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
+        chain._cache.value, chain._cache.key = (groups, alone), children
 
 
 _regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

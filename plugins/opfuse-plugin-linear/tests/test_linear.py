@@ -412,6 +412,7 @@ def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
 def test_a_large_one_is_computed_again_in_fp32(monkeypatch):
     sizes = {}
     monkeypatch.setattr(opfuse_linear.fused, "MIN_SIZE_TO_RECOMPUTE", 4 * 128)
+    monkeypatch.setattr(opfuse_linear.kernels, "ONEDNN_MIN_SIZE", 1)
     for act, rows, width, dtype in (
         (ops.GELU, 4, 128, torch.float32),
         (ops.GELU, 3, 128, torch.float32),  # too few rows
