@@ -421,8 +421,8 @@ def _unfit(ops: Sequence[Any]) -> str | None:
     return None
 
 
-def passes(op: Any) -> int:
-    """How many passes over a tensor the op makes by itself, in each direction."""
+def passes(op: Any, device: str = "cpu") -> int:
+    """How many passes over a tensor the op makes by itself, in each direction, or what takes as long as that."""
     if isinstance(op, (Identity, MakeExtraOutput)):
         return 0
     if isinstance(op, Dropout):
@@ -431,11 +431,13 @@ def passes(op: Any) -> int:
         return 5
     if isinstance(op, (GatedActivation, ScaledActivation)):
         return 3
+    if device == "cpu" and op_class(op) is GELU:
+        return 3  # PyTorch's kernel computes a slow tanh
     return 1 if op_class(op) in (GELU, SiLU, ReLU, Bias, ConstantScale, AddExtraInput) else 2
 
 
 def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
-    count, least = sum(map(passes, ops)), option(env, "inductor.min_passes")
+    count, least = sum(passes(op, env.device.type) for op in ops), option(env, "inductor.min_passes")
     if count >= least:
         return None
     made = "one pass" if count == 1 else f"{count} passes"
@@ -458,7 +460,7 @@ def pays(ops: Any, env: Environment) -> bool | str:
 
 def benefit(ops: Any, env: Environment) -> float:
     """The passes over memory that disappear."""
-    return 2 * (sum(map(passes, ops)) - 1) + 0.1 * len(ops)
+    return 2 * (sum(passes(op, env.device.type) for op in ops) - 1) + 0.1 * len(ops)
 
 
 _POINTWISE = OneOf(

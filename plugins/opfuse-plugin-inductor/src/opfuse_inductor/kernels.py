@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import threading
 import time
 import warnings
@@ -205,7 +206,7 @@ def trace(
 
     with faked(hint) as (rows, env):
         fakes = [fake(spec, rows, device) for spec in specs]
-        table = {**select_decomp_table(), torch.ops.aten.silu.default: silu} if decompose else None
+        table = {**select_decomp_table(), **DECOMPOSITIONS} if decompose else None
         graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
     return graph, fakes, env
 
@@ -214,6 +215,36 @@ def silu(x: Tensor) -> Tensor:
     """SiLU by the sigmoid that its derivative needs too, so that a backward computes that once."""
     wider = x.to(wide(x.dtype))
     return (wider * torch.sigmoid(wider)).to(x.dtype)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Any:
+    """The tanh form of GELU by a sigmoid, for ``(1 + tanh(u)) / 2 = sigmoid(2 u)``, which a CPU computes faster."""
+    if approximate != "tanh":
+        return NotImplemented
+    wider = x.to(wide(x.dtype))
+    return (wider * torch.sigmoid(wider * (TWICE_U[0] + TWICE_U[1] * wider * wider))).to(x.dtype)
+
+
+def gelu_backward(grad_output: Tensor, x: Tensor, *, approximate: str = "none") -> Any:
+    """Its derivative: with ``s = sigmoid(2 u)``, ``s + x s (1 - s) 2 u'``."""
+    if approximate != "tanh":
+        return NotImplemented
+    wider = x.to(wide(x.dtype))
+    square = wider * wider
+    s = torch.sigmoid(wider * (TWICE_U[0] + TWICE_U[1] * square))
+    slope = s + s * (1 - s) * wider * (TWICE_U[0] + 3 * TWICE_U[1] * square)
+    return (grad_output.to(wider.dtype) * slope).to(x.dtype)
+
+
+TWICE_U = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+"""The factors of ``2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3)``."""
+
+DECOMPOSITIONS = {
+    torch.ops.aten.silu.default: silu,
+    torch.ops.aten.gelu.default: gelu,
+    torch.ops.aten.gelu_backward.default: gelu_backward,
+}
+"""How Inductor is to compute what it would compute otherwise."""
 
 
 @contextlib.contextmanager

@@ -25,5 +25,5 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether the output of an activation is computed again, instead of being kept: "large", True or False."""
-    return {"linear.recompute": "large"}
+    """Whether the output of an activation is computed again, instead of being kept for the linear behind it."""
+    return {"linear.recompute": False}

@@ -10,22 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
-from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, ReLU, SiLU
+from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, SiLU
 
 from . import kernels
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
 
-MIN_FEATURES_TO_RECOMPUTE = 128
-MIN_SIZE_TO_RECOMPUTE = 1 << 19
-"""Features and elements from which the output of an activation is not kept on a CPU, but computed again, in fp32.
+MAX_FEATURES_WITH_ACTIVATION = 128
+"""Features from which an activation stays a step of its own in training on a CPU.
 
-That costs one or two percent of the time of the products around it, and in bf16, where they are faster, up to ten.
+Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of Python, no time of the
+arithmetic, and a compiler of activations saves more.
 """
-
-_ONE_KERNEL = (GELU, ReLU, SiLU)
-"""Activations that PyTorch computes in one pass in every dtype."""
 
 _EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
 """How oneDNN calls the activations that a matrix product can end with."""
@@ -62,7 +59,7 @@ class ForwardLinearBias(FusedOperation):
 class ForwardLinearBiasActivation(FusedOperation):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
 
-    The output is computed again in the backward, if the next op needs it there and that costs little.
+    With the option ``linear.recompute`` the output is computed again in the backward, if the next op needs it there.
     """
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -73,14 +70,8 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        wanted = env.options.get("linear.recompute", "large")
-        if wanted not in ("large", True, False):
-            raise ValueError(f"the option linear.recompute is {wanted!r}, expected 'large', True or False")
-        linear, act = self.basic_ops[0], self.basic_ops[-1]
-        large = type(act) in _ONE_KERNEL and linear.out_features >= MIN_FEATURES_TO_RECOMPUTE  # type: ignore[operator]
-        self._always = wanted is True
-        self._small = 0 if self._always else kernels.small_size(env)
-        self.recomputes = not env.compiling and (large if wanted == "large" else self._always)
+        self.recomputes = _recomputes(env) and not env.compiling
+        self._small = 0 if self.recomputes else kernels.small_size(env)
 
     def fuser_forward(
         self,
@@ -105,8 +96,7 @@ class ForwardLinearBiasActivation(FusedOperation):
                 return y, no_extras
         y = forward_value(operand(act, kernels.linear(x, weight, bias)))
         if basic_op_ctxs[0].recomputable and act.input_requires_grad:
-            if self._always or (y.numel() >= MIN_SIZE_TO_RECOMPUTE and y.is_cpu and y.dtype is torch.float32):
-                basic_op_ctxs[0].recomputable = y
+            basic_op_ctxs[0].recomputable = y
         return y, no_extras
 
     def fuser_recompute(self, basic_op_ctxs: Ctxs) -> Tensor:
@@ -241,7 +231,23 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
     return f"{type(env.recipe).__name__} quantizes the linear, and this fusion multiplies plain tensors"
 
 
+def _recomputes(env: Environment) -> bool:
+    wanted = env.options.get("linear.recompute", False)
+    if not isinstance(wanted, bool):
+        raise ValueError(f"the option linear.recompute is {wanted!r}, expected True or False")
+    return wanted
+
+
+def _with_activation(ops: Any, env: Environment) -> bool | str:
+    features = max(ops[0].in_features, ops[0].out_features)
+    if env.device.type != "cpu" or not env.requires_grad or features < MAX_FEATURES_WITH_ACTIVATION or _recomputes(env):
+        return True
+    return "on a CPU the backward needs the activation's input, so the activation cannot go into the product"
+
+
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
+    if isinstance(ops[-1], Activation) and (reason := _with_activation(ops, env)) is not True:
+        return reason
     if adds_nothing(env):
         return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
     pays = _pays(ops, env)
@@ -264,14 +270,16 @@ _ACT = Subclasses(Activation)
 
 FORWARD = [
     Fusion((BasicLinear, Bias), ForwardLinearBias, name="linear+bias"),
-    Fusion((BasicLinear, Maybe(Bias), _ACT), ForwardLinearBiasActivation, name="linear+bias+activation"),
+    Fusion(
+        (BasicLinear, Maybe(Bias), _ACT), ForwardLinearBiasActivation, _with_activation, name="linear+bias+activation"
+    ),
     Fusion((BasicLinear, Maybe(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
     Fusion((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearAdd, name="linear+scale+add"),
 ]
 
 BACKWARD = [
     Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_and_pays, name="linear+bias+activation"),
-    Fusion((Bias, _ACT), BackwardActivationBias, _pays, name="activation+bias"),
+    Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),  # others first
     Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _plain_and_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
 ]
