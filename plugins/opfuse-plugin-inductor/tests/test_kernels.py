@@ -310,7 +310,8 @@ def test_refusals(monkeypatch):
     assert refusal(norm) is True
     assert "torch.compile is tracing" in refusal(norm, compiling=True)
     assert "for cpu and cuda" in refusal(norm, device=torch.device("mps"))
-    assert "one pass over memory" in refusal(ops.GELU())
+    assert "one pass over memory" in refusal(ops.ReLU())
+    assert refusal(ops.GELU()) is True  # it takes as long as three passes
     assert "0 passes" in refusal(ops.Dropout(0.5).eval(), ops.Identity())
     assert refusal(ops.Dropout(0.5)) is True
     assert refusal(ops.Bias(8), ops.GELU()) is True
@@ -328,6 +329,7 @@ def test_refusals(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
     assert refusal(norm, **cuda) is True
+    assert "one pass over memory" in refusal(ops.GELU(), **cuda)
     assert "this GPU has 6.1" in refusal(norm, **{**cuda, "capability": (6, 1)})
 
 

@@ -242,7 +242,8 @@ class CompiledRun(FusedOperation):
         saved = self._saved(basic_op_ctxs, plan, rows)
         dy = matrix(grad_output, rows)
         grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
-        found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows)
+        owns_dy = basic_op_ctxs[-1].owns_grad_output
+        found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows, owns_dy)
         if len(shape) != 1:
             for name, grad in found.items():
                 if name == "x" or name[0] == "extra":

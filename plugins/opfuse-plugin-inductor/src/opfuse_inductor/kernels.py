@@ -95,6 +95,7 @@ class Kernel:
         seconds: Time spent tracing and compiling so far.
         used: Which inputs the graph reads.
         names: What the function calls the tensors it gives.
+        in_place: Whether it overwrites one of them.
         slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
     """
 
@@ -104,6 +105,7 @@ class Kernel:
         self.title = title
         self.seconds = 0.0
         self.names: tuple[Any, ...] = ()
+        self.in_place = False
         self._function, self._specs, self._device, self._backend = function, tuple(specs), device, backend
         self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
         self._by_rows: dict[int, Callable[..., Any]] = {}
@@ -152,7 +154,7 @@ class Kernel:
             return run
 
     def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
-        if self._backend == "eager" or all(is_input for is_input, _ in self.slots):
+        if self._backend == "eager" or (self.slots and all(is_input for is_input, _ in self.slots)):
             return lambda rows: True, lambda tensors: self._graph(*tensors)
         graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
         used, slots = prune(graph)
@@ -569,9 +571,15 @@ class Plan:
         """The output, the extra outputs, and what is kept."""
         return self._forward(items, rows)
 
-    def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec]) -> Kernel:
-        """The kernel for incoming gradients like these."""
-        key = dy, tuple(grads.items())
+    def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False) -> Kernel:
+        """The kernel for incoming gradients like these; ``in_place``: where that can be, it overwrites ``dy``."""
+        if in_place:
+            kernel = self._backward(dy, grads)
+            slots, given = dict(zip(kernel.names, kernel.slots, strict=True)), len(self._kept_specs) + len(self._flat)
+            fits = (dy.dtype, dy.width) == (self.specs[0].dtype, self.specs[0].width)
+            if not fits or slots.get("x", (True, 0))[0] or (True, given) in slots.values():
+                return kernel
+        key = dy, tuple(grads.items()), in_place
         if key not in self._backwards:
             slots, kept = list(grads), len(self._kept_specs)
             specs = [*self._kept_specs, *self._flat, dy, *grads.values()]
@@ -584,11 +592,14 @@ class Plan:
                 dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
                 found = {"x": dx} | {("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)}
                 found |= {("extra", *slot): grad for slot, grad in extras.items()}
+                if in_place:
+                    tensors[after].copy_(found.pop("x"))
                 return {name: grad for name, grad in found.items() if grad is not None}
 
             full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
             title = f"the backward of {self._title}"
             self._backwards[key] = cached(full, lambda: Kernel(title, function, specs, self._device, self._backend))
+            self._backwards[key].in_place = in_place
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
@@ -644,17 +655,25 @@ class Plan:
         return contexts
 
     def backward(
-        self, saved: Sequence[Tensor], dy: Tensor, grads: dict[tuple[int, int], Tensor], numbers: Any, rows: int
+        self,
+        saved: Sequence[Tensor],
+        dy: Tensor,
+        grads: dict[tuple[int, int], Tensor],
+        numbers: Any,
+        rows: int,
+        owns_dy: bool = False,
     ) -> dict[Any, Any]:
         """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that are there."""
         kernel = self._latest[1]
-        key = dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
+        key = owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
         if key != self._latest[0]:
             specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
-            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs)
+            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy)
             self._latest = key, kernel
         tensors = self._saved_tensors(saved, numbers)
         found = dict(zip(kernel.names, kernel([*tensors, *numbers, dy, *grads.values()], rows), strict=True))
+        if kernel.in_place:
+            found["x"] = dy
         if self._outside_bias and self._run.flags[0].param_requires_grad[0]:
             found["param", 0, 0] = found["x"].sum(0)
         return found

@@ -246,12 +246,15 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
 
 
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
-    if isinstance(ops[-1], Activation) and (reason := _with_activation(ops, env)) is not True:
-        return reason
     if adds_nothing(env):
         return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
     pays = _pays(ops, env)
     return _plain_linear(ops, env) if pays is True else pays
+
+
+def _activation_pays(ops: Any, env: Environment) -> bool | str:
+    apart = _with_activation(ops, env) if isinstance(ops[-1], Activation) else True
+    return _plain_and_pays(ops, env) if apart is True else apart
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
@@ -278,7 +281,7 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _plain_and_pays, name="linear+bias+activation"),
+    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _activation_pays, name="linear+bias+activation"),
     Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),  # others first
     Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _plain_and_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
