@@ -108,6 +108,9 @@ class OneByOne(opfuse.FusedOperation):
             input_, _ = op.fuser_forward([ctx], input_, **arguments)
         return input_, [()] * len(basic_op_ctxs)
 
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        raise NotImplementedError("the picture needs a plan, not a backward")
+
 
 class Fast:
     """The plugin of the picture."""
