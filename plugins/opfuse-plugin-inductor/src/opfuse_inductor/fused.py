@@ -445,10 +445,12 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
     return f"the separate ops make {made} over memory, and PyTorch has a kernel for that: {least} are worth compiling"
 
 
-def _too_small(env: Environment) -> str | None:
+def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
     if env.rows is None or env.features is None:  # it will be seen when it runs
         return None
     least = option(env, "inductor.min_elements")
+    if env.dtype is torch.float32 and all(isinstance(op, (GatedActivation, Identity)) for op in ops):
+        least *= 4  # what PyTorch has for these is good
     if env.rows * env.features >= least and (env.rows > 1 or not least):
         return None
     return f"with {env.rows} rows or a few more of {env.features} features the separate ops are as fast"
@@ -456,7 +458,7 @@ def _too_small(env: Environment) -> str | None:
 
 def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
-    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or _too_small(env) or True
+    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or _too_small(ops, env) or True
 
 
 def benefit(ops: Any, env: Environment) -> float:
