@@ -81,7 +81,8 @@ class OperationFuser:
     def notes(self, plan: FusionPlan) -> tuple[str, ...]:
         """What the fused ops of a plan say about themselves."""
         ops = [step.op for p in self._programs.values() if getattr(p, "plan", None) is plan for step in p.forward]
-        return tuple(f"{type(op).__name__}: {op.notes}" for op in ops if isinstance(op, FusedOperation) and op.notes)
+        noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
+        return tuple(f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}" for op in noted)
 
     # Calling
 
