@@ -33,6 +33,29 @@ class RoundingJoint(Joint, Rounding):
     """The same in a joint fusion."""
 
 
+class Again(Joint):
+    """Gives its output again where the next op does not keep it, from a copy of its own."""
+
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        first, last = basic_op_ctxs[0], basic_op_ctxs[-1]
+        first.copied = bool(first.recomputable)
+        if first.copied:
+            first.recomputable = y
+            last.save_for_backward(y, *last.to_save)
+        return y, extras
+
+    def fuser_recompute(self, basic_op_ctxs):
+        return basic_op_ctxs[-1].saved_tensors[0].clone()
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        if basic_op_ctxs[0].copied:
+            basic_op_ctxs[-1].saved_tensors = basic_op_ctxs[-1].saved_tensors[1:]
+        return super().fuser_backward(basic_op_ctxs, grad_output, **given)
+
+
 def without_recipe(matched, env):
     return True if env.recipe is None else "it does not quantize"
 
@@ -59,7 +82,7 @@ def fusion(seed):
             pattern[place] = rng.choice([Maybe, Some])(pattern[place])
     if all(isinstance(part, Maybe) for part in pattern):
         pattern.append(ops.Identity)
-    cls = {"forward": [Forwarding, Rounding], "backward": [Forwarding], "joint": [Joint, RoundingJoint]}[kind]
+    cls = {"forward": [Forwarding, Rounding], "backward": [Forwarding], "joint": [Joint, RoundingJoint, Again]}[kind]
     when = rng.choice([without_recipe, not_in_fp16])
     return kind, Fusion(pattern, rng.choice(cls), when, name=f"sound {seed}")
 
