@@ -267,6 +267,41 @@ def test_a_wrong_answer_is_not_timed(register):
     assert row["pass"] is False and row["value"] is None
 
 
+def test_the_answer_that_is_checked_is_that_of_the_pass_that_is_timed(register):
+    class WrongInTraining(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return input_ * (2 if basic_op_ctxs[0].requires_grad else 1), [()]
+
+    register(forward_fusions=[opfuse.Fusion((ops.Identity,), WrongInTraining)])
+    for metric, right in (("inference", True), ("forward", False)):
+        rows, (row,) = harness().run(case("identity", metric, width=4))
+        assert rows[0]["status"].startswith("ok" if right else "wrong answer") and (row["value"] is not None) == right
+
+
+def test_a_wrong_gradient_in_place_is_not_timed(register):
+    class Wrong(opfuse.FusedOperation):
+        factor = 1.0
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+            gelu = basic_op_ctxs[1]
+            z = gelu.saved_tensors[0]
+            dx = torch.ops.aten.gelu_backward(grad_output, z, approximate="tanh")
+            return dx, [(dx.sum(0) * self.factor,), ()], [(), ()]
+
+    register(backward_fusions=[opfuse.Fusion((ops.Bias, ops.GELU), Wrong)])
+    each = case("bias:8 gelu", "backward in place", special="in_place", rounds=2)
+    assert harness().run(each)[1][0]["value"] is not None
+    Wrong.factor = 1.5
+    (row,) = harness().run(each)[1]
+    assert row["pass"] is False and row["value"] is None and "wrong answer: relative error" in row["reason"]
+
+
+def test_what_is_missing_or_broadcast_is_wrong():
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    assert chains.error([ones, ones], [ones]) == 0
+    assert chains.error([ones], [ones, ones]) == chains.error([ones[:1]], [ones]) == float("inf")
+
+
 def test_a_product_is_of_tensors_that_are_quantized_already(register, fused):
     each = case("product:8x16", "inference", (Goal("eager", 1.0),), recipe="Rounding", tolerance=1e-5)
     assert harness().run(each)[1][0]["reason"] == "not built: no plugin offers the recipe Rounding"
