@@ -59,11 +59,18 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
                 continue
             result["cases"] += rows
             result["ratios"] += ratios
+            save(result, options.out)  # what follows may end the process
     result["ratios"] += together(result["ratios"])
     if device.type == "cuda":
         result["gpu"]["after"] = gpu_state()
     result["host"]["load_after"] = load()
     return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def save(result: dict[str, Any], path: pathlib.Path | None) -> None:
+    """Write the run's file, if one was asked for."""
+    if path:
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def verdict(row: Row, slack: float = 0.0) -> str:
@@ -149,8 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         return getattr(report, arguments[0])(*arguments[1:])
     options, cases = asked(arguments)
     result = measure(options, cases)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    save(result, options.out)
     print("\n".join(show(result, options.slack)))
     missed = any(verdict(row, options.slack).startswith("MISSED") for row in result["ratios"])
     if options.allocators:

@@ -171,16 +171,32 @@ def launch_us(step: Step, calls: int = 200, samples: int = 20) -> list[float]:
 
 
 def sample_rounds(
-    samplers: dict[str, tuple[Step, Callable[[], Any]]], rounds: int, warmup: int, deadline: float = math.inf
+    samplers: dict[str, tuple[Step, Callable[[], Any]]],
+    rounds: int,
+    warmup: int,
+    deadline: float = math.inf,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline."""
+    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline.
+
+    One that raises an error leaves the round-robin, its reason in ``failed`` if that is given.
+    """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for round_ in range(-warmup, rounds):
         if round_ >= 5 and time.monotonic() > deadline:
             break
         for name, (sampler, context) in samplers.items():
-            with context():
-                taken = sampler()
+            if name not in samples:
+                continue
+            try:
+                with context():
+                    taken = sampler()
+            except Exception as reason:
+                if failed is None:
+                    raise
+                failed[name] = failure(reason)
+                del samples[name]
+                continue
             if round_ >= 0:
                 samples[name].append(taken)
     return samples

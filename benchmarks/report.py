@@ -71,7 +71,8 @@ def table(rows: Iterable[Row]) -> list[str]:
     """Ratios as a Markdown table."""
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
+        value = "" if row["value"] is None else f"{row['value']:.3g}"
+        value += "" if row["noise"] is None else f" ± {row['noise']:.2g}"
         value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)

@@ -365,6 +365,47 @@ def test_a_peer_that_fails_or_is_missing_is_skipped_with_a_reason(no_plugins, mo
     assert "0 active drivers" in ratios[0]["reason"]
 
 
+@pytest.mark.parametrize("fails, who", [(5, "opfuse-off"), (6, "eager"), (8, "opfuse-off")])
+def test_what_fails_while_it_is_timed_leaves_the_others_alone(no_plugins, fails, who):
+    taken = []  # four turns a round, the last one "again"
+
+    def make(passes):
+        def sample():
+            taken.append(1)
+            if len(taken) == fails:
+                raise RuntimeError("an illegal memory access")
+            return 2.0
+
+        return sample
+
+    goals = (Goal("eager", 1.0, subject="opfuse-off"), Goal("bare", 1.0, subject="eager"))
+    rows, ratios = Harness(CPU, {}, rounds=5, make_timer=make).run(case("identity", "inference", goals, width=4))
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status.pop(who) == "failed: RuntimeError: an illegal memory access" and set(status.values()) == {"ok"}
+    assert ratios[0]["value"] is None
+    if who == "opfuse-off":  # who was to tell the noise is gone, so nobody knows it
+        assert ratios[0]["pass"] is False
+        assert (ratios[1]["value"], ratios[1]["noise"], ratios[1]["beyond_noise"]) == (1.0, None, None)
+        lines = [report.table(ratios[1:])[-1], command.show({"ratios": ratios, "left_out": []}, 0)[1]]
+        assert "±" not in "".join(lines)
+
+
+def test_a_case_that_breaks_is_told_and_the_others_are_kept(monkeypatch, tmp_path):
+    pytest.importorskip("tqdm")
+    threads, out, seen = torch.get_num_threads(), tmp_path / "run.json", []
+
+    def broken(self, backward):
+        seen.append(len(report.load(out)["cases"]))  # there before the next one begins
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(chains.Work, "reference", broken)
+    arguments = ["--suite", "cpu", "--ids", "O6,P1", "--no-ceilings", "--out", str(out)]
+    assert command.main(arguments) == 0
+    torch.set_num_threads(threads)
+    reasons = [row["reason"] for row in report.load(out)["ratios"]]
+    assert seen == [1] and reasons == ["", "failed: RuntimeError: CUDA error"]
+
+
 def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fused, monkeypatch):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
     selections = []
