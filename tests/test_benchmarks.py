@@ -722,6 +722,10 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     assert "left out 5 cases" in capsys.readouterr().out
 
 
+HOST = {"host": {"cpu": "c", "threads": 1, "load": 0.0}, "versions": {"torch": "2", "opfuse": "1", "plugins": {}}}
+EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -738,6 +742,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
         ),
         ("compare broken.json broken.json", "got broken.json: Expecting property name"),
         ("compare other.json other.json", "got other.json: no ratios in it"),
+        ("compare part.json part.json", "got part.json: no ratios in it"),
         ("compare empty.json empty.json", "empty.json and empty.json have no ratio in common"),
         ("report folder", "expected a folder with what python -m benchmarks --out FILE wrote, got folder"),
     ],
@@ -745,7 +750,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
 def test_what_cannot_be_done_is_told(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for name, text in {"broken": "{", "other": "[1]", "empty": '{"cases": [], "ratios": []}'}.items():
+    for name, text in {"broken": "{", "other": "[1]", "empty": json.dumps(EMPTY), "part": '{"ratios": []}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     with pytest.raises(SystemExit) as ended:
         command.main(arguments.split())
@@ -806,12 +811,47 @@ def test_an_unknown_id_is_told():
         select("cpu", ["M1", "O1"])
 
 
-def test_compare_tells_what_became_worse(tmp_path, capsys):
-    row = {"id": "C1", "case": "x", "num": "opfuse", "den": "eager", "metric": "forward", "cost": False, "noise": 0.01}
-    for name, value in (("a", 1.5), ("b", 1.2)):
-        (tmp_path / name).write_text(json.dumps({"cases": [], "ratios": [row | {"value": value}]}))
+ROW = {"id": "C1", "case": "x", "num": "opfuse", "den": "eager", "metric": "forward", "cost": False, "noise": 0.01}
+ROW |= {"goal": 1.0, "exact": False, "reason": "", "bound": None, "pass": True, "beyond_noise": True, "value": 1.0}
+
+
+@pytest.mark.parametrize(
+    "about, before, after, told",
+    [
+        ({}, 1.5, 1.2, "   1.500   1.200  -20.0%  WORSE"),
+        ({}, 1.0, 1.03, "   1.000   1.030   +3.0%"),
+        ({"cost": True}, 1.5, 1.2, "-20.0%  better"),
+        ({"cost": True, "goal": 0, "noise": 0.0}, 0, 3, "   0.000   3.000      +3  WORSE"),  # hook calls
+        ({"exact": True, "noise": 0.0}, 1.0, 1.1, "+10.0%  WORSE"),
+        ({"exact": True, "noise": 0.0}, 0.9, 1.0, "+11.1%  better"),
+        ({"reason": "wrong answer"}, 1.5, None, "   1.500                  after: wrong answer"),
+    ],
+)
+def test_compare_tells_what_became_worse(about, before, after, told, tmp_path, capsys):
+    for name, value in (("a", before), ("b", after)):
+        (tmp_path / name).write_text(json.dumps(EMPTY | {"ratios": [ROW | about | {"value": value}]}))
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "-20.0%  WORSE" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(told + "\n")
+
+
+def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
+    (tmp_path / "a").write_text(json.dumps(EMPTY | {"ratios": [ROW]}))
+    other = {"host": HOST["host"] | {"threads": 2, "allocator": "tuned"}, "ratios": [ROW, ROW | {"id": "C2"}]}
+    (tmp_path / "b").write_text(json.dumps(EMPTY | other))
+    assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    first, second, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "of different machines: c, 1 thread(s); torch 2"
+    assert second.strip() == "and: c, 2 thread(s); allocator tuned; torch 2"
+    assert last == "1 ratios are in one of the two only"
+
+
+def test_a_report_leaves_out_what_is_no_run(run_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run.json").write_text(run_file.read_text())
+    (tmp_path / "probes.json").write_text(json.dumps(HOST | {"schema": 2, "gemm": []}))
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert "probes.json: no ratios in it" in capsys.readouterr().err
+    assert "## run" in (tmp_path / "report.md").read_text() and "probes" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_report_has_tables_and_plots(run_file):
