@@ -24,7 +24,7 @@ from .cases import Case
 from .measure import ceilings
 from .providers import PROVIDERS
 from .record import TUNED, about, gpu_state, load
-from .run import Harness, Row, select, together
+from .run import Harness, Row, near, select, together
 
 COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "report": ("DIR",), "page": ()}
 
@@ -79,6 +79,7 @@ def verdict(row: Row, slack: float = 0.0) -> str:
         return row["reason"]
     if row["value"] is None:
         return f"MISSED: {row['reason']}"
+    slack = 0.0 if row["exact"] else slack
     slack_goal = row["goal"] * (1 + slack if row["cost"] else 1 - slack)
     met = row["pass"] or (slack and (row["value"] <= slack_goal if row["cost"] else row["value"] >= slack_goal))
     return "met" if met else "MISSED"
@@ -98,6 +99,7 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
             f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:7}{goal:8}{verdict(row, slack)[:60]}"
+            + ", within the noise" * near(row)
         )
     if result["left_out"]:
         lines.append(f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted")

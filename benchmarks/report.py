@@ -14,7 +14,7 @@ from typing import Any
 
 from .cases import CASES, TITLES
 from .record import ROOT
-from .run import in_order
+from .run import in_order, near
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -114,9 +114,9 @@ def table(rows: Iterable[Row]) -> list[str]:
         value += "" if row["noise"] is None else f" ± {row['noise']:.2g}"
         value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
-        near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
-        missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
+        missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
         met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
+        met += ", within the noise" * near(row)
         bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
         lines.append(
             f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} | {bound} | {met} |"

@@ -213,6 +213,13 @@ class Harness:
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
 
 
+def near(row: Row) -> bool:
+    """Whether the noise could turn what is said of a ratio's goal."""
+    return (
+        bool(row["value"] and row["goal"] and row["noise"]) and abs(row["value"] / row["goal"] - 1) <= 2 * row["noise"]
+    )
+
+
 def _status(reason: Skip) -> Row:
     return {"status": ("not built: " if isinstance(reason, NotBuilt) else "skipped: ") + str(reason)}
 

@@ -798,9 +798,10 @@ def test_both_allocators(tmp_path, monkeypatch):
 
 
 def test_a_missed_goal_fails_the_check():
-    row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": ""}
+    row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": "", "exact": False}
     assert command.verdict(row) == "MISSED" and command.verdict(row, 0.2) == "met"
     assert command.verdict(row | {"value": 0.9, "goal": 1.0, "cost": False}, 0.2) == "met"
+    assert command.verdict(row | {"value": 1.5, "goal": 1.0, "cost": False, "exact": True}, 0.2) == "MISSED"
     assert command.verdict(row | {"pass": None, "value": None, "reason": "not built: x"}) == "not built: x"
 
 
@@ -832,6 +833,24 @@ def test_compare_tells_what_became_worse(about, before, after, told, tmp_path, c
         (tmp_path / name).write_text(json.dumps(EMPTY | {"ratios": [ROW | about | {"value": value}]}))
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out.endswith(told + "\n")
+
+
+@pytest.mark.parametrize(
+    "value, passed, noise, told",
+    [
+        (1.05, True, 0.05, "met, within the noise"),
+        (1.15, True, 0.05, "met"),
+        (0.95, False, 0.05, "missed, within the noise"),
+        (0.85, False, 0.05, "**missed**"),
+        (1.0, True, 0.0, "met"),
+        (1.0, True, None, "met"),
+    ],
+)
+def test_a_verdict_that_noise_could_turn_says_so(value, passed, noise, told):
+    row = ROW | {"value": value, "pass": passed, "noise": noise}
+    assert report.table([row])[-1].endswith(f"| {told} |")
+    (line,) = command.show({"ratios": [row], "left_out": []}, 0.0)
+    assert line.lower().endswith(told.replace("*", ""))
 
 
 def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
