@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         harness = Harness(
             device, result["ceilings"], providers=options.providers, rounds=options.rounds, deadline=deadline
         )
-        result |= {"cases": [], "ratios": [], "left_out": []}
+        result |= {"cases": [], "ratios": [], "left_out": [], "interrupted": False}
         for case in (bar := tqdm(cases, unit="case", file=sys.stderr)):
             if time.monotonic() > deadline:
                 result["left_out"].append(f"{case.id} {case.name}")
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
             try:
                 rows, ratios = harness.run(case)
             except KeyboardInterrupt:  # keep what there is
-                deadline = 0.0
+                deadline, result["interrupted"] = 0.0, True
                 result["left_out"].append(f"{case.id} {case.name}")
                 continue
             result["cases"] += rows
@@ -131,13 +131,13 @@ def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     add("--rounds", type=positive(int), default=0, help="turns of each provider")
     add("--threads", type=positive(int), default=1, help="CPU threads of the suite cpu")
     add("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
-    add("--check", action="store_true", help="exit with 1 if a goal is missed")
+    add("--check", action="store_true", help="exit with 1 if a goal is missed, or none was measured")
     add("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")
     add("--allocators", action="store_true", help="then again, into FILE-tuned, with a glibc that keeps large blocks")
     options = parser.parse_args(arguments)
     if strange := set(options.providers or ()) - set(PROVIDERS):
         parser.error(f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}")
-    if options.out and not options.out.absolute().parent.is_dir():
+    if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
     if options.suite != "cpu" and not torch.cuda.is_available():
         parser.error(f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere")
@@ -160,7 +160,12 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(options, cases)
     save(result, options.out)
     print("\n".join(show(result, options.slack)))
+    if result["interrupted"]:
+        return 130  # as a shell says it
     missed = any(verdict(row, options.slack).startswith("MISSED") for row in result["ratios"])
+    if options.check and all(row["pass"] is None for row in result["ratios"]):
+        print("no goal was checked")
+        missed = True
     if options.allocators:
         again = [argument for argument in arguments if argument != "--allocators"]
         again += ["--out", str(options.out.with_stem(f"{options.out.stem}-tuned"))] if options.out else []

@@ -63,27 +63,29 @@ def around(built: Built, metric: str):
 def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None = None) -> Step:
     """CPU time of this process, which with one thread does not count the time that other programs get.
 
+    With more threads it is the time on the clock: CPU time would be the sum of theirs, as if nothing ran at once.
+
     Args:
         passes: What to call; one set of inputs is enough.
         seconds: How long a sample should take.
         before: Called before each call, and not timed.
     """
     (step,) = passes[:1]
-    calls = 0
+    calls, now = 0, time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def sample() -> float:
         nonlocal calls
         if not calls:
             step()
-            start = time.process_time()
+            start = now()
             step()
-            calls = 1 if before else max(1, int(seconds / (time.process_time() - start + 1e-6)))
+            calls = 1 if before else max(1, int(seconds / (now() - start + 1e-6)))
         if before:
             before()
-        start = time.process_time()
+        start = now()
         for _ in range(calls):
             step()
-        return (time.process_time() - start) / calls * 1e6
+        return (now() - start) / calls * 1e6
 
     return sample
 

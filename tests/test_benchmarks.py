@@ -425,6 +425,15 @@ def test_noise_is_a_provider_against_itself():
     assert measure.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
 
 
+@pytest.mark.parametrize("threads, clock", [(1, "process_time"), (2, "perf_counter")])
+def test_the_clock_of_a_cpu(monkeypatch, threads, clock):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for name in ("process_time", "perf_counter"):
+        ticks = iter(range(9))
+        monkeypatch.setattr(measure.time, name, lambda ticks=ticks, name=name: next(ticks) * (1 + (name == clock)))
+    assert measure.cpu_timer([lambda: None])() == 2e6
+
+
 def test_rounds_take_turns():
     order = []
     samplers = {name: (lambda name=name: order.append(name) or 1.0, torch.no_grad) for name in "abc"}
@@ -718,8 +727,10 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     pytest.importorskip("tqdm")
     threads = torch.get_num_threads()
     assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings"]) == 0
-    torch.set_num_threads(threads)
     assert "left out 5 cases" in capsys.readouterr().out
+    assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings", "--check"]) == 1
+    torch.set_num_threads(threads)
+    assert "no goal was checked" in capsys.readouterr().out
 
 
 HOST = {"host": {"cpu": "c", "threads": 1, "load": 0.0}, "versions": {"torch": "2", "opfuse": "1", "plugins": {}}}
@@ -735,6 +746,7 @@ EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
         ("--suite cpu --budget 0", "expected a number above 0, got 0"),
         ("--suite cpu --rounds 1.5", "expected a whole number above 0, got 1.5"),
         ("--suite cpu --out nowhere/run.json", "--out: expected a file in a folder that exists, got nowhere/run.json"),
+        ("--suite cpu --out folder", "--out: expected a file in a folder that exists, got folder"),
         ("compare only.json", "usage: python -m benchmarks compare BEFORE.json AFTER.json"),
         (
             "compare gone.json gone.json",
@@ -778,7 +790,8 @@ def test_an_interrupt_keeps_what_there_is(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(Harness, "run", interrupted)
     out = tmp_path / "run.json"
-    assert command.main(["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--out", str(out)]) == 0
+    arguments = ["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--allocators", "--out", str(out)]
+    assert command.main(arguments) == 130  # and nothing is measured a second time
     torch.set_num_threads(threads)
     assert "left out 4 cases" in capsys.readouterr().out and len(report.load(out)["ratios"]) == 2
 
