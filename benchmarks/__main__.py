@@ -95,10 +95,10 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
             if row["value"] is None
             else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}{row['value']:.3f}"
         )
-        noise = f"±{row['noise']:.2f}" if row["noise"] else ""
+        noise = f"±{row['noise']:.1%}" if row["noise"] else ""
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
-            f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:7}{goal:8}{verdict(row, slack)[:60]}"
+            f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:8}{goal:8}{verdict(row, slack)[:60]}"
             + ", within the noise" * near(row)
         )
     if result["left_out"]:

@@ -111,7 +111,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         value = "" if row["value"] is None else f"{row['value']:.3g}"
-        value += "" if row["noise"] is None else f" ± {row['noise']:.2g}"
+        value += f" ± {100 * row['noise']:.2g} %" if row["noise"] else ""
         value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
@@ -127,7 +127,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 def bars(axis: Any, rows: list[Row], label: str) -> None:
     """A bar for each ratio, its goal as a line and its bound as a ring."""
     at = range(len(rows))
-    style = {"xerr": [row["noise"] or 0 for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
+    style = {"xerr": [(row["noise"] or 0) * row["value"] for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
     axis.barh(at, [row["value"] for row in rows], color=[COLORS[row["pass"]] for row in rows], **style)
     line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
     for name, style in (("goal", line), ("bound", ring)):

@@ -866,6 +866,20 @@ def test_a_verdict_that_noise_could_turn_says_so(value, passed, noise, told):
     assert line.lower().endswith(told.replace("*", ""))
 
 
+def test_the_noise_is_a_share_of_the_ratio(monkeypatch):
+    row = ROW | {"value": 8.0, "noise": 0.05}
+    assert (
+        "| 8 ± 5 % |" in report.table([row])[-1]
+        and "8.000   ±5.0%" in command.show({"ratios": [row], "left_out": []}, 0)[0]
+    )
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    axis = pyplot.figure().add_subplot()
+    drawn = []
+    monkeypatch.setattr(axis, "barh", lambda at, values, xerr, **style: drawn.append((values, xerr)))
+    report.bars(axis, [row], "")
+    assert drawn == [([8.0], [pytest.approx(0.4)])]
+
+
 def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
     (tmp_path / "a").write_text(json.dumps(EMPTY | {"ratios": [ROW]}))
     other = {"host": HOST["host"] | {"threads": 2, "allocator": "tuned"}, "ratios": [ROW, ROW | {"id": "C2"}]}
