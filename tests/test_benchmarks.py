@@ -434,6 +434,11 @@ def test_the_clock_of_a_cpu(monkeypatch, threads, clock):
     assert measure.cpu_timer([lambda: None])() == 2e6
 
 
+def test_numbers_are_rounded_to_fp8_as_a_cast_does():
+    y = measure.rounded(torch.randn(64, 64, dtype=torch.bfloat16) / 90).float()
+    assert y.abs().max() == 448 and (y == 0).float().mean() < 1e-2
+
+
 def test_rounds_take_turns():
     order = []
     samplers = {name: (lambda name=name: order.append(name) or 1.0, torch.no_grad) for name in "abc"}

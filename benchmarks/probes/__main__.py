@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, sample_rounds, spread
+from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, rounded, sample_rounds, spread
 from benchmarks.record import about
 
 from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
@@ -35,9 +35,9 @@ def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[st
     return {name: spread(values)[1] for name, values in sample_rounds(samplers, rounds, 1).items()}
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers of the size that products of matrices keep, times ``scale``."""
-    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1]) * scale).to(dtype)
+def randn(*shape: int) -> torch.Tensor:
+    """Random numbers of the size that products of matrices keep."""
+    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1])).bfloat16()
 
 
 def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of_b=False):
@@ -119,7 +119,7 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
 
 def probe_fp8(size: int) -> Rows:
     """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
-    x, w = (randn(size, size, dtype=torch.float8_e4m3fn, scale=8) for _ in range(2))
+    x, w = (rounded(randn(size, size)) for _ in range(2))
     one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
     product = partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     library = {"library, fast": partial(product, use_fast_accum=True), "library": product}
@@ -155,7 +155,7 @@ def probe_norm(h: int) -> Rows:
         for warps in (4, 8):
             make = partial(norm_backward, x, dy, weight, rstd, each * sms, warps)
             steps[f"{each} programs, {warps} warps"] = tried(make, expected)
-    source, target = (torch.ones(3 * x.numel() // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source, target = (randn(3 * x.numel() // 2) for _ in range(2))
     return compared({"copy of the same bytes": partial(target.copy_, source)}, steps)
 
 
