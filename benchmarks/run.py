@@ -18,6 +18,7 @@ from .measure import Step, around, timer
 from .providers import PROVIDERS, Built, NotBuilt, Skip
 
 AGAIN = " again"
+UNQUANTIZED = ("eager", "compile", "compile-max", "separate", "opfuse-off")
 PASSES = ("inference", "forward", "backward", "forward+backward")
 NUMBERS = ("median_us", "p20", "p80", "rounds", "bytes", "flops", "sol", "peak_mem", "saved_bytes", "rel_err", "config")
 Row = dict[str, Any]
@@ -68,6 +69,8 @@ class Harness:
         return listed, [self._ratio(case, goal, rows, samples) for goal in case.goals]
 
     def _special(self, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
+        if "opfuse" not in self.only:
+            return {}
         try:
             numbers = getattr(special, case.special)(case, self.device)
         except Skip as reason:
@@ -116,7 +119,7 @@ class Harness:
             samples = {key: values for key, values in samples.items() if key.removesuffix(AGAIN) != name}
             del built[name]
         for name, each in built.items():
-            rows[name] |= _summary(samples[name]) | self._shares(case, samples[name])
+            rows[name] |= _summary(samples[name]) | self._shares(case, name, samples[name])
             if self.device.type == "cuda" and not case.metric.startswith("host "):
                 with around(each, passing):
                     rows[name]["host_us"] = measure.host_us(passes[name][0], 5)
@@ -171,10 +174,11 @@ class Harness:
                 found[name] = built
         return found
 
-    def _shares(self, case: Case, samples: list[float]) -> Row:
+    def _shares(self, case: Case, name: str, samples: list[float]) -> Row:
         """Of what the machine reaches: bandwidth where a case says its bytes, else matrix products."""
         seconds, copy = measure.spread(samples)[1] * 1e-6, self.ceilings.get("copy_TBps")
-        top = self.ceilings.get("fp32_TF" if case.dtype == "fp32" else "fp8_TF" if case.recipe else "bf16_TF")
+        dtype = "fp8" if case.recipe and name not in UNQUANTIZED else "bf16" if name.endswith("-medium") else case.dtype
+        top = self.ceilings.get(f"{dtype}_TF")
         moved, amount = case.traffic, flops(case.chain, case.rows, case.metric.removeprefix("host "))
         return {
             "bytes": moved or None,

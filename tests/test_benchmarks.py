@@ -246,6 +246,41 @@ def test_a_share_of_the_bandwidth(register, fused):
     assert (row["value"], row["pass"]) == (pytest.approx(6 * 16 * 500 / 2e-6 / 1e9), True)
 
 
+def test_a_share_of_the_products_that_a_provider_makes():
+    found = Harness(CPU, {"fp8_TF": 4.0, "bf16_TF": 2.0, "fp32_TF": 1.0})
+    each = Case("F3", "matmul:100x100", 50, "inference", recipe="DelayedScaling")
+    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("opfuse", "te", "eager")}
+    assert share == {"opfuse": pytest.approx(0.25), "te": pytest.approx(0.25), "eager": pytest.approx(0.5)}
+    each = dataclasses.replace(each, recipe="", dtype="fp32")
+    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("eager", "eager-medium")}
+    assert share == {"eager": pytest.approx(1.0), "eager-medium": pytest.approx(0.5)}
+
+
+def test_special_cases_are_of_the_providers_asked_for(monkeypatch):
+    monkeypatch.setattr(special, "hook_calls", lambda *given: pytest.fail("not asked for"))
+    each = case("linear:4x4", "hook calls", goals=(Goal("self", 0, cost=True),), special="hook_calls")
+    assert harness(providers=["eager"]).run(each)[1][0]["reason"] == "not asked for"
+
+
+def test_probes_keep_every_shape(monkeypatch, tmp_path):
+    main, out = importlib.import_module("benchmarks.probes.__main__"), tmp_path / "probes.json"
+
+    def probe(size):
+        if size == 2:
+            raise KeyboardInterrupt  # as if the kernel hung
+        return [{"us": size}]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(main, "about", lambda *given: {})
+    monkeypatch.setattr(main, "ceilings", lambda device: {})
+    monkeypatch.setitem(main.PROBES, "fp8", (probe, [(1,), (2,)]))
+    with pytest.raises(KeyboardInterrupt):
+        main.main(["fp8", "--out", str(out)])
+    assert json.loads(out.read_text())["fp8"] == [{"shape": [1], "us": 1}]
+
+
 def test_what_is_not_built_has_no_pass_and_counts_once_it_is(register, fused):
     each = case("rmsnorm:8")
     rows, (row,) = harness().run(each)

@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser("probes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PROBES)}; or compile")
-    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each probe")
+    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each shape")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
     options = parser.parse_args(arguments)
     if strange := set(options.names) - {*PROBES, "compile"}:
@@ -213,11 +213,14 @@ def main(arguments: list[str] | None = None) -> int:
         result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:
             probe, shapes = PROBES[name]
-            result[name] = [{"shape": shape} | row for shape in shapes for row in attempted(probe, shape)]
-            print(name, json.dumps(result[name], indent=1), flush=True)
-            if options.out:
-                with open(options.out, "w", encoding="utf-8") as file:
-                    json.dump(result, file, indent=1)
+            result[name] = []
+            for shape in shapes:
+                rows = [{"shape": shape} | row for row in attempted(probe, shape)]
+                print(name, json.dumps(rows, indent=1), flush=True)
+                result[name] += rows
+                if options.out:  # a kernel that hangs takes no more with it than its shape
+                    with open(options.out, "w", encoding="utf-8") as file:
+                        json.dump(result, file, indent=1)
     return 0
 
 
