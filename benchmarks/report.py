@@ -179,7 +179,7 @@ def where(run: Run) -> str:
     """The machine of a run, in one sentence."""
     host, versions = run["host"], run["versions"]
     plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
-    state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
+    state = (run["git_sha"][:10] or "an unknown commit") + (" with changes" if run["dirty"] else "")
     return (
         f"{device(run)}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
         f"{versions['opfuse']} at {state}, {plugins}; load {host['load'] or 0:.1f} when it began; `{run['command']}`"

@@ -715,6 +715,7 @@ def test_torchao_casts(monkeypatch, chain):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     each = Case("M9", chain, 8, "inference", width=32, recipe="DelayedScaling")
     work = chains.Work(chain, 8, 32, "bf16", CPU)
+    assert answer(work, providers.torchao(work, each)) < 0.05
     y, *rest = providers.torchao(work, each).model(*work.inputs[0])
     assert y.dtype is torch.float8_e4m3fn and len(rest) == len(chain) - 3
     torch.testing.assert_close(y.float() / rest[-1], work.inputs[0][0].float(), atol=0.1, rtol=0.1)
@@ -856,6 +857,14 @@ def test_a_missed_goal_fails_the_check():
     assert command.verdict(row | {"value": 0.9, "goal": 1.0, "cost": False}, 0.2) == "met"
     assert command.verdict(row | {"value": 1.5, "goal": 1.0, "cost": False, "exact": True}, 0.2) == "MISSED"
     assert command.verdict(row | {"pass": None, "value": None, "reason": "not built: x"}) == "not built: x"
+
+
+def test_outside_of_a_checkout_nobody_knows_the_commit(monkeypatch, tmp_path):
+    record = importlib.import_module("benchmarks.record")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    run = record.about("cpu", CPU) | {"command": ""}
+    assert run["git_sha"] == "" and run["dirty"] is None
+    assert "at an unknown commit" in report.where(run)
 
 
 def test_an_unknown_id_is_told():
