@@ -226,6 +226,14 @@ def noise(first: Sequence[float], again: Sequence[float]) -> float:
     return max((high - low) / 2, abs(middle - 1))
 
 
+def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """How far the rounds' ratios are from each other: half the width of their middle 60 %, as a share of the median."""
+    if not all(denominator):
+        return 0.0
+    low, middle, high = spread([a / b for a, b in zip(numerator, denominator, strict=True)])
+    return (high - low) / 2 / middle if middle else 0.0
+
+
 def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     """What one forward keeps for the backward, parameters not counted, each storage once."""
     kept: dict[int, int] = {}

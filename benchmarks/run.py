@@ -213,6 +213,8 @@ class Harness:
         else:  # a count has none; of times it is not known where who was to be measured twice failed
             floor = 0.0 if len(mine) == 1 else None
         reached = value == goal.goal if goal.exact else value <= goal.goal if goal.cost else value >= goal.goal
+        if floor is not None and not alone:  # the other may be noisier than who is measured twice
+            floor = max(floor, measure.unrest(mine, samples[goal.versus]))
         beyond = None if alone or floor is None else abs(value - 1) > 2 * floor  # what a claim needs
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
 

@@ -239,6 +239,19 @@ def test_a_ratio_says_how_many_times_faster(no_plugins, register, fused):
     assert rows[0]["rel_err"] < 1e-5 and rows[0]["config"]["fused"] == ["forward Fused"]
 
 
+def test_the_noise_is_also_that_of_the_other(no_plugins):
+    def make(passes):
+        values = iter([1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0])  # the first one warms up
+        made.append(1)
+        return lambda: next(values)
+
+    made = []
+    each = case("identity", "inference", (Goal("eager", 1.5, subject="opfuse-off"),), width=4)
+    (row,) = Harness(CPU, {}, rounds=5, make_timer=make).run(each)[1]
+    assert row["value"] == 3 and row["noise"] == pytest.approx((1 / 2 - 1 / 4) / 2 * 3)
+    assert row["pass"] and row["beyond_noise"]
+
+
 def test_a_share_of_the_bandwidth(register, fused):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
     goal = (Goal("sol", 0.9),)
