@@ -24,7 +24,7 @@ from .cases import Case
 from .measure import ceilings
 from .providers import PROVIDERS
 from .record import TUNED, about, gpu_state, load
-from .run import Harness, Row, select, together
+from .run import Harness, Row, near, select, together
 
 COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "report": ("DIR",), "page": ()}
 
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         harness = Harness(
             device, result["ceilings"], providers=options.providers, rounds=options.rounds, deadline=deadline
         )
-        result |= {"cases": [], "ratios": [], "left_out": []}
+        result |= {"cases": [], "ratios": [], "left_out": [], "interrupted": False}
         for case in (bar := tqdm(cases, unit="case", file=sys.stderr)):
             if time.monotonic() > deadline:
                 result["left_out"].append(f"{case.id} {case.name}")
@@ -54,16 +54,23 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
             try:
                 rows, ratios = harness.run(case)
             except KeyboardInterrupt:  # keep what there is
-                deadline = 0.0
+                deadline, result["interrupted"] = 0.0, True
                 result["left_out"].append(f"{case.id} {case.name}")
                 continue
             result["cases"] += rows
             result["ratios"] += ratios
+            save(result, options.out)  # what follows may end the process
     result["ratios"] += together(result["ratios"])
     if device.type == "cuda":
         result["gpu"]["after"] = gpu_state()
     result["host"]["load_after"] = load()
     return result | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def save(result: dict[str, Any], path: pathlib.Path | None) -> None:
+    """Write the run's file, if one was asked for."""
+    if path:
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def verdict(row: Row, slack: float = 0.0) -> str:
@@ -72,6 +79,7 @@ def verdict(row: Row, slack: float = 0.0) -> str:
         return row["reason"]
     if row["value"] is None:
         return f"MISSED: {row['reason']}"
+    slack = 0.0 if row["exact"] else slack
     slack_goal = row["goal"] * (1 + slack if row["cost"] else 1 - slack)
     met = row["pass"] or (slack and (row["value"] <= slack_goal if row["cost"] else row["value"] >= slack_goal))
     return "met" if met else "MISSED"
@@ -87,10 +95,11 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
             if row["value"] is None
             else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}{row['value']:.3f}"
         )
-        noise = f"±{row['noise']:.2f}" if row["noise"] else ""
+        noise = f"±{row['noise']:.1%}" if row["noise"] else ""
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
-            f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:7}{goal:8}{verdict(row, slack)[:60]}"
+            f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:8}{goal:8}{verdict(row, slack)[:60]}"
+            + ", within the noise" * near(row)
         )
     if result["left_out"]:
         lines.append(f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted")
@@ -122,13 +131,13 @@ def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     add("--rounds", type=positive(int), default=0, help="turns of each provider")
     add("--threads", type=positive(int), default=1, help="CPU threads of the suite cpu")
     add("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
-    add("--check", action="store_true", help="exit with 1 if a goal is missed")
+    add("--check", action="store_true", help="exit with 1 if a goal is missed, or none was measured")
     add("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")
     add("--allocators", action="store_true", help="then again, into FILE-tuned, with a glibc that keeps large blocks")
     options = parser.parse_args(arguments)
     if strange := set(options.providers or ()) - set(PROVIDERS):
         parser.error(f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}")
-    if options.out and not options.out.absolute().parent.is_dir():
+    if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
     if options.suite != "cpu" and not torch.cuda.is_available():
         parser.error(f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere")
@@ -149,10 +158,14 @@ def main(arguments: list[str] | None = None) -> int:
         return getattr(report, arguments[0])(*arguments[1:])
     options, cases = asked(arguments)
     result = measure(options, cases)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    save(result, options.out)
     print("\n".join(show(result, options.slack)))
+    if result["interrupted"]:
+        return 130  # as a shell says it
     missed = any(verdict(row, options.slack).startswith("MISSED") for row in result["ratios"])
+    if options.check and all(row["pass"] is None for row in result["ratios"]):
+        print("no goal was checked")
+        missed = True
     if options.allocators:
         again = [argument for argument in arguments if argument != "--allocators"]
         again += ["--out", str(options.out.with_stem(f"{options.out.stem}-tuned"))] if options.out else []

@@ -181,10 +181,9 @@ class Work:
     def results(
         self, model: Callable[..., Any], params: list[Tensor], inputs: list[Tensor], backward: bool
     ) -> list[Tensor]:
-        """The outputs, and with a backward the gradients of inputs and parameters."""
+        """The outputs, and with a backward the gradients of inputs and parameters; else as gradients are on or off."""
         if not backward:
-            with torch.no_grad():
-                return [comparable(y) for y in several(model(*inputs))]
+            return [comparable(y.detach() if isinstance(y, Tensor) else y) for y in several(model(*inputs))]
         outputs = several(model(*inputs))
         grads = [grad.to(outputs[0].dtype) for grad in self.grads]
         return [*outputs, *torch.autograd.grad(outputs, [*inputs, *params], grads)]
@@ -194,7 +193,8 @@ class Work:
         with self.device:
             model = self.fill(plain(self.chain)).double()
         inputs = [x.detach().double().requires_grad_() for x in self.inputs[0]]
-        return self.results(model, list(model.parameters()), inputs, backward)
+        with torch.set_grad_enabled(backward):
+            return self.results(model, list(model.parameters()), inputs, backward)
 
 
 def several(outputs: Any) -> tuple[Any, ...]:
@@ -210,8 +210,10 @@ def comparable(y: Any) -> Tensor:
 
 
 def error(results: list[Tensor], reference: list[Tensor]) -> float:
-    """The largest relative Frobenius error; NaN is infinite."""
-    pairs = zip(results, reference, strict=False)  # a cast gives more than the reference
+    """The largest relative Frobenius error; infinite with NaN, another shape than the reference, or too few results."""
+    pairs = list(zip(results, reference, strict=False))  # a cast gives more than the reference
+    if len(results) < len(reference) or any(a.shape != b.shape for a, b in pairs):
+        return math.inf
     with torch.no_grad():
         errors = [float((a.double() - b).norm() / (b.norm() + 1e-30)) for a, b in pairs]
     return max(math.inf if math.isnan(e) else e for e in errors)

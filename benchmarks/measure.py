@@ -63,27 +63,29 @@ def around(built: Built, metric: str):
 def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None = None) -> Step:
     """CPU time of this process, which with one thread does not count the time that other programs get.
 
+    With more threads it is the time on the clock: CPU time would be the sum of theirs, as if nothing ran at once.
+
     Args:
         passes: What to call; one set of inputs is enough.
         seconds: How long a sample should take.
         before: Called before each call, and not timed.
     """
     (step,) = passes[:1]
-    calls = 0
+    calls, now = 0, time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def sample() -> float:
         nonlocal calls
         if not calls:
             step()
-            start = time.process_time()
+            start = now()
             step()
-            calls = 1 if before else max(1, int(seconds / (time.process_time() - start + 1e-6)))
+            calls = 1 if before else max(1, int(seconds / (now() - start + 1e-6)))
         if before:
             before()
-        start = time.process_time()
+        start = now()
         for _ in range(calls):
             step()
-        return (time.process_time() - start) / calls * 1e6
+        return (now() - start) / calls * 1e6
 
     return sample
 
@@ -171,16 +173,32 @@ def launch_us(step: Step, calls: int = 200, samples: int = 20) -> list[float]:
 
 
 def sample_rounds(
-    samplers: dict[str, tuple[Step, Callable[[], Any]]], rounds: int, warmup: int, deadline: float = math.inf
+    samplers: dict[str, tuple[Step, Callable[[], Any]]],
+    rounds: int,
+    warmup: int,
+    deadline: float = math.inf,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline."""
+    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline.
+
+    One that raises an error leaves the round-robin, its reason in ``failed`` if that is given.
+    """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for round_ in range(-warmup, rounds):
         if round_ >= 5 and time.monotonic() > deadline:
             break
         for name, (sampler, context) in samplers.items():
-            with context():
-                taken = sampler()
+            if name not in samples:
+                continue
+            try:
+                with context():
+                    taken = sampler()
+            except Exception as reason:
+                if failed is None:
+                    raise
+                failed[name] = failure(reason)
+                del samples[name]
+                continue
             if round_ >= 0:
                 samples[name].append(taken)
     return samples
@@ -206,6 +224,14 @@ def noise(first: Sequence[float], again: Sequence[float]) -> float:
     """How far a provider is from itself: half the width of the middle 60 % of its rounds' ratios, and their median."""
     low, middle, high = spread([a / b for a, b in zip(first, again, strict=True)])
     return max((high - low) / 2, abs(middle - 1))
+
+
+def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """How far the rounds' ratios are from each other: half the width of their middle 60 %, as a share of the median."""
+    if not all(denominator):
+        return 0.0
+    low, middle, high = spread([a / b for a, b in zip(numerator, denominator, strict=True)])
+    return (high - low) / 2 / middle if middle else 0.0
 
 
 def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
@@ -250,6 +276,11 @@ def poison(device: torch.device, megabytes: int = 512) -> None:
         torch.full((size,), math.nan, device=device)
 
 
+def rounded(x: Tensor) -> Tensor:
+    """Rounded to FP8 as a real cast does, scaled first: of numbers left small most bits would be zero, and faster."""
+    return (x * (448 / x.abs().amax())).to(torch.float8_e4m3fn)
+
+
 def ceilings(device: torch.device, size: int = 0) -> dict[str, float | None]:
     """What the machine reaches now: a copy, and matrix products of random numbers."""
     size = size or (8192 if device.type == "cuda" else 1024)
@@ -265,7 +296,7 @@ def ceilings(device: torch.device, size: int = 0) -> dict[str, float | None]:
         work["fp32_TF"] = lambda: wide @ other, 2 * size**3
     elif torch.cuda.get_device_capability(device) >= (8, 9):
         one = torch.ones((), device=device)
-        x, y = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+        x, y = rounded(a), rounded(b.t().contiguous()).t()
         options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         work["fp8_TF"] = lambda: torch._scaled_mm(x, y, **options), 2 * size**3
     found: dict[str, float | None] = dict.fromkeys(("copy_TBps", "bf16_TF", "fp8_TF"))

@@ -223,7 +223,9 @@ def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
             y = hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())
             return (y._data, y._data.t().contiguous(), y._scale) if work.chain == "castt" else (y._data, y._scale)
 
-        return Built(Hand(torch.compile(cast, fullgraph=True, dynamic=False)), config={"checked": False})
+        model, x = Hand(torch.compile(cast, fullgraph=True, dynamic=False)), work.inputs[0][0].detach()
+        *_, scale = model(x)  # its own, where the other casts have a fixed one
+        return Built(model, reference=[x.double() * scale / FP8_SCALE])
     if not case.recipe or not work.gemms:
         raise Skip("it converts FP8 linear layers, and there is none")
     model = convert_to_float8_training(work.fill(plain(work.chain)), config=Float8LinearConfig.from_recipe_name(recipe))

@@ -68,7 +68,8 @@ def about(suite: str, device: torch.device) -> dict[str, Any]:
     versions["plugins"] = {row["distribution"]: row["version"] for row in opfuse.plugins.listing()}
     versions["peers"] = {name: _version(name) for name in PEERS}
     made = {"schema": SCHEMA, "suite": suite, "git_sha": _run("git", "rev-parse", "HEAD"), "host": host, "gpu": None}
-    made |= {"dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no")), "versions": versions}
+    changed = bool(_run("git", "status", "--porcelain", "--untracked-files=no"))
+    made |= {"dirty": changed if made["git_sha"] else None, "versions": versions}
     made["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)

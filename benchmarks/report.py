@@ -8,12 +8,13 @@ import io
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from .cases import CASES, TITLES
 from .record import ROOT
-from .run import in_order
+from .run import in_order, near
 
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -30,7 +31,7 @@ def load(path: str | pathlib.Path) -> Run:
     """A run's file; ends the program where it is none."""
     try:
         run = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        if {"ratios", "cases"} <= set(run):
+        if {"schema", "host", "versions", "cases", "ratios"} <= set(run):
             return run
         reason = "no ratios in it"
     except (OSError, ValueError, TypeError) as error:
@@ -38,26 +39,64 @@ def load(path: str | pathlib.Path) -> Run:
     raise SystemExit(f"expected what python -m benchmarks --out FILE wrote, got {path}: {reason}")
 
 
+def runs_in(folder: pathlib.Path) -> dict[pathlib.Path, Run]:
+    """The runs of a folder; what else is there, such as the numbers of probes, is left out and told."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path] = load(path)
+        except SystemExit as reason:
+            print(f"left out: {reason}", file=sys.stderr)
+    return found
+
+
 def key(row: Row) -> tuple[str, ...]:
     """What a ratio is of."""
     return row["id"], row["case"], row["num"], row["den"], row["metric"]
 
 
+def device(run: Run) -> str:
+    """What a run measured on."""
+    name = run["gpu"]["name"] if run["gpu"] else f"{run['host']['cpu']}, {run['host']['threads']} thread(s)"
+    return name + "; allocator tuned" * (run["host"].get("allocator") == "tuned")
+
+
+def machine(run: Run) -> str:
+    """What ratios depend on besides the code of opfuse."""
+    versions = {name: run["versions"].get(name) for name in ("torch", "triton")}
+    return device(run) + "".join(f"; {name} {version}" for name, version in versions.items() if version)
+
+
 def compare(before: str, after: str) -> int:
     """Print the ratios of two runs side by side; times of different runs are never compared."""
-    old = {key(row): row for row in load(before)["ratios"] if row["value"] is not None}
-    both = [row for row in load(after)["ratios"] if key(row) in old and row["value"] is not None]
+    first, second = load(before), load(after)
+    old, new = ({key(row): row for row in run["ratios"]} for run in (first, second))
+    both = [(old[of], row) for of, row in new.items() if of in old and (old[of]["value"], row["value"]) != (None, None)]
     if not both:
         raise SystemExit(f"{before} and {after} have no ratio in common")
-    for row in both:
-        then = old[key(row)]["value"]
-        change = row["value"] / then - 1 if then else 0.0
-        floor = (row["noise"] or 0) + (old[key(row)]["noise"] or 0)
-        better = (change < 0) == row["cost"]
-        word = "" if abs(change) <= 2 * floor or not change else "better" if better else "WORSE"
-        name = f"{row['id']:4}{row['case'][:70]:71}{row['num']} / {row['den']}"
-        print(f"{name:110}{then:8.3f}{row['value']:8.3f}{change:+8.1%}  {word}")
+    if machine(first) != machine(second):
+        print(f"of different machines: {machine(first)}\n                  and: {machine(second)}")
+    for then, now in both:
+        name = f"{now['id']:4}{now['case'][:70]:71}{now['num']} / {now['den']}"
+        numbers = "".join(" " * 8 if row["value"] is None else f"{row['value']:8.3f}" for row in (then, now))
+        print(f"{name:110}{numbers}{change(then, now)}")
+    if alone := len(old.keys() ^ new.keys()):
+        print(f"{alone} ratios are in one of the two only")
     return 0
+
+
+def change(then: Row, now: Row) -> str:
+    """How a ratio changed, and whether that is more than the noise; or why one of the two has no number."""
+    for when, row in (("before", then), ("after", now)):
+        if row["value"] is None:
+            return f"{'':8}  {when}: {row['reason']}"
+    a, b = then["value"], now["value"]
+    share = f"{b / a - 1:+8.1%}" if a else f"{b - a:+8.3g}"
+    floor = (then["noise"] or 0) + (now["noise"] or 0)
+    if a == b or (a and abs(b / a - 1) <= 2 * floor):
+        return share
+    better = abs(b - now["goal"]) < abs(a - now["goal"]) if now.get("exact") else (b < a) == now["cost"]
+    return f"{share}  {'better' if better else 'WORSE'}"
 
 
 def against(row: Row) -> str:
@@ -71,12 +110,13 @@ def table(rows: Iterable[Row]) -> list[str]:
     """Ratios as a Markdown table."""
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        value = "" if row["value"] is None else f"{row['value']:.3g} ± {row['noise'] or 0:.2g}"
+        value = "" if row["value"] is None else f"{row['value']:.3g}"
+        value += f" ± {100 * row['noise']:.2g} %" if row["noise"] else ""
         value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
-        near = row["value"] is not None and abs(row["value"] / (row["goal"] or 1) - 1) <= 2 * (row["noise"] or 0)
-        missed = "missed, within the noise" if near else f"**missed** {row['reason']}".strip()
+        missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
         met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
+        met += ", within the noise" * near(row)
         bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
         lines.append(
             f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} | {bound} | {met} |"
@@ -87,7 +127,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 def bars(axis: Any, rows: list[Row], label: str) -> None:
     """A bar for each ratio, its goal as a line and its bound as a ring."""
     at = range(len(rows))
-    style = {"xerr": [row["noise"] or 0 for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
+    style = {"xerr": [(row["noise"] or 0) * row["value"] for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
     axis.barh(at, [row["value"] for row in rows], color=[COLORS[row["pass"]] for row in rows], **style)
     line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
     for name, style in (("goal", line), ("bound", ring)):
@@ -138,12 +178,10 @@ def digest(rows: Any) -> str:
 def where(run: Run) -> str:
     """The machine of a run, in one sentence."""
     host, versions = run["host"], run["versions"]
-    device = run["gpu"]["name"] if run["gpu"] else f"{host['cpu']}, {host['threads']} thread(s)"
-    device += "; allocator tuned" * (host.get("allocator") == "tuned")
     plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
-    state = run["git_sha"][:10] + (" with changes" if run["dirty"] else "")
+    state = (run["git_sha"][:10] or "an unknown commit") + (" with changes" if run["dirty"] else "")
     return (
-        f"{device}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
+        f"{device(run)}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
         f"{versions['opfuse']} at {state}, {plugins}; load {host['load'] or 0:.1f} when it began; `{run['command']}`"
     )
 
@@ -151,10 +189,9 @@ def where(run: Run) -> str:
 def report(folder: str) -> int:
     """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
     home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
-    if not (files := sorted(home.glob("*.json"))):
+    if not (runs := runs_in(home)):
         raise SystemExit(f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}")
-    for path in files:
-        run = load(path)
+    for path, run in runs.items():
         text += [f"## {path.stem}", "", where(run), ""]
         page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
         for family in dict.fromkeys(row["id"][0] for row in run["ratios"]):
@@ -179,7 +216,7 @@ PAGE = pathlib.Path(__file__).parent / "page.md"
 
 def committed() -> list[Run]:
     """The newest run of each suite in ``benchmarks/results``."""
-    runs = sorted((load(path) for path in RESULTS.glob("*.json")), key=lambda run: run["time"])
+    runs = sorted(runs_in(RESULTS).values(), key=lambda run: run["time"])
     return list({run["suite"]: run for run in runs}.values())
 
 

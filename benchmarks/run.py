@@ -18,6 +18,7 @@ from .measure import Step, around, timer
 from .providers import PROVIDERS, Built, NotBuilt, Skip
 
 AGAIN = " again"
+UNQUANTIZED = ("eager", "compile", "compile-max", "separate", "opfuse-off")
 PASSES = ("inference", "forward", "backward", "forward+backward")
 NUMBERS = ("median_us", "p20", "p80", "rounds", "bytes", "flops", "sol", "peak_mem", "saved_bytes", "rel_err", "config")
 Row = dict[str, Any]
@@ -52,21 +53,24 @@ class Harness:
     def run(self, case: Case) -> tuple[list[Row], list[Row]]:
         """The rows of a case's providers and the ratios of its goals."""
         rows: dict[str, Row] = {}
-        if "torch._dynamo" in sys.modules:  # every case compiles the same few modules anew, and there is a limit
-            torch._dynamo.reset()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         try:
+            if "torch._dynamo" in sys.modules:  # every case compiles the same few modules anew, and there is a limit
+                torch._dynamo.reset()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             samples = self._special(case, rows) if case.special else self._measure(case, rows)
-        except torch.OutOfMemoryError as reason:
-            samples, rows = {}, {name: {"status": f"failed: {measure.failure(reason)}"} for name in self._wanted(case)}
+        except Exception as reason:  # out of memory, or a GPU that an earlier kernel broke: what was measured stays
+            status = {"status": f"failed: {measure.failure(reason)}"}
+            samples, rows = {}, {name: status for name in self._wanted(case)}
         same = {"id": case.id, "family": case.id[0], "case": case.name, "shape": [case.rows, case.chain]}
         same |= {"dtype": case.dtype, "metric": case.metric} | dict.fromkeys(NUMBERS)
         listed = [same | {"provider": name} | row for name, row in rows.items()]
         return listed, [self._ratio(case, goal, rows, samples) for goal in case.goals]
 
     def _special(self, case: Case, rows: dict[str, Row]) -> dict[str, list[float]]:
+        if "opfuse" not in self.only:
+            return {}
         try:
             numbers = getattr(special, case.special)(case, self.device)
         except Skip as reason:
@@ -108,9 +112,14 @@ class Harness:
             key = name if name not in samplers else name + AGAIN
             samplers[key] = sampler, lambda each=each: around(each, passing)
         rounds = self.rounds or case.rounds or (5 if self.device.type == "cuda" else 15)
-        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1, self.deadline) if built else {}
+        failed: dict[str, str] = {}
+        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1, self.deadline, failed)
+        for name in {name.removesuffix(AGAIN): None for name in failed}:
+            rows[name]["status"] = f"failed: {failed.get(name) or failed[name + AGAIN]}"
+            samples = {key: values for key, values in samples.items() if key.removesuffix(AGAIN) != name}
+            del built[name]
         for name, each in built.items():
-            rows[name] |= _summary(samples[name]) | self._shares(case, samples[name])
+            rows[name] |= _summary(samples[name]) | self._shares(case, name, samples[name])
             if self.device.type == "cuda" and not case.metric.startswith("host "):
                 with around(each, passing):
                     rows[name]["host_us"] = measure.host_us(passes[name][0], 5)
@@ -165,10 +174,11 @@ class Harness:
                 found[name] = built
         return found
 
-    def _shares(self, case: Case, samples: list[float]) -> Row:
+    def _shares(self, case: Case, name: str, samples: list[float]) -> Row:
         """Of what the machine reaches: bandwidth where a case says its bytes, else matrix products."""
         seconds, copy = measure.spread(samples)[1] * 1e-6, self.ceilings.get("copy_TBps")
-        top = self.ceilings.get("fp32_TF" if case.dtype == "fp32" else "fp8_TF" if case.recipe else "bf16_TF")
+        dtype = "fp8" if case.recipe and name not in UNQUANTIZED else "bf16" if name.endswith("-medium") else case.dtype
+        top = self.ceilings.get(f"{dtype}_TF")
         moved, amount = case.traffic, flops(case.chain, case.rows, case.metric.removeprefix("host "))
         return {
             "bytes": moved or None,
@@ -198,10 +208,22 @@ class Harness:
         if value is None:
             return made | {"reason": "the copy was not measured"}
         again = next((name for name in samples if name.endswith(AGAIN)), None)
-        floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again]) if again else 0.0
+        if again:
+            floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again])
+        else:  # a count has none; of times it is not known where who was to be measured twice failed
+            floor = 0.0 if len(mine) == 1 else None
         reached = value == goal.goal if goal.exact else value <= goal.goal if goal.cost else value >= goal.goal
-        beyond = None if alone else abs(value - 1) > 2 * floor  # what a claim needs
+        if floor is not None and not alone:  # the other may be noisier than who is measured twice
+            floor = max(floor, measure.unrest(mine, samples[goal.versus]))
+        beyond = None if alone or floor is None else abs(value - 1) > 2 * floor  # what a claim needs
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
+
+
+def near(row: Row) -> bool:
+    """Whether the noise could turn what is said of a ratio's goal."""
+    return (
+        bool(row["value"] and row["goal"] and row["noise"]) and abs(row["value"] / row["goal"] - 1) <= 2 * row["noise"]
+    )
 
 
 def _status(reason: Skip) -> Row:

@@ -43,6 +43,11 @@ def in_place(case: Case, device: torch.device) -> Numbers:
         passes = {"opfuse": lambda: step(dy), "eager": plain}
     except NotBuilt as reason:
         return {"opfuse": reason}
+    dy.copy_(grad)
+    with torch.no_grad():
+        dx, (of_bias, *_), *_ = step(dy)
+    if (wrong := error([dx, *of_bias], work.reference(True)[1:])) > TOLERANCE[case.dtype]:
+        raise ValueError(f"wrong answer: relative error {wrong:.1e}, at most {TOLERANCE[case.dtype]:.0e}")
     passes["opfuse again"] = passes["opfuse"]
     timers = {name: cpu_timer([step], before=lambda: dy.copy_(grad)) for name, step in passes.items()}
     return sample_rounds({name: (sample, torch.no_grad) for name, sample in timers.items()}, case.rounds or 15, 2)

@@ -239,11 +239,59 @@ def test_a_ratio_says_how_many_times_faster(no_plugins, register, fused):
     assert rows[0]["rel_err"] < 1e-5 and rows[0]["config"]["fused"] == ["forward Fused"]
 
 
+def test_the_noise_is_also_that_of_the_other(no_plugins):
+    def make(passes):
+        values = iter([1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0])  # the first one warms up
+        made.append(1)
+        return lambda: next(values)
+
+    made = []
+    each = case("identity", "inference", (Goal("eager", 1.5, subject="opfuse-off"),), width=4)
+    (row,) = Harness(CPU, {}, rounds=5, make_timer=make).run(each)[1]
+    assert row["value"] == 3 and row["noise"] == pytest.approx((1 / 2 - 1 / 4) / 2 * 3)
+    assert row["pass"] and row["beyond_noise"]
+
+
 def test_a_share_of_the_bandwidth(register, fused):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
     goal = (Goal("sol", 0.9),)
     (row,) = harness([2.0, 1.0, 1.0, 2.0]).run(case(metric="forward", goals=goal, element_bytes=500))[1]
     assert (row["value"], row["pass"]) == (pytest.approx(6 * 16 * 500 / 2e-6 / 1e9), True)
+
+
+def test_a_share_of_the_products_that_a_provider_makes():
+    found = Harness(CPU, {"fp8_TF": 4.0, "bf16_TF": 2.0, "fp32_TF": 1.0})
+    each = Case("F3", "matmul:100x100", 50, "inference", recipe="DelayedScaling")
+    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("opfuse", "te", "eager")}
+    assert share == {"opfuse": pytest.approx(0.25), "te": pytest.approx(0.25), "eager": pytest.approx(0.5)}
+    each = dataclasses.replace(each, recipe="", dtype="fp32")
+    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("eager", "eager-medium")}
+    assert share == {"eager": pytest.approx(1.0), "eager-medium": pytest.approx(0.5)}
+
+
+def test_special_cases_are_of_the_providers_asked_for(monkeypatch):
+    monkeypatch.setattr(special, "hook_calls", lambda *given: pytest.fail("not asked for"))
+    each = case("linear:4x4", "hook calls", goals=(Goal("self", 0, cost=True),), special="hook_calls")
+    assert harness(providers=["eager"]).run(each)[1][0]["reason"] == "not asked for"
+
+
+def test_probes_keep_every_shape(monkeypatch, tmp_path):
+    main, out = importlib.import_module("benchmarks.probes.__main__"), tmp_path / "probes.json"
+
+    def probe(size):
+        if size == 2:
+            raise KeyboardInterrupt  # as if the kernel hung
+        return [{"us": size}]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(main, "about", lambda *given: {})
+    monkeypatch.setattr(main, "ceilings", lambda device: {})
+    monkeypatch.setitem(main.PROBES, "fp8", (probe, [(1,), (2,)]))
+    with pytest.raises(KeyboardInterrupt):
+        main.main(["fp8", "--out", str(out)])
+    assert json.loads(out.read_text())["fp8"] == [{"shape": [1], "us": 1}]
 
 
 def test_what_is_not_built_has_no_pass_and_counts_once_it_is(register, fused):
@@ -265,6 +313,41 @@ def test_a_wrong_answer_is_not_timed(register):
     rows, (row,) = harness().run(case("identity", "inference", width=4))
     assert rows[0]["status"].startswith("wrong answer") and rows[0]["median_us"] is None
     assert row["pass"] is False and row["value"] is None
+
+
+def test_the_answer_that_is_checked_is_that_of_the_pass_that_is_timed(register):
+    class WrongInTraining(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            return input_ * (2 if basic_op_ctxs[0].requires_grad else 1), [()]
+
+    register(forward_fusions=[opfuse.Fusion((ops.Identity,), WrongInTraining)])
+    for metric, right in (("inference", True), ("forward", False)):
+        rows, (row,) = harness().run(case("identity", metric, width=4))
+        assert rows[0]["status"].startswith("ok" if right else "wrong answer") and (row["value"] is not None) == right
+
+
+def test_a_wrong_gradient_in_place_is_not_timed(register):
+    class Wrong(opfuse.FusedOperation):
+        factor = 1.0
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+            gelu = basic_op_ctxs[1]
+            z = gelu.saved_tensors[0]
+            dx = torch.ops.aten.gelu_backward(grad_output, z, approximate="tanh")
+            return dx, [(dx.sum(0) * self.factor,), ()], [(), ()]
+
+    register(backward_fusions=[opfuse.Fusion((ops.Bias, ops.GELU), Wrong)])
+    each = case("bias:8 gelu", "backward in place", special="in_place", rounds=2)
+    assert harness().run(each)[1][0]["value"] is not None
+    Wrong.factor = 1.5
+    (row,) = harness().run(each)[1]
+    assert row["pass"] is False and row["value"] is None and "wrong answer: relative error" in row["reason"]
+
+
+def test_what_is_missing_or_broadcast_is_wrong():
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    assert chains.error([ones, ones], [ones]) == 0
+    assert chains.error([ones], [ones, ones]) == chains.error([ones[:1]], [ones]) == float("inf")
 
 
 def test_a_product_is_of_tensors_that_are_quantized_already(register, fused):
@@ -330,6 +413,47 @@ def test_a_peer_that_fails_or_is_missing_is_skipped_with_a_reason(no_plugins, mo
     assert "0 active drivers" in ratios[0]["reason"]
 
 
+@pytest.mark.parametrize("fails, who", [(5, "opfuse-off"), (6, "eager"), (8, "opfuse-off")])
+def test_what_fails_while_it_is_timed_leaves_the_others_alone(no_plugins, fails, who):
+    taken = []  # four turns a round, the last one "again"
+
+    def make(passes):
+        def sample():
+            taken.append(1)
+            if len(taken) == fails:
+                raise RuntimeError("an illegal memory access")
+            return 2.0
+
+        return sample
+
+    goals = (Goal("eager", 1.0, subject="opfuse-off"), Goal("bare", 1.0, subject="eager"))
+    rows, ratios = Harness(CPU, {}, rounds=5, make_timer=make).run(case("identity", "inference", goals, width=4))
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status.pop(who) == "failed: RuntimeError: an illegal memory access" and set(status.values()) == {"ok"}
+    assert ratios[0]["value"] is None
+    if who == "opfuse-off":  # who was to tell the noise is gone, so nobody knows it
+        assert ratios[0]["pass"] is False
+        assert (ratios[1]["value"], ratios[1]["noise"], ratios[1]["beyond_noise"]) == (1.0, None, None)
+        lines = [report.table(ratios[1:])[-1], command.show({"ratios": ratios, "left_out": []}, 0)[1]]
+        assert "±" not in "".join(lines)
+
+
+def test_a_case_that_breaks_is_told_and_the_others_are_kept(monkeypatch, tmp_path):
+    pytest.importorskip("tqdm")
+    threads, out, seen = torch.get_num_threads(), tmp_path / "run.json", []
+
+    def broken(self, backward):
+        seen.append(len(report.load(out)["cases"]))  # there before the next one begins
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(chains.Work, "reference", broken)
+    arguments = ["--suite", "cpu", "--ids", "O6,P1", "--no-ceilings", "--out", str(out)]
+    assert command.main(arguments) == 0
+    torch.set_num_threads(threads)
+    reasons = [row["reason"] for row in report.load(out)["ratios"]]
+    assert seen == [1] and reasons == ["", "failed: RuntimeError: CUDA error"]
+
+
 def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fused, monkeypatch):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
     selections = []
@@ -347,6 +471,20 @@ def test_noise_is_a_provider_against_itself():
     assert measure.noise([1.0] * 5, [1.0] * 5) == 0
     assert measure.noise([1.0, 1.1, 0.9, 1.2, 0.8], [1.0] * 5) == pytest.approx(0.1)
     assert measure.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize("threads, clock", [(1, "process_time"), (2, "perf_counter")])
+def test_the_clock_of_a_cpu(monkeypatch, threads, clock):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for name in ("process_time", "perf_counter"):
+        ticks = iter(range(9))
+        monkeypatch.setattr(measure.time, name, lambda ticks=ticks, name=name: next(ticks) * (1 + (name == clock)))
+    assert measure.cpu_timer([lambda: None])() == 2e6
+
+
+def test_numbers_are_rounded_to_fp8_as_a_cast_does():
+    y = measure.rounded(torch.randn(64, 64, dtype=torch.bfloat16) / 90).float()
+    assert y.abs().max() == 448 and (y == 0).float().mean() < 1e-2
 
 
 def test_rounds_take_turns():
@@ -590,6 +728,7 @@ def test_torchao_casts(monkeypatch, chain):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     each = Case("M9", chain, 8, "inference", width=32, recipe="DelayedScaling")
     work = chains.Work(chain, 8, 32, "bf16", CPU)
+    assert answer(work, providers.torchao(work, each)) < 0.05
     y, *rest = providers.torchao(work, each).model(*work.inputs[0])
     assert y.dtype is torch.float8_e4m3fn and len(rest) == len(chain) - 3
     torch.testing.assert_close(y.float() / rest[-1], work.inputs[0][0].float(), atol=0.1, rtol=0.1)
@@ -642,8 +781,14 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     pytest.importorskip("tqdm")
     threads = torch.get_num_threads()
     assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings"]) == 0
-    torch.set_num_threads(threads)
     assert "left out 5 cases" in capsys.readouterr().out
+    assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings", "--check"]) == 1
+    torch.set_num_threads(threads)
+    assert "no goal was checked" in capsys.readouterr().out
+
+
+HOST = {"host": {"cpu": "c", "threads": 1, "load": 0.0}, "versions": {"torch": "2", "opfuse": "1", "plugins": {}}}
+EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
 
 
 @pytest.mark.parametrize(
@@ -655,6 +800,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
         ("--suite cpu --budget 0", "expected a number above 0, got 0"),
         ("--suite cpu --rounds 1.5", "expected a whole number above 0, got 1.5"),
         ("--suite cpu --out nowhere/run.json", "--out: expected a file in a folder that exists, got nowhere/run.json"),
+        ("--suite cpu --out folder", "--out: expected a file in a folder that exists, got folder"),
         ("compare only.json", "usage: python -m benchmarks compare BEFORE.json AFTER.json"),
         (
             "compare gone.json gone.json",
@@ -662,6 +808,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
         ),
         ("compare broken.json broken.json", "got broken.json: Expecting property name"),
         ("compare other.json other.json", "got other.json: no ratios in it"),
+        ("compare part.json part.json", "got part.json: no ratios in it"),
         ("compare empty.json empty.json", "empty.json and empty.json have no ratio in common"),
         ("report folder", "expected a folder with what python -m benchmarks --out FILE wrote, got folder"),
     ],
@@ -669,7 +816,7 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
 def test_what_cannot_be_done_is_told(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for name, text in {"broken": "{", "other": "[1]", "empty": '{"cases": [], "ratios": []}'}.items():
+    for name, text in {"broken": "{", "other": "[1]", "empty": json.dumps(EMPTY), "part": '{"ratios": []}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     with pytest.raises(SystemExit) as ended:
         command.main(arguments.split())
@@ -697,7 +844,8 @@ def test_an_interrupt_keeps_what_there_is(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(Harness, "run", interrupted)
     out = tmp_path / "run.json"
-    assert command.main(["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--out", str(out)]) == 0
+    arguments = ["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--allocators", "--out", str(out)]
+    assert command.main(arguments) == 130  # and nothing is measured a second time
     torch.set_num_threads(threads)
     assert "left out 4 cases" in capsys.readouterr().out and len(report.load(out)["ratios"]) == 2
 
@@ -717,10 +865,19 @@ def test_both_allocators(tmp_path, monkeypatch):
 
 
 def test_a_missed_goal_fails_the_check():
-    row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": ""}
+    row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": "", "exact": False}
     assert command.verdict(row) == "MISSED" and command.verdict(row, 0.2) == "met"
     assert command.verdict(row | {"value": 0.9, "goal": 1.0, "cost": False}, 0.2) == "met"
+    assert command.verdict(row | {"value": 1.5, "goal": 1.0, "cost": False, "exact": True}, 0.2) == "MISSED"
     assert command.verdict(row | {"pass": None, "value": None, "reason": "not built: x"}) == "not built: x"
+
+
+def test_outside_of_a_checkout_nobody_knows_the_commit(monkeypatch, tmp_path):
+    record = importlib.import_module("benchmarks.record")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    run = record.about("cpu", CPU) | {"command": ""}
+    assert run["git_sha"] == "" and run["dirty"] is None
+    assert "at an unknown commit" in report.where(run)
 
 
 def test_an_unknown_id_is_told():
@@ -730,12 +887,79 @@ def test_an_unknown_id_is_told():
         select("cpu", ["M1", "O1"])
 
 
-def test_compare_tells_what_became_worse(tmp_path, capsys):
-    row = {"id": "C1", "case": "x", "num": "opfuse", "den": "eager", "metric": "forward", "cost": False, "noise": 0.01}
-    for name, value in (("a", 1.5), ("b", 1.2)):
-        (tmp_path / name).write_text(json.dumps({"cases": [], "ratios": [row | {"value": value}]}))
+ROW = {"id": "C1", "case": "x", "num": "opfuse", "den": "eager", "metric": "forward", "cost": False, "noise": 0.01}
+ROW |= {"goal": 1.0, "exact": False, "reason": "", "bound": None, "pass": True, "beyond_noise": True, "value": 1.0}
+
+
+@pytest.mark.parametrize(
+    "about, before, after, told",
+    [
+        ({}, 1.5, 1.2, "   1.500   1.200  -20.0%  WORSE"),
+        ({}, 1.0, 1.03, "   1.000   1.030   +3.0%"),
+        ({"cost": True}, 1.5, 1.2, "-20.0%  better"),
+        ({"cost": True, "goal": 0, "noise": 0.0}, 0, 3, "   0.000   3.000      +3  WORSE"),  # hook calls
+        ({"exact": True, "noise": 0.0}, 1.0, 1.1, "+10.0%  WORSE"),
+        ({"exact": True, "noise": 0.0}, 0.9, 1.0, "+11.1%  better"),
+        ({"reason": "wrong answer"}, 1.5, None, "   1.500                  after: wrong answer"),
+    ],
+)
+def test_compare_tells_what_became_worse(about, before, after, told, tmp_path, capsys):
+    for name, value in (("a", before), ("b", after)):
+        (tmp_path / name).write_text(json.dumps(EMPTY | {"ratios": [ROW | about | {"value": value}]}))
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "-20.0%  WORSE" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(told + "\n")
+
+
+@pytest.mark.parametrize(
+    "value, passed, noise, told",
+    [
+        (1.05, True, 0.05, "met, within the noise"),
+        (1.15, True, 0.05, "met"),
+        (0.95, False, 0.05, "missed, within the noise"),
+        (0.85, False, 0.05, "**missed**"),
+        (1.0, True, 0.0, "met"),
+        (1.0, True, None, "met"),
+    ],
+)
+def test_a_verdict_that_noise_could_turn_says_so(value, passed, noise, told):
+    row = ROW | {"value": value, "pass": passed, "noise": noise}
+    assert report.table([row])[-1].endswith(f"| {told} |")
+    (line,) = command.show({"ratios": [row], "left_out": []}, 0.0)
+    assert line.lower().endswith(told.replace("*", ""))
+
+
+def test_the_noise_is_a_share_of_the_ratio(monkeypatch):
+    row = ROW | {"value": 8.0, "noise": 0.05}
+    assert (
+        "| 8 ± 5 % |" in report.table([row])[-1]
+        and "8.000   ±5.0%" in command.show({"ratios": [row], "left_out": []}, 0)[0]
+    )
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    axis = pyplot.figure().add_subplot()
+    drawn = []
+    monkeypatch.setattr(axis, "barh", lambda at, values, xerr, **style: drawn.append((values, xerr)))
+    report.bars(axis, [row], "")
+    assert drawn == [([8.0], [pytest.approx(0.4)])]
+
+
+def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
+    (tmp_path / "a").write_text(json.dumps(EMPTY | {"ratios": [ROW]}))
+    other = {"host": HOST["host"] | {"threads": 2, "allocator": "tuned"}, "ratios": [ROW, ROW | {"id": "C2"}]}
+    (tmp_path / "b").write_text(json.dumps(EMPTY | other))
+    assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    first, second, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "of different machines: c, 1 thread(s); torch 2"
+    assert second.strip() == "and: c, 2 thread(s); allocator tuned; torch 2"
+    assert last == "1 ratios are in one of the two only"
+
+
+def test_a_report_leaves_out_what_is_no_run(run_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run.json").write_text(run_file.read_text())
+    (tmp_path / "probes.json").write_text(json.dumps(HOST | {"schema": 2, "gemm": []}))
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert "probes.json: no ratios in it" in capsys.readouterr().err
+    assert "## run" in (tmp_path / "report.md").read_text() and "probes" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_report_has_tables_and_plots(run_file):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, sample_rounds, spread
+from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, rounded, sample_rounds, spread
 from benchmarks.record import about
 
 from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
@@ -35,9 +35,9 @@ def side_by_side(work: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[st
     return {name: spread(values)[1] for name, values in sample_rounds(samplers, rounds, 1).items()}
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers of the size that products of matrices keep, times ``scale``."""
-    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1]) * scale).to(dtype)
+def randn(*shape: int) -> torch.Tensor:
+    """Random numbers of the size that products of matrices keep."""
+    return (torch.randn(*shape, device="cuda") / math.sqrt(shape[-1])).bfloat16()
 
 
 def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of_b=False):
@@ -119,7 +119,7 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
 
 def probe_fp8(size: int) -> Rows:
     """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
-    x, w = (randn(size, size, dtype=torch.float8_e4m3fn, scale=8) for _ in range(2))
+    x, w = (rounded(randn(size, size)) for _ in range(2))
     one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
     product = partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     library = {"library, fast": partial(product, use_fast_accum=True), "library": product}
@@ -155,7 +155,7 @@ def probe_norm(h: int) -> Rows:
         for warps in (4, 8):
             make = partial(norm_backward, x, dy, weight, rstd, each * sms, warps)
             steps[f"{each} programs, {warps} warps"] = tried(make, expected)
-    source, target = (torch.ones(3 * x.numel() // 2, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source, target = (randn(3 * x.numel() // 2) for _ in range(2))
     return compared({"copy of the same bytes": partial(target.copy_, source)}, steps)
 
 
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser("probes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PROBES)}; or compile")
-    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each probe")
+    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each shape")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
     options = parser.parse_args(arguments)
     if strange := set(options.names) - {*PROBES, "compile"}:
@@ -213,11 +213,14 @@ def main(arguments: list[str] | None = None) -> int:
         result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:
             probe, shapes = PROBES[name]
-            result[name] = [{"shape": shape} | row for shape in shapes for row in attempted(probe, shape)]
-            print(name, json.dumps(result[name], indent=1), flush=True)
-            if options.out:
-                with open(options.out, "w", encoding="utf-8") as file:
-                    json.dump(result, file, indent=1)
+            result[name] = []
+            for shape in shapes:
+                rows = [{"shape": shape} | row for row in attempted(probe, shape)]
+                print(name, json.dumps(rows, indent=1), flush=True)
+                result[name] += rows
+                if options.out:  # a kernel that hangs takes no more with it than its shape
+                    with open(options.out, "w", encoding="utf-8") as file:
+                        json.dump(result, file, indent=1)
     return 0
 
 
