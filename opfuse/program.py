@@ -208,10 +208,11 @@ def compile_program(
 
 def _recomputation(routing: Routing, forward: Sequence[_Run], step: Step, free: set[int]) -> dict[str, Any]:
     """What to change in a backward step if a fused op before it can compute its input again."""
-    names = routing.ops[step.start].saved_names or ()
+    op = routing.ops[step.start]
+    names = op.saved_names or ()
     for run in forward:
         if run.stop == step.start and isinstance(run.op, FusedOperation) and run.op.recomputes:
-            if "input" in names and step.start not in free:
+            if "input" in names and not op.context_names and step.start not in free:
                 return {"prepares": True, "recompute": (run.op, run.start, names.index("input"))}
     return {}
 

@@ -130,3 +130,14 @@ def test_an_op_that_declares_nothing_keeps_what_it_likes(fused):
     assert saved(chain, x)[0].count((3, 4)) == 2
     for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_an_op_whose_context_is_kept_keeps_its_input(fused):
+    chain = opfuse.Sequential(ops.GELU(), ops.ScaledSwiGLU())
+    x, scales = torch.randn(3, 4, requires_grad=True), torch.rand(3, requires_grad=True)
+
+    def step():
+        return torch.autograd.grad(chain(x, scales).sum(), [x, scales])
+
+    for got, want in zip(step(), separate(step), strict=True):
+        torch.testing.assert_close(got, want)
