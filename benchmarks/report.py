@@ -215,9 +215,16 @@ PAGE = pathlib.Path(__file__).parent / "page.md"
 
 
 def committed() -> list[Run]:
-    """The newest run of each suite in ``benchmarks/results``."""
-    runs = sorted(runs_in(RESULTS).values(), key=lambda run: run["time"])
-    return list({run["suite"]: run for run in runs}.values())
+    """The runs in ``benchmarks/results``, newest first, each without what a newer one of its suite measured again."""
+    runs: list[Run] = []
+    seen: set[tuple[str, ...]] = set()
+    for run in sorted(runs_in(RESULTS).values(), key=lambda run: run["time"], reverse=True):
+        ratios = [row for row in run["ratios"] if (run["suite"], *key(row)) not in seen]
+        cases = {(row["id"], row["case"]) for row in ratios}
+        if ratios:
+            runs.append(run | {"ratios": ratios, "cases": [c for c in run["cases"] if (c["id"], c["case"]) in cases]})
+            seen |= {(run["suite"], *key(row)) for row in ratios}
+    return runs
 
 
 def written(runs: list[Run]) -> tuple[str, str]:

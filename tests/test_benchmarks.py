@@ -970,6 +970,23 @@ def test_a_report_has_tables_and_plots(run_file):
     assert "<table>" in (run_file.parent / "report.html").read_text()
 
 
+def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
+    row = {"id": "C2", "num": "opfuse", "den": "eager", "metric": "backward"}
+    runs = {
+        "old": {"time": "2026-01-01", "suite": "cpu", "ratios": [{**row, "case": name, "value": 1} for name in "ab"]},
+        "new": {"time": "2026-01-02", "suite": "cpu", "ratios": [{**row, "case": "b", "value": 2}]},
+        "gpu": {"time": "2026-01-03", "suite": "gpu-quick", "ratios": [{**row, "case": "b", "value": 3}]},
+        "older": {"time": "2025-01-01", "suite": "cpu", "ratios": [{**row, "case": "a", "value": 4}]},
+    }
+    for run in runs.values():
+        run["cases"] = [{"id": "C2", "case": each["case"], "of": each["value"]} for each in run["ratios"]]
+    monkeypatch.setattr(report, "runs_in", lambda folder: runs)
+    found = report.committed()
+    assert [[(r["case"], r["value"]) for r in run["ratios"]] for run in found] == [[("b", 3)], [("b", 2)], [("a", 1)]]
+    assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1]]
+
+
+
 def test_the_page_is_current():
     text, fingerprint = report.written(report.committed())
     assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == text, "run python -m benchmarks page"
