@@ -68,9 +68,7 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
             outputs = built.model(*work.inputs[0])
         (fuser,) = built.model._module_groups
         node = (outputs[0] if isinstance(outputs, tuple) else outputs).grad_fn
-        steps = [step for step in fuser._last[1].backward if step.recompute is not None]
-        again = {step.start for step in steps if step.recompute[1] in getattr(node, "dropped", ())}
-        numbers[plan] = [declared_bytes(fuser, work, again)]
+        numbers[plan] = [declared_bytes(fuser, work, getattr(node, "dropped", ()))]
     return numbers
 
 

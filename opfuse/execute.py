@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .extras import BackwardExtras, ForwardExtras
-from .op import FusedOperation
 from .program import Program, Step
 from .quantization import QuantizedTensor
 
@@ -134,7 +133,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     for run, start, stop, simple, prepared, wired, nothing in program.backward_calls:
         if prepared is not None:
             if prepared.recompute is not None:
-                _recompute(ctxs, start, func_ctx.dropped, *prepared.recompute)
+                _recompute(program, ctxs, start, func_ctx.dropped)
             dy = _prepare(prepared, dy)
         if simple:
             result = run(ctxs[start], dy)
@@ -261,20 +260,24 @@ def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[An
 
 
 def _drop_recomputable(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> list[int]:
-    """Do not keep what a fused op can compute again; return where those that do start."""
+    """Do not keep the inputs that a fused op can compute again; return whose they are."""
     dropped = []
-    for index, place in program.recomputing:
-        output, ctxs[index].recomputable = ctxs[index].recomputable, True
+    for index, (_, start, _, place) in program.recomputing.items():
+        output, ctxs[start].recomputable = ctxs[start].recomputable, True
         if saved[place] is output:
             saved[place] = None
             dropped.append(index)
     return dropped
 
 
-def _recompute(ctxs: Sequence[Any], index: int, dropped: list[int], op: FusedOperation, start: int, place: int) -> None:
-    """Put an input back that was not kept."""
-    if start in dropped:
-        saved = ctxs[index].saved_tensors
+def _recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: list[int]) -> None:
+    """Put an input back that was not kept, after that of the op that computes it."""
+    if index not in dropped:
+        return
+    op, start, place, _ = program.recomputing[index]
+    saved = ctxs[index].saved_tensors
+    if saved[place] is None:
+        _recompute(program, ctxs, start, dropped)
         ctxs[index].saved_tensors = (*saved[:place], op.fuser_recompute(ctxs[start:index]), *saved[place + 1 :])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
-from .fusion import Fusion, FusionLike
+from .fusion import FusionLike
 from .op import BasicOperation, FusedOperation, FusibleOperation, kwarg_names, op_class
 from .plan import FusionPlan, check_expansion, choose, warn_about
 from .plugins import Registration, manager
@@ -80,7 +80,8 @@ class OperationFuser:
 
     def notes(self, plan: FusionPlan) -> tuple[str, ...]:
         """What the fused ops of a plan say about themselves."""
-        ops = [step.op for p in self._programs.values() if getattr(p, "plan", None) is plan for step in p.forward]
+        kept = [program for _, programs in self._programs.values() for program in programs.values()]
+        ops = [step.op for program in kept if program.plan is plan for step in program.forward]
         noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
         return tuple(f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}" for op in noted)
 
@@ -166,21 +167,22 @@ class OperationFuser:
     # Planning
 
     def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
-        program = self._programs.get(key)
-        kept = key
-        if isinstance(program, tuple):  # there is one for each value of these facts
-            kept = (*key, _rows(program, input))
-            program = self._programs.get(kept)
         with self._lock:
+            facts, programs = self._programs.get(key, ((), {}))  # one for each value of these facts about the rows
+            program: Program | None = programs.get(_rows(facts, input))
             if program is None:
                 program = self._plan(key, input)
-            for used in {key, kept} & self._programs.keys():
-                self._programs.move_to_end(used)
+                program.row_facts = tuple(sorted({*facts, *program.row_facts}))
+                program.rows = _rows(program.row_facts, input)
+                self._programs[key] = program.row_facts, {**programs, program.rows: program}
+            self._programs.move_to_end(key)
+            while len(self._programs) > _CACHE_SIZE:
+                self._programs.popitem(last=False)
         self._last = key, program
         return program
 
     def _plan(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
-        """Make, and keep, the program for a key."""
+        """Make the program for a key."""
         grads, dtype, device, autocast, training, *_, compiling, kwargs, extras, settings = key
         self._check_tensors(dtype, device, autocast, extras or ())
         self._check_kwargs(kwargs)
@@ -199,16 +201,9 @@ class OperationFuser:
         scope = manager.scope
         before, scope.settings = scope.settings, settings  # while tracing they are not set
         try:
-            program = self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
+            return self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
         finally:
             scope.settings = before
-        if program.row_facts:
-            self._programs[key] = program.row_facts
-            key = (*key, program.rows)
-        self._programs[key] = program
-        while len(self._programs) > _CACHE_SIZE:
-            self._programs.popitem(last=False)
-        return program
 
     def _compile(
         self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any
@@ -228,16 +223,16 @@ class OperationFuser:
             for candidate in choice.taken:
                 ops = routing.ops[candidate.start : candidate.stop]
                 fused: Any = candidate.op
-                if fused is None:
-                    assert isinstance(candidate.source.fusion, Fusion)
-                    try:
-                        fused = candidate.source.fusion.build(ops)
-                    except Exception as error:
-                        warn_about(candidate.source, f"its build raised {type(error).__name__}: {error}")
-                        excluded |= {(candidate.source, candidate.start, candidate.stop)}
-                        break
-                    check_expansion(candidate.source, fused, ops)
-                fused.planned(env)
+                try:
+                    if fused is None:
+                        fused = candidate.source.fusion.build(ops)  # type: ignore[union-attr]
+                    if isinstance(fused, FusedOperation):
+                        fused.planned(env)
+                except Exception as error:
+                    warn_about(candidate.source, f"its build raised {type(error).__name__}: {error}")
+                    excluded |= {(candidate.source, candidate.start, candidate.stop)}
+                    break
+                check_expansion(candidate.source, fused, ops)
                 built.append(dataclasses.replace(candidate, op=fused))
             else:
                 choice = dataclasses.replace(choice, taken=tuple(built))

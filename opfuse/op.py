@@ -467,8 +467,7 @@ class FusedOperation(FusibleOperation):
     def planned(self, env: Environment) -> None:
         """Called once, when a plan takes this op: where it is going to run, and the options in force.
 
-        Raises:
-            ValueError: An option has a value that it cannot have.
+        If it raises, such as for an option's value, there is a warning, and the fusion is not used.
         """
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:

@@ -268,6 +268,8 @@ def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperati
         if source.kind in kinds and getattr(method, "__func__", None) is getattr(FusedOperation, name):
             what = f"is a {source.kind} fusion, but {type(fused).__name__} does not implement {name}"
             raise TypeError(f"{source.full_name} {what}")
+    if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
+        raise TypeError(f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute")
 
 
 def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:

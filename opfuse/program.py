@@ -28,8 +28,7 @@ class Step(NamedTuple):
         width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
-        recompute: How to get the input back if its first op did not keep it: the fused op before it, where that
-            starts, and the input's place among what the first op saves (backward only).
+        recompute: Where the fused op before it starts, if that can give the input again (backward only).
     """
 
     op: FusibleOperation
@@ -42,7 +41,7 @@ class Step(NamedTuple):
     width: int | None
     has_extras: bool
     owns: bool
-    recompute: tuple[FusedOperation, int, int] | None = None
+    recompute: int | None = None
 
     def call(self, direction: str) -> Call:
         """What a loop needs of it."""
@@ -68,7 +67,8 @@ class Program:
         saving: ``(op, start, stop)``: which saved tensors are its, where the declarations say how many.
         keeping: The ops that may leave anything, so that their forward contexts are kept.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
-        recomputing: ``(op, place)``: what of the saved tensors an op can compute again.
+        recomputing: Basic op -> who can compute its input again: the fused op before it, where that starts, and
+            the input's place among what the basic op saves, and among all that is saved.
         unused: Contexts that hold nothing, for other passes, since making them costs as much as the ops.
     """
 
@@ -111,9 +111,13 @@ class Program:
                 position += len(op.saved_names)
         self.saving, self.keeping = tuple(saving), tuple(keeping)
         starts = {i: start for i, start, _ in saving}
-        self.recomputing = tuple(
-            [(s.recompute[1], starts[s.start] + s.recompute[2]) for s in self.backward if s.recompute is not None]
-        )
+        ops_at = {step.start: step.op for step in self.forward}
+        self.recomputing: dict[int, tuple[Any, int, int, int]] = {}
+        for step in self.backward:
+            if step.recompute is not None:
+                place = (routing.ops[step.start].saved_names or ()).index("input")
+                first = step.recompute
+                self.recomputing[step.start] = ops_at[first], first, place, starts[step.start] + place
         self.row_facts = row_facts
         self.rows = tuple([getattr(env, fact) for fact in row_facts])
         self.unused: list[list[Any]] = []
@@ -184,7 +188,7 @@ def compile_program(
         owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
         step = run.step(routing, kwargs, env, owns=owns, forward=False)
         backward_steps.append(step._replace(**_recomputation(routing, forward, step, free)))
-    recomputing = {step.recompute[1] for step in backward_steps if step.recompute is not None}
+    recomputing = {step.recompute for step in backward_steps}
     owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
     templates = [
         dict(
@@ -213,7 +217,7 @@ def _recomputation(routing: Routing, forward: Sequence[_Run], step: Step, free: 
     for run in forward:
         if run.stop == step.start and isinstance(run.op, FusedOperation) and run.op.recomputes:
             if "input" in names and not op.context_names and step.start not in free:
-                return {"prepares": True, "recompute": (run.op, run.start, names.index("input"))}
+                return {"prepares": True, "recompute": run.start}
     return {}
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import threading
+import time
 import warnings
 
 import pytest
@@ -489,6 +491,70 @@ def test_who_would_refuse_any_number_of_rows_is_not_asked_about_them(fused, regi
     for rows in (16, 8, 3, 1):
         chain(torch.ones(rows, 2))
     assert len(chain._module_groups[0]._programs) == 1
+
+
+def test_two_who_ask_for_different_facts_are_asked_once_per_row_count(fused, register):
+    asked = []
+
+    def large(ops, env):
+        asked.append(env.rows)
+        return True if env.rows is None or env.rows >= 64 else "too few"
+
+    high = Fusion([A, B], fused("Large"), large, priority=5, needs_rows=True)
+    register(forward_fusions=[high, Fusion([A, B], fused("Aligned"), lambda ops, env: True, needs_row_alignment=True)])
+    chain = opfuse.Sequential(A(), B())
+    counts = []
+    for _ in range(4):
+        for rows in (128, 16):
+            (call,) = opfuse.explain(chain, torch.ones(rows, 2)).calls
+            assert call.plan.forward[0].fusion == ("Large" if rows == 128 else "Aligned")
+        counts.append(len(asked))
+    assert counts[-3:] == [counts[-1]] * 3
+
+
+def test_row_counts_do_not_push_other_keys_out(fused, register):
+    planned = []
+    fusion = Fusion([A, B], fused("AB"), lambda ops, env: planned.append(env) is None, needs_rows=True)
+    register(forward_fusions=[fusion])
+    chain = opfuse.Sequential(A(), B())
+
+    def cycle():
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for power in range(40):
+                    chain(torch.empty(2**power, 0))
+
+    cycle()
+    before = len(planned)
+    cycle()
+    assert len(planned) == before
+
+
+def test_threads_plan_once(fused, register):
+    planned, barrier = [], threading.Barrier(4)
+    fusion = Fusion([A, B], fused("AB"), lambda ops, env: planned.append(time.sleep(0.01)) is None)
+    register(forward_fusions=[fusion])
+    chain = opfuse.Sequential(A(), B())
+
+    def run():
+        barrier.wait()
+        chain(torch.ones(2))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(planned) == 1
+
+
+def test_a_planned_that_raises_leaves_the_ops_alone(fused, register):
+    def planned(self, env):
+        raise KeyError("gone")
+
+    register(forward_fusions=[Fusion([A, B], fused("AB", planned=planned), name="broken")])
+    with pytest.warns(PluginWarning, match=r"fusion broken \(.*\) is not used: its build raised KeyError: 'gone'"):
+        opfuse.Sequential(A(), B())(torch.ones(2))
 
 
 def test_features_are_told_where_the_chain_tells(fused, register):

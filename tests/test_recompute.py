@@ -141,3 +141,22 @@ def test_an_op_whose_context_is_kept_keeps_its_input(fused):
 
     for got, want in zip(step(), separate(step), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_one_after_the_other(fused):
+    chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU(), ops.GELU(), ops.GELU(), ops.Linear(4, 2))
+    x = torch.randn(3, 4, requires_grad=True)
+    y = chain(x)
+    results = [torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)]
+    for got in results:
+        for mine, want in zip(got, separate(lambda: gradients(chain, x)), strict=True):
+            torch.testing.assert_close(mine, want)
+
+
+def test_who_recomputes_says_how(register):
+    class Forgetful(faulty.Recomputing):
+        fuser_recompute = opfuse.FusedOperation.fuser_recompute
+
+    register(forward_fusions=[opfuse.Fusion((ops.GELU,), Forgetful)])
+    with pytest.raises(TypeError, match="Forgetful recomputes, but has no fuser_recompute"):
+        opfuse.Sequential(ops.GELU())(torch.ones(2))

@@ -401,6 +401,85 @@ def test_a_linear_behind_a_compiled_run():
     assert text.count("an op behind it does not keep its input") == 2
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [ops.RMSNorm(64).requires_grad_(False), ops.SiLU(), ops.Linear(64, 8)],
+        lambda: [ops.L2Normalization(), ops.SiLU(), ops.GELU(), ops.Linear(64, 8)],
+        lambda: [ops.Bias(64), ops.GELU(), ops.Linear(64, 8)],
+    ],
+)
+def test_a_gradient_that_the_chain_owns_is_overwritten_where_that_compiles(make):
+    chain = opfuse.Sequential(*make())
+    for p in chain[0].parameters():
+        p.requires_grad_(True)
+    compare(chain, torch.randn(9, 64), options=SMALL, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_compile_runs_as_it_was_traced(monkeypatch):
+    def broken(self, hint):
+        raise RuntimeError("no such instruction")
+
+    chain, x = opfuse.Sequential(ops.Bias(44), ops.GELU(), ops.Linear(44, 2)), torch.randn(3, 44)
+    monkeypatch.setattr(kernels.Kernel, "_compile", broken)
+    with pytest.warns(opfuse.PluginWarning, match="does not compile the .* of Bias.*no such instruction"):
+        compare(chain, x, options=SMALL)
+
+
+class Slope(opfuse.ops.Activation):
+    """Its numbers are where a user may put them."""
+
+    shared = 1.0
+
+    def __init__(self, slope):
+        super().__init__()
+        self._slope = slope
+
+    def value(self, x):
+        return x * self._slope * self.shared
+
+    def derivative(self, x):
+        return torch.full_like(x, self._slope * self.shared)
+
+
+def test_private_and_shared_numbers_of_an_activation_are_seen(monkeypatch):
+    x = torch.randn(3, 16)
+    for slope in (0.1, 0.9):
+        chain = opfuse.Sequential(ops.RMSNorm(16), Slope(slope))
+        compare(chain, x)
+    chain[1]._slope = 0.5
+    compare(chain, x)
+    monkeypatch.setattr(Slope, "shared", 3.0)
+    compare(chain, x)
+    scaled = [opfuse.Sequential(ops.ScaledActivation(Slope(slope))) for slope in (0.1, 0.9)]
+    for each in scaled:
+        compare(each, x, torch.rand(3))
+
+
+def test_objects_of_an_activation_are_refused():
+    act = Slope(lambda: 3.0)
+    assert "Slope._slope is no plain number" in refusal(act)
+    assert "Slope._slope is no plain number" in refusal(ops.ScaledActivation(act))
+
+
+def test_an_output_is_computed_again_with_the_scale_of_its_forward():
+    chain = opfuse.Sequential(ops.RMSNorm(16), ops.ConstantScale(2.0), ops.Linear(16, 4))
+    x, grads = torch.randn(5, 16), []
+    for selection in ("inductor", ""):
+        chain[1].scale = 2.0
+        with using(selection), opfuse.options(**TRACED):
+            y = chain(x)
+            chain[1].scale = 5.0
+            grads.append(torch.autograd.grad(y.sum(), chain[2].weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_no_width_and_no_compiler_named(monkeypatch):
+    compare(opfuse.Sequential(ops.SiLU(), ops.GELU()), torch.randn(4, 0))
+    monkeypatch.setenv("CXX", "")
+    assert fused.cpp_compiler() in ("g++", "clang++", None)
+
+
 def test_others_choose_first():
     class Theirs(opfuse.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):

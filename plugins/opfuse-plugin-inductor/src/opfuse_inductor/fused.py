@@ -72,6 +72,7 @@ class CompiledRun(FusedOperation):
         self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
         self._with_extras = [i for i, op in enumerate(self._ops) if op.num_extra_inputs]
         self._flags: tuple[kernels.Flags, ...] = ()
+        self._lets_go = False
         self._latest: tuple[Any, kernels.Plan | None] = (None, None)
         self._numbers: tuple[Any, list[Tensor]] = (None, [])
         self.grad_input = grad_input_of(self._ops)  # type: ignore[misc]
@@ -94,7 +95,7 @@ class CompiledRun(FusedOperation):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         size = input_.numel()
-        if size < self._min_elements or not input_.ndim or size < 2 * input_.shape[-1]:
+        if size < self._min_elements or not input_.ndim or not size or size < 2 * input_.shape[-1]:
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
@@ -118,16 +119,18 @@ class CompiledRun(FusedOperation):
         if plan is None:
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
         given = [input_, *params, *extras]
+        numbers: list[Tensor] = []
         if self._dropouts:
             given += [draw_mask(op.p, (rows, width // ratio), input_) for op, ratio in masked]
         if self._scales:
-            given += self._numbers_on(input_.device)
+            numbers = self._numbers_on(input_.device)
+            given += numbers
         items = [fit(tensor, spec, rows) for tensor, spec in zip(given, plan.specs)]  # noqa: B905  # every call
         y, *others = results = plan.forward(items, rows)
         if plan.needs_grad:
             first = basic_op_ctxs[0]
             first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]  # no copy of an input
-            first.compiled = plan, shape
+            first.compiled = plan, shape, numbers
         result: Any = [()] * len(self._ops)
         for (i, _), tensor in zip(plan.outputs, others):  # noqa: B905  # what is kept comes after them
             result[i] = ((input_ if tensor is items[0] else tensor).view(*shape, tensor.shape[-1]),)
@@ -135,7 +138,7 @@ class CompiledRun(FusedOperation):
             return input_, result
         y = y if len(shape) == 1 else y.view(*shape, y.shape[-1])
         if plan.recomputes and basic_op_ctxs[0].recomputable:
-            basic_op_ctxs[0].recomputable = y
+            basic_op_ctxs[0].recomputable, self._lets_go = y, True
         return y, result
 
     def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
@@ -237,7 +240,7 @@ class CompiledRun(FusedOperation):
         compiled = getattr(basic_op_ctxs[0], "compiled", None)
         if compiled is None:
             return self._one_by_one_backward(basic_op_ctxs, grad_output, grads)
-        plan, shape = compiled
+        plan, shape, _ = compiled
         rows = shape.numel()
         saved = self._saved(basic_op_ctxs, plan, rows)
         dy = matrix(grad_output, rows)
@@ -258,10 +261,10 @@ class CompiledRun(FusedOperation):
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
-        plan, shape = basic_op_ctxs[0].compiled
+        plan, shape, numbers = basic_op_ctxs[0].compiled
         rows = shape.numel()
         saved = self._saved(basic_op_ctxs, plan, rows)
-        y = plan.recompute(saved, self._numbers_on(saved[0].device), rows)
+        y = plan.recompute(saved, numbers, rows)
         return y if len(shape) == 1 else y.view(*shape, y.shape[-1])
 
     def _saved(self, ctxs: Sequence[Any], plan: kernels.Plan, rows: int) -> list[Tensor]:
@@ -301,7 +304,7 @@ class CompiledRun(FusedOperation):
             return "nothing was compiled, the ops ran one by one"
         times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
-        again = "; an op behind it does not keep its input, which is computed again" if plan.recomputes else ""
+        again = "; an op behind it does not keep its input, which is computed again" if self._lets_go else ""
         return "compiled in this process: " + (", ".join(parts) or "nothing yet") + again
 
 
@@ -344,15 +347,25 @@ def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
 def settings_of(op: Any) -> list[tuple[dict[str, Any], str]]:
     """Where the numbers and switches are that a kernel of this op depends on: attributes, by dictionary and name."""
     values = vars(op)
-    names = [name for name in values if not name.startswith("_") and name not in ("training", "param_names", "scale")]
-    if isinstance(op, Dropout) or not type(op).__module__.startswith("opfuse.ops"):
-        names.append("training")
-    if not isinstance(op, ConstantScale) and "scale" in values:
-        names.append("scale")
-    found = [(values, name) for name in sorted(names) if _is_plain(values[name])]
+    foreign = not type(op).__module__.startswith("opfuse.ops")
+    ignored = {"param_names"} if foreign or isinstance(op, Dropout) else {"param_names", "training"}
+    ignored |= {"scale"} if isinstance(op, ConstantScale) else set()
+    found = [(values, name) for name in sorted(own_names(op) - ignored) if _is_plain(values[name])]
+    for cls in type(op).__mro__ if foreign else ():
+        if cls.__module__.partition(".")[0] not in ("opfuse", "torch", "builtins"):
+            attributes: Any = vars(cls)
+            found += [(attributes, n) for n in sorted(attributes) if n[:2] != "__" and _is_plain(attributes[n])]
     for child in op.children():
         found += settings_of(child)
     return found
+
+
+def own_names(op: Any) -> set[str]:
+    """The attributes that are not every op's."""
+    return set(vars(op)) - (_COMMON - {"training"})
+
+
+_COMMON = set(vars(Identity()))
 
 
 def _is_plain(value: Any) -> bool:
@@ -402,7 +415,7 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor calls; None: it finds it by itself."""
     if sys.platform == "win32":
         return None
-    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()[0]
+    return (os.environ.get("CXX", "").split() or ["clang++" if sys.platform == "darwin" else "g++"])[0]
 
 
 def _unfit(ops: Sequence[Any]) -> str | None:
@@ -416,9 +429,11 @@ def _unfit(ops: Sequence[Any]) -> str | None:
             continue
         if isinstance(op, (Activation, ScaledActivation)) and (op.param_names or list(op.buffers())):
             return f"{name} has tensors of its own, which a compiled function would take for constants"
-        opaque = [n for n, value in vars(op).items() if not n.startswith("_") and not _is_plain(value)]
-        if opaque:
-            return f"{name}.{opaque[0]} is no plain number, which a compiled function would take for a constant"
+    for part in [module for op in ops for module in op.modules()]:
+        opaque = sorted(n for n in own_names(part) if not _is_plain(vars(part)[n]))
+        if opaque and not type(part).__module__.startswith("opfuse.ops"):
+            which = f"{op_class(part).__name__}.{opaque[0]}"
+            return f"{which} is no plain number, which a compiled function would take for a constant"
     return None
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opfuse import BasicOperation, OperationContext
+from opfuse import BasicOperation, OperationContext, PluginWarning
 from opfuse.op import ModuleCache
 from opfuse.ops import (
     AddExtraInput,
@@ -35,7 +35,9 @@ from opfuse.ops import (
     Dropout,
     GatedActivation,
     Identity,
+    L2Normalization,
     MakeExtraOutput,
+    RMSNorm,
     ScaledActivation,
 )
 from opfuse.ops._common import wide
@@ -71,6 +73,10 @@ def cached(key: Any, make: Callable[[], Any]) -> Any:
 # Compiling
 
 
+class NotCompiled(RuntimeError):
+    """A kernel that overwrites one of its inputs cannot be compiled."""
+
+
 class Kernel:
     """A function of tensors, traced and compiled when it is first called.
 
@@ -86,6 +92,7 @@ class Kernel:
         used: Which inputs the graph reads.
         names: What the function calls the tensors it gives.
         in_place: Whether it overwrites one of them.
+        of: What it was made for.
         slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
     """
 
@@ -96,6 +103,7 @@ class Kernel:
         self.seconds = 0.0
         self.names: tuple[Any, ...] = ()
         self.in_place = False
+        self.of: Any = ()
         self._function, self._specs, self._device, self._backend = function, tuple(specs), device, backend
         self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
         self._by_rows: dict[int, Callable[..., Any]] = {}
@@ -134,7 +142,16 @@ class Kernel:
             if run is None:
                 hint = HINT if not self._variants and rows <= HINT else max(rows, 2)
                 with announced(self.title, self):
-                    holds, run = self._compile(hint if len(self._variants) < MAX_VARIANTS else rows)
+                    try:
+                        holds, run = self._compile(hint if len(self._variants) < MAX_VARIANTS else rows)
+                    except Exception as error:
+                        if self.in_place:  # who calls it has another way
+                            raise NotCompiled(self.title) from error
+                        what = f"Inductor does not compile {self.title}, which runs as it was traced"
+                        switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
+                        text = f"{what}; {switch}: {type(error).__name__}: {str(error)[:500]}"
+                        warnings.warn(PluginWarning(text), stacklevel=2)
+                        holds, run = (lambda rows: True), lambda tensors: self._graph(*tensors)
                 self._variants.append((holds, run))
                 if not holds(rows):  # the hint was for more rows
                     return self._for_rows(rows)
@@ -454,12 +471,14 @@ class Plan:
 
     def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False) -> Kernel:
         """The kernel for incoming gradients like these; ``in_place``: where that can be, it overwrites ``dy``."""
-        if in_place:
+        if in_place and not any(isinstance(op, (RMSNorm, L2Normalization)) for op in self._run.ops):
             kernel = self._backward(dy, grads)
             slots, given = dict(zip(kernel.names, kernel.slots, strict=True)), len(self._kept_specs) + len(self._flat)
             fits = (dy.dtype, dy.width) == (self.specs[0].dtype, self.specs[0].width)
             if not fits or slots.get("x", (True, 0))[0] or (True, given) in slots.values():
                 return kernel
+        else:
+            in_place = False
         key = dy, tuple(grads.items()), in_place
         if key not in self._backwards:
             slots, kept = list(grads), len(self._kept_specs)
@@ -480,7 +499,7 @@ class Plan:
             full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
             title = f"the backward of {self._title}"
             self._backwards[key] = cached(full, lambda: Kernel(title, function, specs, self._device, self._backend))
-            self._backwards[key].in_place = in_place
+            self._backwards[key].in_place, self._backwards[key].of = in_place, (dy, grads)
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
@@ -552,7 +571,15 @@ class Plan:
             kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy)
             self._latest = key, kernel
         tensors = self._saved_tensors(saved, numbers)
-        found = dict(zip(kernel.names, kernel([*tensors, *numbers, dy, *grads.values()], rows), strict=True))
+        given = [*tensors, *numbers, dy, *grads.values()]
+        try:
+            results = kernel(given, rows)
+        except NotCompiled:
+            (of_dy, of_grads), kernel = kernel.of, self._backward(*kernel.of)
+            self._latest = key, kernel
+            self._backwards[of_dy, tuple(of_grads.items()), True] = kernel  # and do not try again
+            results = kernel(given, rows)
+        found = dict(zip(kernel.names, results, strict=True))
         if kernel.in_place:
             found["x"] = dy
         if self._outside_bias and self._run.flags[0].param_requires_grad[0]:
@@ -562,4 +589,5 @@ class Plan:
     @property
     def kernels(self) -> dict[str, list[Kernel]]:
         """By pass."""
-        return {"forward": [self._forward], "backward": list(self._backwards.values())}
+        again = [self._again] if self._again is not None else []
+        return {"forward": [self._forward], "backward": list(self._backwards.values()), "output again": again}
