@@ -75,9 +75,9 @@ CASES = {
         ("linear+scale",),
         True,
     ),
-    "scale": Case(lambda: [linear(bias=False), ops.ConstantScale(0.3)], (), ("linear+scale",)),
+    "scale": Case(lambda: [linear(bias=False), ops.ConstantScale(0.3)], ("linear",), ("linear+scale",)),
     "fork": Case(lambda: [ops.MakeExtraOutput(), linear()], ("linear+bias",), ("linear+add",)),
-    "fork, no bias": Case(lambda: [ops.MakeExtraOutput(), linear(bias=False)], (), ("linear+add",)),
+    "fork, no bias": Case(lambda: [ops.MakeExtraOutput(), linear(bias=False)], ("linear",), ("linear+add",)),
     "act+bias": Case(lambda: [ops.Bias(IN), ops.GELU()], (), ("activation+bias",)),
     "owned": Case(lambda: [linear(), ops.GELU(), ops.Linear(OUT, OUT)], (BACK, "linear+bias"), (BACK, BACK)),
 }

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
 from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, SiLU
@@ -31,12 +30,30 @@ _EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
 # A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's is slow.
 
 
+class ForwardLinear(FusedOperation):
+    """Linear alone, in the faster of PyTorch's libraries."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Ctxs,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return kernels.linear(x, weight, None), ((),)
+
+
 class ForwardLinearBias(FusedOperation):
     """Linear + bias: the bias goes into the matrix product."""
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self._small = kernels.small_size(env)
+        self._small, self._linear = kernels.for_small(env)
 
     def fuser_forward(
         self,
@@ -52,7 +69,7 @@ class ForwardLinearBias(FusedOperation):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params
         if x.numel() < self._small and bias.dtype is x.dtype:
-            return F.linear(x, weight, bias), ((), ())
+            return self._linear(x, weight, bias), ((), ())
         return kernels.linear(x, weight, bias), ((), ())
 
 
@@ -71,7 +88,9 @@ class ForwardLinearBiasActivation(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         self.recomputes = _recomputes(env) and not env.compiling
-        self._small = 0 if self.recomputes else kernels.small_size(env)
+        self._small, self._linear = kernels.for_small(env)
+        if self.recomputes:
+            self._small = 0
 
     def fuser_forward(
         self,
@@ -89,7 +108,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
-            return forward_value(operand(act, F.linear(x, weight, bias))), no_extras
+            return forward_value(operand(act, self._linear(x, weight, bias))), no_extras
         if epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue)
             if y is not None:
@@ -257,6 +276,12 @@ def _activation_pays(ops: Any, env: Environment) -> bool | str:
     return _plain_and_pays(ops, env) if apart is True else apart
 
 
+def _alone_pays(ops: Any, env: Environment) -> bool | str:
+    if env.device.type != "cpu":
+        return "a product with nothing around it has one library here"
+    return _plain_and_pays(ops, env)
+
+
 def _pays(ops: Any, env: Environment) -> bool | str:
     features = max(op.in_features or 0 for op in ops)
     if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
@@ -272,6 +297,7 @@ def adds_nothing(env: Environment) -> bool:
 _ACT = Subclasses(Activation)
 
 FORWARD = [
+    Fusion((BasicLinear,), ForwardLinear, _alone_pays, name="linear"),
     Fusion((BasicLinear, Bias), ForwardLinearBias, name="linear+bias"),
     Fusion(
         (BasicLinear, Maybe(Bias), _ACT), ForwardLinearBiasActivation, _with_activation, name="linear+bias+activation"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,9 +56,15 @@ def onednn_has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def small_size(env: Environment) -> int:
-    """Elements below which PyTorch's own call is taken at once, since finding a better one would take longer."""
-    return 0 if env.compiling or env.dtype is torch.bfloat16 else ONEDNN_MIN_SIZE
+def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The elements of an input below which it takes too long to find the best product, and the one to take then."""
+    afterwards = env.dtype is torch.bfloat16 and env.device.type == "cpu"
+    return 0 if env.compiling else ONEDNN_MIN_SIZE, linear_then_add if afterwards else F.linear
+
+
+def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The product, and the bias added to it in place."""
+    return F.linear(x, weight).add_(bias)
 
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -100,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight):
         return _onednn(x, weight, bias)
     if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
-        return F.linear(x, weight).add_(bias)
+        return linear_then_add(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
