@@ -125,10 +125,16 @@ def table(rows: Iterable[Row]) -> list[str]:
 
 
 def bars(axis: Any, rows: list[Row], label: str) -> None:
-    """A bar for each ratio, its goal as a line and its bound as a ring."""
+    """A bar from 1 to each ratio, on a logarithmic scale, its goal as a line and its bound as a ring."""
     at = range(len(rows))
     style = {"xerr": [(row["noise"] or 0) * row["value"] for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
-    axis.barh(at, [row["value"] for row in rows], color=[COLORS[row["pass"]] for row in rows], **style)
+    axis.barh(at, [row["value"] - 1 for row in rows], left=1, color=[COLORS[row["pass"]] for row in rows], **style)
+    axis.set_xscale("log")
+    ticks = [0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20]
+    axis.set_xticks(ticks, map(str, ticks), minor=False)
+    axis.set_xticks([], minor=True)
+    marked = [row[name] for row in rows for name in ("value", "goal", "bound") if row[name]]
+    axis.set_xlim(min([0.8, *marked]) / 1.1, max([1.8, *marked]) * 1.15)
     line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
     for name, style in (("goal", line), ("bound", ring)):
         if found := [(row[name], i) for i, row in enumerate(rows) if row[name] is not None]:
@@ -149,7 +155,7 @@ def plot(rows: list[Row], title: str) -> str:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan")]
+    shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan", "fused-plan")]
     halves = [
         (half, label) for cost, label in LABELS.items() if (half := [row for row in shown if row["cost"] == cost])
     ]
