@@ -939,7 +939,7 @@ def test_the_noise_is_a_share_of_the_ratio(monkeypatch):
     drawn = []
     monkeypatch.setattr(axis, "barh", lambda at, values, xerr, **style: drawn.append((values, xerr)))
     report.bars(axis, [row], "")
-    assert drawn == [([8.0], [pytest.approx(0.4)])]
+    assert drawn == [([8.0 - 1], [pytest.approx(0.4)])]
 
 
 def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
