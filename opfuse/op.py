@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class OperationContext:
     """What one basic op leaves in forward for its backward: an open bag of attributes.
 
-    The fuser fills in the documented attributes before ``op_forward`` runs. An op may add attributes if it
+    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change them, since
+    what it writes there would be there in later calls. It may add attributes if it
     declares ``context_names``, or declares nothing at all; tensors go through :meth:`save_for_backward`. The
     backward gets another context with the same attributes, so nothing written in forward is ever mutated.
     Keep no reference to a context: that of an op that adds no attributes takes none (an AttributeError says
