@@ -16,7 +16,7 @@ from . import kernels
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
 
-MAX_FEATURES_WITH_ACTIVATION = 128
+MIN_FEATURES_APART = 128
 """Features from which an activation stays a step of its own in training on a CPU.
 
 Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of Python, no time of the
@@ -33,16 +33,7 @@ _EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
 class ForwardLinear(FusedOperation):
     """Linear alone, in the faster of PyTorch's libraries."""
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: Ctxs,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Any,
-    ) -> tuple[Tensor, Any]:
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         return kernels.linear(x, weight, None), ((),)
@@ -259,7 +250,7 @@ def _recomputes(env: Environment) -> bool:
 
 def _with_activation(ops: Any, env: Environment) -> bool | str:
     features = max(ops[0].in_features, ops[0].out_features)
-    if env.device.type != "cpu" or not env.requires_grad or features < MAX_FEATURES_WITH_ACTIVATION or _recomputes(env):
+    if env.device.type != "cpu" or not env.requires_grad or features < MIN_FEATURES_APART or _recomputes(env):
         return True
     return "on a CPU the backward needs the activation's input, so the activation cannot go into the product"
 
