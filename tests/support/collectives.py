@@ -1,5 +1,6 @@
 """What one process of the collectives' test does. In a module of its own, so that the other process can import it."""
 
+import gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,21 +10,12 @@ from opfuse import ops
 
 
 def run(rank, size, path):
-    import datetime
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=30)
-    )
-    try:
+    with gloo.member(rank, size, path):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             _check_all(rank, size, dtype)
         _check_layouts(rank, size)
         _check_inside_a_chain(rank, size)
         _check_errors()
-        dist.barrier()  # neither leaves while the other still reads from it
-    finally:
-        dist.destroy_process_group()
 
 
 def _inputs(size, rows, dtype):
