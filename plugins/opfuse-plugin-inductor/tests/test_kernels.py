@@ -99,6 +99,19 @@ def test_compiled_with_a_residual_inside_and_more_rows_than_the_hint():
         compare(chain, x, options=SMALL, rtol=1e-4, atol=1e-3)  # a sum over thousands of rows
 
 
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-14), (torch.float16, 2**-24)], ids=str)
+@pytest.mark.parametrize("make", [ops.SwiGLU, ops.GELU, ops.QGELU])
+def test_all_numbers_of_half_precision(make, dtype, least):
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    numbers = torch.where(numbers.abs() < 1e4, numbers, 0).view(-1, 16)
+    x = torch.cat([numbers, torch.ones_like(numbers)], 1)
+    chain = opfuse.Sequential(make())
+    with using(""):
+        expected = step(chain, x.double())
+    for got, want in zip(step(chain, x, options=SMALL), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=least)
+
+
 def test_another_process_reads_the_disk_cache(tmp_path):
     code = """
 import torch, opfuse
