@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     start = time.monotonic()
     deadline = start + options.budget
-    result = about(options.suite, device) | {"command": " ".join(["python -m benchmarks", *sys.argv[1:]])}
+    command = re.sub(r" --out[ =]\S+", "", " ".join(["python -m benchmarks", *sys.argv[1:]]))
+    result = about(options.suite, device) | {"command": command}
     stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
     with stream:  # a CUDA graph cannot be captured on the default one
         result["ceilings"] = {} if options.no_ceilings else ceilings(device)

@@ -225,10 +225,13 @@ def committed() -> list[Run]:
     runs: list[Run] = []
     seen: set[tuple[str, ...]] = set()
     for run in sorted(runs_in(RESULTS).values(), key=lambda run: run["time"], reverse=True):
-        ratios = [row for row in run["ratios"] if (run["suite"], *key(row)) not in seen]
+        mark = "; allocator tuned" * (run["host"].get("allocator") == "tuned")
+        marked = {of: [row | {"case": row["case"] + mark} for row in run[of]] for of in ("ratios", "cases")}
+        ratios = [row for row in marked["ratios"] if (run["suite"], *key(row)) not in seen]
         cases = {(row["id"], row["case"]) for row in ratios}
         if ratios:
-            runs.append(run | {"ratios": ratios, "cases": [c for c in run["cases"] if (c["id"], c["case"]) in cases]})
+            left = [case for case in marked["cases"] if (case["id"], case["case"]) in cases]
+            runs.append(run | {"ratios": ratios, "cases": left})
             seen |= {(run["suite"], *key(row)) for row in ratios}
     return runs
 

@@ -119,7 +119,7 @@ def opfuse_options() -> dict[str, Any]:
     """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
 
     Who sets one with :class:`opfuse.options` finds it in ``env.options`` of every fusion; a name that the plugin does
-    not declare is refused when a plan is made.
+    not declare, or a value of another type than the default's (None: any), is refused when a plan is made.
 
     Example:
         @opfuse.hookimpl

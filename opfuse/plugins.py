@@ -297,17 +297,23 @@ class PluginManager:
         return found
 
     def check_options(self, given: Options) -> None:
-        """Refuse options that a plugin in use should know and does not; warn of those that are nobody's.
+        """Refuse options that a plugin in use does not know or of another type; warn of those that are nobody's.
 
         Raises:
-            ValueError: There is one.
+            ValueError: A plugin does not have an option of this name.
+            TypeError: The option takes another type: that of its default.
         """
         selection = Selection.parse(self.scope.selection)
         active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
-        for name, owner in [(name, name.partition(".")[0]) for name, _ in given if "." in name]:
-            known = [option for record in active if record.name == owner for option in record.options]
+        for name, value in [(name, value) for name, value in given if "." in name]:
+            owner = name.partition(".")[0]
+            known = {o: default for record in active if record.name == owner for o, default in record.options.items()}
             if name not in known and any(record.name == owner for record in active):
                 raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
+            default = known.get(name)
+            kind: Any = (int, float) if isinstance(default, float) else type(default)
+            if default is not None and not isinstance(value, kind):
+                raise TypeError(f"option {name!r} of the plugin {owner}: expected one like {default!r}, got {value!r}")
             if not any(record.name == owner for record in self.records) and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)

@@ -978,13 +978,20 @@ def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
         "new": {"time": "2026-01-02", "suite": "cpu", "ratios": [{**row, "case": "b", "value": 2}]},
         "gpu": {"time": "2026-01-03", "suite": "gpu-quick", "ratios": [{**row, "case": "b", "value": 3}]},
         "older": {"time": "2025-01-01", "suite": "cpu", "ratios": [{**row, "case": "a", "value": 4}]},
+        "tuned": {"time": "2024-01-01", "suite": "cpu", "ratios": [{**row, "case": "a", "value": 5}]},
     }
-    for run in runs.values():
+    for name, run in runs.items():
+        run["host"] = {"allocator": "tuned" if name == "tuned" else "default"}
         run["cases"] = [{"id": "C2", "case": each["case"], "of": each["value"]} for each in run["ratios"]]
     monkeypatch.setattr(report, "runs_in", lambda folder: runs)
     found = report.committed()
-    assert [[(r["case"], r["value"]) for r in run["ratios"]] for run in found] == [[("b", 3)], [("b", 2)], [("a", 1)]]
-    assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1]]
+    assert [[(r["case"], r["value"]) for r in run["ratios"]] for run in found] == [
+        [("b", 3)],
+        [("b", 2)],
+        [("a", 1)],
+        [("a; allocator tuned", 5)],
+    ]
+    assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1], [5]]
 
 
 

@@ -277,13 +277,17 @@ def test_options_are_declared(register, monkeypatch):
         @staticmethod
         @opfuse.hookimpl
         def opfuse_options():
-            return {"example.size": 4, "example.mode": "fast"}
+            return {"example.size": 4, "example.mode": "fast", "example.rate": 0.5, "example.any": None}
 
     record = plugins.register(Plugin, name="example")
     chain, x = opfuse.Sequential(opfuse.ops.Identity()), torch.ones(2)
     try:
-        with opfuse.options(**{"example.size": 8}):
+        with opfuse.options(**{"example.size": 8, "example.rate": 1, "example.any": "x"}):
             chain(x)
+        for name, value in {"size": "8", "mode": 1, "rate": None}.items():
+            text = f"option 'example.{name}' of the plugin example: expected one like .*, got {value!r}"
+            with opfuse.options(**{f"example.{name}": value}), pytest.raises(TypeError, match=text):
+                chain(x)
         with (
             opfuse.options(**{"example.sise": 8}),
             pytest.raises(ValueError, match=r"unknown option 'example.sise': the plugin example has example.size, exam"),

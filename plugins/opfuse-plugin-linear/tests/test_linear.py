@@ -423,7 +423,7 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert "the backward needs the activation's input" in str(opfuse.explain(chain, x))
     with opfuse.options(**{"linear.recompute": "yes"}):
-        with pytest.warns(opfuse.PluginWarning, match="linear.recompute is 'yes', expected True or False"):
+        with pytest.raises(TypeError, match="'linear.recompute' of the plugin linear: expected one like False, got 'yes'"):
             chain(x)
 
 

@@ -125,6 +125,10 @@ class ForwardLinearAdd(FusedOperation):
         scale = basic_ops[1:-1] if isinstance(basic_ops[1], ConstantScale) else ()
         self._parts = has_bias, scale, basic_ops[-1].check_extra, ((),) * len(basic_ops)
 
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._small, self._linear = kernels.for_small(env)
+
     def fuser_forward(
         self,
         basic_op_ctxs: Ctxs,
@@ -139,13 +143,13 @@ class ForwardLinearAdd(FusedOperation):
         has_bias, scaling, check_extra, no_extras = self._parts
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
-        scale = scaling[0].scale if scaling else 1.0
         extra: Any = basic_op_extra_inputs[-1][0]
-        if has_bias and kernels.is_small(x) and extra.dtype is x.dtype:  # adding afterwards is as fast
-            y = kernels.linear(x, weight, bias)
+        if has_bias and x.numel() < self._small and extra.dtype is bias.dtype is x.dtype:
+            y = self._linear(x, weight, bias)
             if check_extra(basic_op_ctxs[-1], extra, y.shape):
                 return extra.detach().add_(y), no_extras
             return y.add_(extra), no_extras
+        scale = scaling[0].scale if scaling else 1.0
         if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
         if extra.dtype is not x.dtype:
@@ -242,9 +246,7 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
 
 
 def _recomputes(env: Environment) -> bool:
-    wanted = env.options.get("linear.recompute", False)
-    if not isinstance(wanted, bool):
-        raise ValueError(f"the option linear.recompute is {wanted!r}, expected True or False")
+    wanted: bool = env.options.get("linear.recompute", False)
     return wanted
 
 
