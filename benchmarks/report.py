@@ -163,7 +163,8 @@ def plot(rows: list[Row], title: str) -> str:
         return ""
     heights = [len(half) + 1.5 for half, _ in halves]
     with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
-        options = {"figsize": (10, 0.24 * sum(heights) + 0.6), "squeeze": False, "height_ratios": heights}
+        wide = 5 + 0.056 * max(len(row["case"] + against(row)) for row in shown)  # inches: bars, and what names them
+        options = {"figsize": (wide, 0.24 * sum(heights) + 0.6), "squeeze": False, "height_ratios": heights}
         figure, axes = pyplot.subplots(len(halves), **options)
         for (half, label), axis in zip(halves, axes[:, 0], strict=True):
             bars(axis, half, label)
@@ -225,7 +226,7 @@ def committed() -> list[Run]:
     runs: list[Run] = []
     seen: set[tuple[str, ...]] = set()
     for run in sorted(runs_in(RESULTS).values(), key=lambda run: run["time"], reverse=True):
-        mark = "; allocator tuned" * (run["host"].get("allocator") == "tuned")
+        mark = "; tuned allocator" * (run["host"].get("allocator") == "tuned")
         marked = {of: [row | {"case": row["case"] + mark} for row in run[of]] for of in ("ratios", "cases")}
         ratios = [row for row in marked["ratios"] if (run["suite"], *key(row)) not in seen]
         cases = {(row["id"], row["case"]) for row in ratios}
@@ -279,7 +280,8 @@ def unfused(run: Run) -> list[tuple[str, float]]:
 
 def pictured(runs: list[Run]) -> list[Row]:
     """The rows in the page's picture."""
-    return [row for run in runs for row in run["ratios"] if row["id"] != "L1" and row["value"] is not None]
+    rows = [row for run in runs for row in run["ratios"] if row["id"] != "L1" and row["value"] is not None]
+    return sorted(rows, key=lambda row: row["id"])
 
 
 def page() -> int:

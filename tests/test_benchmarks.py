@@ -989,7 +989,7 @@ def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
         [("b", 3)],
         [("b", 2)],
         [("a", 1)],
-        [("a; allocator tuned", 5)],
+        [("a; tuned allocator", 5)],
     ]
     assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1], [5]]
 
