@@ -100,7 +100,7 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
         noise = f"±{row['noise']:.1%}" if row["noise"] else ""
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
-            f"{row['id']:4}{row['case'][:66]:67}{against:24}{value:9}{noise:8}{goal:8}{verdict(row, slack)[:60]}"
+            f"{row['id']:4}{row['case']:84}{against:24}{value:9}{noise:8}{goal:8}{verdict(row, slack)[:60]}"
             + ", within the noise" * near(row)
         )
     if result["left_out"]:

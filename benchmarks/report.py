@@ -75,11 +75,13 @@ def compare(before: str, after: str) -> int:
     if not both:
         raise SystemExit(f"{before} and {after} have no ratio in common")
     if machine(first) != machine(second):
-        print(f"of different machines: {machine(first)}\n                  and: {machine(second)}")
-    for then, now in both:
-        name = f"{now['id']:4}{now['case'][:70]:71}{now['num']} / {now['den']}"
+        print(f"of different machines or settings: {machine(first)}\nand: {machine(second)}")
+    names = [f"{now['id']:4}{now['case']}  {now['num']} / {now['den']}" for _, now in both]
+    wide = max(map(len, names)) + 2
+    print(f"{'':{wide}}  before   after  change")
+    for name, (then, now) in zip(names, both, strict=True):
         numbers = "".join(" " * 8 if row["value"] is None else f"{row['value']:8.3f}" for row in (then, now))
-        print(f"{name:110}{numbers}{change(then, now)}")
+        print(f"{name:{wide}}{numbers}{change(then, now)}")
     if alone := len(old.keys() ^ new.keys()):
         print(f"{alone} ratios are in one of the two only")
     return 0

@@ -37,7 +37,10 @@ class options(Setting):
             expected = _CORE_OPTIONS.get(name)
             if expected is not None and type(value) is not expected:
                 raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")
-            hash(value)
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(f"option {name!r}: expected a hashable value, got {value!r}") from None
         if values.get("fusion_limit", 0) < 0:
             raise ValueError(f"option fusion_limit must not be negative, got {values['fusion_limit']}")
         super().__init__(manager.scope, 0, values)

@@ -311,9 +311,10 @@ class PluginManager:
             if name not in known and any(record.name == owner for record in active):
                 raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
             default = known.get(name)
-            kind: Any = (int, float) if isinstance(default, float) else type(default)
-            if default is not None and not isinstance(value, kind):
-                raise TypeError(f"option {name!r} of the plugin {owner}: expected one like {default!r}, got {value!r}")
+            kind = type(default)
+            if default is not None and type(value) not in ((int, float) if kind is float else (kind,)):
+                expected = f"expected {kind.__name__} such as {default!r}, got {value!r}"
+                raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
             if not any(record.name == owner for record in self.records) and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)

@@ -949,7 +949,7 @@ def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsy
     (tmp_path / "b").write_text(json.dumps(EMPTY | other))
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     first, second, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "of different machines: c, 1 thread(s); torch 2"
+    assert first == "of different machines or settings: c, 1 thread(s); torch 2"
     assert second.strip() == "and: c, 2 thread(s); allocator tuned; torch 2"
     assert last == "1 ratios are in one of the two only"
 

@@ -284,8 +284,8 @@ def test_options_are_declared(register, monkeypatch):
     try:
         with opfuse.options(**{"example.size": 8, "example.rate": 1, "example.any": "x"}):
             chain(x)
-        for name, value in {"size": "8", "mode": 1, "rate": None}.items():
-            text = f"option 'example.{name}' of the plugin example: expected one like .*, got {value!r}"
+        for name, value, kind in (("size", "8", "int"), ("size", True, "int"), ("mode", 1, "str"), ("rate", None, "float")):
+            text = f"option 'example.{name}' of the plugin example: expected {kind} such as .*, got {value!r}"
             with opfuse.options(**{f"example.{name}": value}), pytest.raises(TypeError, match=text):
                 chain(x)
         with (

@@ -423,7 +423,7 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert "the backward needs the activation's input" in str(opfuse.explain(chain, x))
     with opfuse.options(**{"linear.recompute": "yes"}):
-        with pytest.raises(TypeError, match="'linear.recompute' of the plugin linear: expected one like False, got 'yes'"):
+        with pytest.raises(TypeError, match="'linear.recompute' of the plugin linear: expected bool such as False, got 'yes'"):
             chain(x)
 
 
@@ -436,3 +436,23 @@ def test_what_is_frozen_is_not_computed_again():
     (expected,) = torch.autograd.grad(y.sum(), chain[2].weight)
     with opfuse.plugins.using(""):
         torch.testing.assert_close(torch.autograd.grad(chain(x).sum(), chain[2].weight)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "bias"), [(5, True), (600, True), (600, False)])
+def test_a_subclass_of_tensor_brings_its_own_addition(dtype, rows, bias):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    chain = opfuse.Sequential(ops.Linear(64, 48, bias=bias, dtype=dtype), ops.AddExtraInput())
+    x, extra = torch.randn(rows, 64, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
+    with opfuse.plugins.using("linear"), torch.no_grad():
+        got, expected = chain(x, TwoTensor(extra, extra.clone())), chain(x, extra)
+    assert type(got) is TwoTensor
+    torch.testing.assert_close(got.a, expected, rtol=2e-2, atol=2e-2)
+    linear = opfuse.Sequential(ops.Linear(64, 48, dtype=dtype))
+    linear[0].bias = torch.nn.Parameter(TwoTensor(extra[0], extra[0].clone()), requires_grad=False)
+    with opfuse.plugins.using("linear"), torch.no_grad():
+        got = linear(x)
+    with opfuse.plugins.using(""), torch.no_grad():
+        expected = linear(x)
+    torch.testing.assert_close(getattr(got, "a", got), expected.a)

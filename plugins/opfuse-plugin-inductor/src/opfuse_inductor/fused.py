@@ -305,7 +305,7 @@ class CompiledRun(FusedOperation):
         times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
         again = "; an op behind it does not keep its input, which is computed again" if self._lets_go else ""
-        return "compiled in this process: " + (", ".join(parts) or "nothing yet") + again
+        return "time spent tracing and compiling in this process: " + (", ".join(parts) or "nothing yet") + again
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:

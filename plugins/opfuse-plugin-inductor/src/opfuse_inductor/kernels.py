@@ -108,7 +108,8 @@ class Kernel:
         self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
         self._by_rows: dict[int, Callable[..., Any]] = {}
         self._threads = torch.get_num_threads()
-        graph, _, _ = trace(self._named, self._specs, device, HINT)
+        with announced(title, self):
+            graph, _, _ = trace(self._named, self._specs, device, HINT)
         self.used, self.slots = prune(graph)
         self._graph = graph
 
@@ -133,7 +134,7 @@ class Kernel:
         if is_dynamo_compiling():  # compiled autograd traces a backward: let it see the operations
             computed = self._graph(*read)
         else:
-            computed = (self._by_rows.get(rows) or self._for_rows(rows))(read)
+            computed = (self._by_rows.get(rows) or self._for_rows(rows))([rows, *read])
         return [tensors[i] if is_input else computed[i] for is_input, i in self.slots]
 
     def _for_rows(self, rows: int) -> Callable[..., Any]:
@@ -141,6 +142,7 @@ class Kernel:
             run = next((run for holds, run in self._variants if holds(rows)), None)
             if run is None:
                 hint = HINT if not self._variants and rows <= HINT else max(rows, 2)
+                before = self.seconds
                 with announced(self.title, self):
                     try:
                         holds, run = self._compile(hint if len(self._variants) < MAX_VARIANTS else rows)
@@ -151,7 +153,8 @@ class Kernel:
                         switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
                         text = f"{what}; {switch}: {type(error).__name__}: {str(error)[:500]}"
                         warnings.warn(PluginWarning(text), stacklevel=2)
-                        holds, run = (lambda rows: True), lambda tensors: self._graph(*tensors)
+                        holds, run = (lambda rows: True), lambda args: self._graph(*args[1:])
+                logger.info("compiled %s in %.1f s", self.title, self.seconds - before)
                 self._variants.append((holds, run))
                 if not holds(rows):  # the hint was for more rows
                     return self._for_rows(rows)
@@ -162,7 +165,7 @@ class Kernel:
 
     def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
         if self._backend == "eager" or (self.slots and all(is_input for is_input, _ in self.slots)):
-            return lambda rows: True, lambda tensors: self._graph(*tensors)
+            return lambda rows: True, lambda args: self._graph(*args[1:])
         graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
         used, slots = prune(graph)
         assert (used, slots) == (self.used, self.slots)
@@ -170,10 +173,15 @@ class Kernel:
         from torch._inductor.compile_fx import compile_fx_inner
 
         inputs = [fakes[i] for i in used]
+        # Inductor's cache on disk keeps those guards that it can write in terms of numbers among the inputs
+        rows = next(fake.shape[0] for i, fake in zip(used, inputs, strict=True) if self._specs[i].shape is None)
+        with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
+            graph.graph.placeholder("rows").meta["val"] = rows
+        graph.recompile()
         with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
             with config.patch({"cpp.threads": self._threads}), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
-                run: Any = compile_fx_inner(graph, inputs)
+                run: Any = compile_fx_inner(graph, [rows, *inputs])
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
         return lambda rows: all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards), run
 
@@ -182,7 +190,7 @@ class Kernel:
 def announced(title: str, kernel: Kernel) -> Iterator[None]:
     """Count the time on ``kernel``, and say what is going on when it takes long."""
     started = time.perf_counter()
-    message = "opfuse-plugin-inductor is compiling %s, once for this machine; the log level ERROR of %r silences this"
+    message = "opfuse-plugin-inductor is compiling %s, or loading it; the log level ERROR of %r silences this"
     timer = threading.Timer(PATIENCE, logger.warning, (message, title, logger.name))
     timer.daemon = True
     timer.start()
@@ -190,9 +198,7 @@ def announced(title: str, kernel: Kernel) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        seconds = time.perf_counter() - started
-        kernel.seconds += seconds
-        logger.info("compiled %s in %.1f s", title, seconds)
+        kernel.seconds += time.perf_counter() - started
 
 
 # Runs of ops

@@ -148,11 +148,11 @@ class ForwardLinearAdd(FusedOperation):
             y = self._linear(x, weight, bias)
             if check_extra(basic_op_ctxs[-1], extra, y.shape):
                 return extra.detach().add_(y), no_extras
-            return y.add_(extra), no_extras
+            return kernels.added(y, extra), no_extras
         scale = scaling[0].scale if scaling else 1.0
         if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
-        if extra.dtype is not x.dtype:
+        if extra.dtype is not x.dtype or type(extra) not in kernels.PLAIN:
             return torch.add(extra, kernels.linear(x, weight, bias), alpha=scale), no_extras
         return kernels.linear_add(x, weight, bias, extra, scale), no_extras
 

@@ -34,6 +34,9 @@ ONEDNN_MIN_ADDEND = 1 << 14
 """Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
 
 
+PLAIN = Tensor, Parameter
+"""A subclass of them brings its own operations."""
+
 MIN_FEATURES = 32
 """Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is all Python."""
 
@@ -63,21 +66,27 @@ def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor],
 
 
 def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The product, and the bias added to it in place."""
-    return F.linear(x, weight).add_(bias)
+    """The product, and the bias added to it."""
+    return added(F.linear(x, weight), bias)
 
 
-def _use_onednn(x: Tensor, weight: Tensor) -> bool:
+def added(product: Tensor, addend: Tensor) -> Tensor:
+    """Their sum, in place of the product unless the addend is of a subclass of Tensor, which decides itself."""
+    return product.add_(addend) if type(addend) in PLAIN else product + addend
+
+
+def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
     return (
-        type(x) is Tensor  # a subclass brings its own operations
+        type(x) is Tensor
         and not is_dynamo_compiling()
         and x.numel() >= ONEDNN_MIN_SIZE
         and (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
         and x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
         and min(weight.shape) >= ONEDNN_MIN_WIDTH
         and x.is_cpu
-        and type(weight) in (Tensor, Parameter)
+        and type(weight) in PLAIN
+        and (addend is None or type(addend) in PLAIN)
         and not is_compiling()
         and x.layout is torch.strided
         and torch._C._get_mkldnn_enabled()
@@ -104,7 +113,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = x.dtype
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
-    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight):
+    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight, bias):
         return _onednn(x, weight, bias)
     if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
         return linear_then_add(x, weight, bias)
@@ -130,7 +139,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" for GELU.
     """
-    if not _use_onednn(x, weight):
+    if not _use_onednn(x, weight, bias):
         return None
     return _onednn(x, weight, bias, name, form)
 
@@ -193,7 +202,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
-    direct = _use_onednn(x, weight)
+    direct = _use_onednn(x, weight, bias)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
@@ -201,14 +210,14 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, s
         return torch.addmm(addend, x, weight.t(), alpha=scale)
     product = linear(x, weight, bias)
     if scale == 1.0:
-        return product.add_(addend)
+        return added(product, addend)
     return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
 
 
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
     """``addend + grad_output @ weight``."""
-    if grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight):
+    if grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight, addend):
         return torch.ops.mkldnn._linear_pointwise.binary(grad_output, addend, weight.t(), None, "add")
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
-    return linear_dgrad(grad_output, weight).add_(addend)
+    return added(linear_dgrad(grad_output, weight), addend)
