@@ -473,10 +473,23 @@ def test_private_and_shared_numbers_of_an_activation_are_seen(monkeypatch):
         compare(each, x, torch.rand(3))
 
 
+class Shared(ops.Activation):
+    """What it reads is on its class, and may change there."""
+
+    factors = [1.0]  # noqa: RUF012  # that is the point
+
+    def value(self, x):
+        return self.factors[0] * x * x
+
+    def derivative(self, x):
+        return 2 * self.factors[0] * x
+
+
 def test_objects_of_an_activation_are_refused():
     act = Slope(lambda: 3.0)
     assert "Slope._slope is no plain number" in refusal(act)
     assert "Slope._slope is no plain number" in refusal(ops.ScaledActivation(act))
+    assert "Shared.factors is no plain number" in refusal(Shared())
 
 
 def test_an_output_is_computed_again_with_the_scale_of_its_forward():

@@ -351,13 +351,19 @@ def settings_of(op: Any) -> list[tuple[dict[str, Any], str]]:
     ignored = {"param_names"} if foreign or isinstance(op, Dropout) else {"param_names", "training"}
     ignored |= {"scale"} if isinstance(op, ConstantScale) else set()
     found = [(values, name) for name in sorted(own_names(op) - ignored) if _is_plain(values[name])]
-    for cls in type(op).__mro__ if foreign else ():
-        if cls.__module__.partition(".")[0] not in ("opfuse", "torch", "builtins"):
-            attributes: Any = vars(cls)
-            found += [(attributes, n) for n in sorted(attributes) if n[:2] != "__" and _is_plain(attributes[n])]
+    for cls in foreign_classes(op):
+        attributes: Any = vars(cls)
+        found += [(attributes, n) for n in sorted(attributes) if n[:2] != "__" and _is_plain(attributes[n])]
     for child in op.children():
         found += settings_of(child)
     return found
+
+
+def foreign_classes(op: Any) -> list[type]:
+    """Those of its classes that another package wrote."""
+    if type(op).__module__.startswith("opfuse.ops"):
+        return []
+    return [c for c in type(op).__mro__ if c.__module__.partition(".")[0] not in ("opfuse", "torch", "builtins", "abc")]
 
 
 def own_names(op: Any) -> set[str]:
@@ -366,6 +372,12 @@ def own_names(op: Any) -> set[str]:
 
 
 _COMMON = set(vars(Identity()))
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is an object that may change: no number, no method, no descriptor."""
+    special = name.startswith(("__", "_abc_"))
+    return not (special or _is_plain(value) or callable(value) or hasattr(value, "__get__"))
 
 
 def _is_plain(value: Any) -> bool:
@@ -431,6 +443,7 @@ def _unfit(ops: Sequence[Any]) -> str | None:
             return f"{name} has tensors of its own, which a compiled function would take for constants"
     for part in [module for op in ops for module in op.modules()]:
         opaque = sorted(n for n in own_names(part) if not _is_plain(vars(part)[n]))
+        opaque += [n for cls in foreign_classes(part) for n, v in vars(cls).items() if _is_state(n, v)]
         if opaque and not type(part).__module__.startswith("opfuse.ops"):
             which = f"{op_class(part).__name__}.{opaque[0]}"
             return f"{which} is no plain number, which a compiled function would take for a constant"
