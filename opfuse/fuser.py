@@ -229,7 +229,8 @@ class OperationFuser:
                     if isinstance(fused, FusedOperation):
                         fused.planned(env)
                 except Exception as error:
-                    warn_about(candidate.source, f"its build raised {type(error).__name__}: {error}")
+                    what = "build" if fused is None else "planned"
+                    warn_about(candidate.source, f"its {what} raised {type(error).__name__}: {error}")
                     excluded |= {(candidate.source, candidate.start, candidate.stop)}
                     break
                 check_expansion(candidate.source, fused, ops)

@@ -553,7 +553,7 @@ def test_a_planned_that_raises_leaves_the_ops_alone(fused, register):
         raise KeyError("gone")
 
     register(forward_fusions=[Fusion([A, B], fused("AB", planned=planned), name="broken")])
-    with pytest.warns(PluginWarning, match=r"fusion broken \(.*\) is not used: its build raised KeyError: 'gone'"):
+    with pytest.warns(PluginWarning, match=r"fusion broken \(.*\) is not used: its planned raised KeyError: 'gone'"):
         opfuse.Sequential(A(), B())(torch.ones(2))
 
 

@@ -441,6 +441,9 @@ def test_what_does_not_compile_runs_as_it_was_traced(monkeypatch):
     monkeypatch.setattr(kernels.Kernel, "_compile", broken)
     with pytest.warns(opfuse.PluginWarning, match="does not compile the .* of Bias.*no such instruction"):
         compare(chain, x, options=SMALL)
+    with opfuse.options(**SMALL):
+        text = " ".join(str(opfuse.explain(chain, x.requires_grad_())).split())
+    assert "Inductor does not compile this, which runs as traced: forward, backward" in text
 
 
 class Slope(opfuse.ops.Activation):

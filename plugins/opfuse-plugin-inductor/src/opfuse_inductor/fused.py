@@ -304,8 +304,11 @@ class CompiledRun(FusedOperation):
             return "nothing was compiled, the ops ran one by one"
         times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
+        failed = [name for name, of_pass in plan.kernels.items() if any(k.failed for k in of_pass)]
+        traced = f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}" if failed else ""
         again = "; an op behind it does not keep its input, which is computed again" if self._lets_go else ""
-        return "time spent tracing and compiling in this process: " + (", ".join(parts) or "nothing yet") + again
+        spent = ", ".join(parts) or "none yet"
+        return f"time spent tracing and compiling in this process: {spent}{traced}{again}"
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:

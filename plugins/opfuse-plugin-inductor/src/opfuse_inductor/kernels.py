@@ -92,6 +92,7 @@ class Kernel:
         used: Which inputs the graph reads.
         names: What the function calls the tensors it gives.
         in_place: Whether it overwrites one of them.
+        failed: Whether Inductor could not compile it, so that it runs as it was traced.
         of: What it was made for.
         slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
     """
@@ -102,7 +103,7 @@ class Kernel:
         self.title = title
         self.seconds = 0.0
         self.names: tuple[Any, ...] = ()
-        self.in_place = False
+        self.in_place = self.failed = False
         self.of: Any = ()
         self._function, self._specs, self._device, self._backend = function, tuple(specs), device, backend
         self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
@@ -149,12 +150,14 @@ class Kernel:
                     except Exception as error:
                         if self.in_place:  # who calls it has another way
                             raise NotCompiled(self.title) from error
-                        what = f"Inductor does not compile {self.title}, which runs as it was traced"
+                        outcome = f"Inductor does not compile {self.title}, which runs as it was traced"
                         switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
-                        text = f"{what}; {switch}: {type(error).__name__}: {str(error)[:500]}"
+                        text = f"{outcome}; {switch}: {type(error).__name__}: {str(error)[:500]}"
                         warnings.warn(PluginWarning(text), stacklevel=2)
+                        self.failed = True
                         holds, run = (lambda rows: True), lambda args: self._graph(*args[1:])
-                logger.info("compiled %s in %.1f s", self.title, self.seconds - before)
+                what = "failed to compile" if self.failed else "compiled"
+                logger.info("%s %s in %.1f s", what, self.title, self.seconds - before)
                 self._variants.append((holds, run))
                 if not holds(rows):  # the hint was for more rows
                     return self._for_rows(rows)
