@@ -7,7 +7,7 @@ from .explain import explain
 from .fuser import OperationFuser, register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from .fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from .hookspecs import hookimpl
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, computes_as
 from .plan import FusionPlan
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .scope import Environment
@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BasicOperation", "Environment", "FusedOperation", "FusibleOperation", "Fusion", "FusionPlan", "Maybe",
     "OneOf", "OperationContext", "OperationFuser", "PluginWarning", "Quantizer", "QuantizerRole", "Recipe",
-    "Sequential", "Some", "Subclasses", "autocast", "checkpoint_contexts", "explain", "hookimpl", "ops",
-    "options", "plugins", "register_backward_fusion", "register_forward_backward_fusion",
+    "Sequential", "Some", "Subclasses", "autocast", "checkpoint_contexts", "computes_as", "explain", "hookimpl",
+    "ops", "options", "plugins", "register_backward_fusion", "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
 # fmt: on

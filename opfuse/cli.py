@@ -117,8 +117,9 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 @main.command(name="explain", short_help="Run a model once and tell what is fused, and why.")
 @click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--details", is_flag=True, help="Every step in order and every candidate refused.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
-def explain_command(target: str, as_json: bool) -> None:
+def explain_command(target: str, details: bool, as_json: bool) -> None:
     """Run a model once and tell what is fused, by whom, and why the rest is not.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
@@ -128,7 +129,8 @@ def explain_command(target: str, as_json: bool) -> None:
         model, *inputs = _load(target)
         with _told(f"{target}: {type(model).__name__} raised"):
             explanation = explain(model, *inputs)
-    click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else str(explanation))
+    text = explanation.details if details else str(explanation)
+    click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else text)
 
 
 def _load(target: str) -> tuple[Any, ...]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .fuser import OperationFuser
 from .plan import FusionPlan
 from .plugins import manager
 from .quantization import Quantizer, Recipe
-from .scope import Options, Recorder, Setting
+from .scope import Options, Recorder, Setting, checkpoint_frames
 
-_CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool}
+_CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, "debug": bool}
 
 
 class options(Setting):
     """Set options of planning for a ``with`` block, in this thread.
 
-    The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number)
-    and ``double_backward=True`` (run unfused, differentiable any number of times). A plugin's option is
+    The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number),
+    ``double_backward=True`` (run unfused, differentiable any number of times) and ``debug=True`` (slow: raise where a
+    step writes into its input, a parameter, an extra or a saved tensor that is not its own). A plugin's option is
     named after the plugin: ``options(**{"linear.recompute": True})``. Values must be hashable: they are part
     of the plan's key.
 
@@ -78,10 +80,24 @@ class autocast(Setting):
         if enabled and recipe is None:
             raise ValueError("autocast: the core has no default recipe, pass recipe=... (offered by a plugin)")
         super().__init__(manager.scope, 2, recipe if enabled else None)
+        self._depths: list[int] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if not is_compiling():
+            self._depths.append(self._scope.recipe_depth)
+            self._scope.recipe_depth = checkpoint_frames()
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        if not is_compiling():
+            self._scope.recipe_depth = self._depths.pop()
 
 
 class _Forward(Recorder):
     """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
+
+    restores = True
 
     def __init__(self) -> None:
         super().__init__(manager.scope)
@@ -97,6 +113,8 @@ class _Forward(Recorder):
 
 class _Recompute(Recorder):
     """Around the recomputation: the settings of the forward, and for each chain the state it started from."""
+
+    restores = True
 
     def __init__(self, forward: _Forward) -> None:
         super().__init__(manager.scope)
@@ -128,8 +146,8 @@ def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
     """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
 
     The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU in another
-    thread). Without this it would run without the recipe, silently in high precision, and would update
-    quantizer state a second time.
+    thread). Without this it would run without the recipe and would update quantizer state a second time; a chain
+    that runs under a recipe inside of ``torch.utils.checkpoint`` raises then.
     """
     forward = _Forward()
     return forward, _Recompute(forward)

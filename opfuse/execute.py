@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .extras import BackwardExtras, ForwardExtras
-from .program import Program, Step
+from .op import declared
+from .program import Program, Step, refuse_saved
 from .quantization import QuantizedTensor
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -43,7 +44,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         ctxs = program.new_contexts()
     for index, first, last in program.params:
         ctxs[index].params = tensors[first:last]
-    extras = ForwardExtras(program, tensors) if program.has_extras else None
+    extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
     for run, start, stop, simple, prepared, wired, nothing in program.forward_calls:
         if prepared is not None:
             x = _prepare(prepared, x)
@@ -55,6 +56,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
                 next_op_input_quantizer=ctx.next_op_input_quantizer,
             )
+            if not isinstance(x, (Tensor, QuantizedTensor)):
+                _refuse_result(program, run, x)
             continue
         result = run(
             ctxs[start:stop],
@@ -64,9 +67,14 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
         )
-        x, outputs = result if type(result) is tuple else _refuse_result(program, run, result)
+        try:
+            x, outputs = result if type(result) is tuple else _refuse_result(program, run, result)
+        except ValueError:
+            _refuse_result(program, run, result)
+        if not isinstance(x, (Tensor, QuantizedTensor)):
+            _refuse_result(program, run, result)
         if wired is not None:
-            extras.keep(wired, outputs)  # type: ignore[union-attr]
+            extras.keep(wired, outputs, x)  # type: ignore[union-attr]
     if program.recipe is not None and isinstance(x, QuantizedTensor):
         x = x.dequantize()
     saved: list[Tensor | None] = []
@@ -78,14 +86,24 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
     if func_ctx is not None:
+        if program.leaving:
+            func_ctx.attributes = _take_attributes(program, ctxs)
         if program.recomputing:
             func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
         if program.keeping:
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
             extras.refuse_overwritten(x, saved)
+            func_ctx.outputs = extras.shapes
+        if program.accumulating:
+            func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
+        if program.compiling:
+            for index in program.unsaved:  # other contexts do so themselves
+                refuse_saved(program.routing.name(index), ctxs[index].to_save)
+        else:
+            func_ctx.set_materialize_grads(False)
     if not program.compiling:
         for index, _, _ in program.params:
             ctxs[index].params = ()
@@ -110,7 +128,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     program: Program = func_ctx.program
     tracing = is_dynamo_compiling()  # by compiled autograd too, which then meets a program that was not made for it
     if not tracing:
-        if torch.is_grad_enabled() or is_legacy_batchedtensor(grad_output):
+        batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
+        if batched or torch.is_grad_enabled() or (grad_extra_outputs and any(map(_is_batched, grad_extra_outputs))):
             raise RuntimeError(
                 "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
                 "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"
@@ -125,30 +144,54 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         ctxs = program.new_contexts()
     for index, start, stop in program.saving:
         ctxs[index].saved_tensors = saved[start:stop]
+    for (index, name), value in zip(program.leaving, func_ctx.attributes) if program.leaving else ():  # noqa: B905
+        setattr(ctxs[index], name, value)
     if program.keeping:
         _restore_contexts(ctxs, func_ctx.left, saved)
     extras = BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
-    dy = grad_output
+    dy, reached = grad_output, len(ctxs)
+    calls: Sequence[Any] = program.backward_calls
+    if dy is None:  # the loss does not use the main output
+        dy, calls, reached = _begin_late(func_ctx, ctxs, extras)
+        if reached < 0:
+            return (None,) * len(func_ctx.needs_input_grad)
     grads: list[Any] = [None] * len(ctxs)
-    for run, start, stop, simple, prepared, wired, nothing in program.backward_calls:
+    for run, start, stop, simple, prepared, wired, nothing in calls:
         if prepared is not None:
             if prepared.recompute is not None:
                 _recompute(program, ctxs, start, func_ctx.dropped)
             dy = _prepare(prepared, dy)
         if simple:
             result = run(ctxs[start], dy)
-            dy, grads[start] = result if type(result) is tuple else _refuse_result(program, run, result)
+            try:
+                dy, grads[start] = result if type(result) is tuple else _refuse_result(program, run, result)
+            except ValueError:
+                _refuse_result(program, run, result)
+            if dy is None and start > program.first_gradient:
+                _refuse_none(program, run, start)
             continue
         given = nothing if wired is None else extras.given(wired)  # type: ignore[union-attr]
         result = run(ctxs[start:stop], dy, basic_op_grad_extra_outputs=given)
-        dy, grads[start:stop], grad_extras = result if type(result) is tuple else _refuse_result(program, run, result)
+        try:
+            dy, of_params, of_extras = result if type(result) is tuple else _refuse_result(program, run, result)
+        except ValueError:
+            _refuse_result(program, run, result)
+        if dy is None and start > program.first_gradient:
+            _refuse_none(program, run, start)
+        grads[start:stop] = of_params
         if len(grads) != len(ctxs):
-            who = type(run.__self__).__name__  # type: ignore[attr-defined]
+            who = type(run.__self__).__name__
             raise RuntimeError(f"{who} must give parameter gradients for {stop - start} basic ops")
         if wired is not None:
-            extras.keep(wired, grad_extras)  # type: ignore[union-attr]
+            extras.keep(wired, of_extras)  # type: ignore[union-attr]
     if program.recipe is not None and isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
+    for index in program.bare:
+        if grads[index]:
+            _refuse_gradients(program, index, grads[index])
+    if reached < len(ctxs):
+        grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
+        extras.forget_after(reached)  # type: ignore[union-attr]
     dx = dy if program.input_requires_grad else None
     flat: Any
     flat, ends = ([None, None, dx], ()) if extras is None else extras.ends(dx)
@@ -157,9 +200,13 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if type(of_op) is not tuple or len(of_op) != last - first:
             of_op = _as_many(program, index, of_op, last - first)
         flat += of_op
-    if not tracing:
+    if program.accumulating:
+        _accumulate(func_ctx, flat)
+    if not tracing and reached == len(ctxs):
         for index, _, _ in program.saving:
             ctxs[index].saved_tensors = None
+        for index, name in program.leaving:
+            delattr(ctxs[index], name)
         if program.keeping:
             program.renew(ctxs)
         program.unused.append(ctxs)
@@ -182,18 +229,75 @@ def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tenso
     if program.recipe is not None:
         raise RuntimeError(f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}")
     for index, op in enumerate(program.routing.ops):
-        if not op.differentiable:
+        if not declared(op, "differentiable"):
             who = f"{program.routing.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
             raise RuntimeError(f"second derivatives and functorch transforms: {who}")
     return run_forward(None, program, kwargs, x, *tensors)
 
 
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and is_legacy_batchedtensor(grad)
+
+
+def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None) -> tuple[Any, Sequence[Any], int]:
+    """Where the backward begins if no gradient comes to the main output: steps that get none at all are skipped.
+
+    Returns:
+        The gradient to begin with, which is zero; the calls that are left; and the last op that a gradient reaches, or
+        -1. What begins behind it, since shapes in between are not known, is forgotten afterwards.
+    """
+    program: Program = func_ctx.program
+    reached = -1 if extras is None else extras.last_given()
+    if reached < 0:
+        return None, (), reached
+    last = reached if reached in func_ctx.outputs else min(i for i in func_ctx.outputs if i > reached)
+    position, step = next((p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop)
+    first = [step]
+    if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
+        last = step.stop - 1
+    else:  # by a fusion that may not expect zeros: the ops run one by one
+        first = [program.separate(i, step) for i in reversed(range(step.start, last + 1))]
+    for i in range(step.start, last):
+        ctxs[i].owns_grad_output = False
+    shape, dtype, device = func_ctx.outputs[last]
+    calls = [one.call("backward") for one in first]
+    return torch.zeros(shape, dtype=dtype, device=device), (*calls, *program.backward_calls[position + 1 :]), reached
+
+
 def _refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
     """Refuse what an op gave instead of a tuple, which might be a tensor that unpacks by rows."""
-    op, method = type(run.__self__).__name__, run.__name__
+    method = run.__name__
+    got = type(result).__name__
+    if isinstance(result, tuple):
+        got = f"({', '.join(type(item).__name__ for item in result)})"
+    wanted = {
+        "op_forward": "its output, a tensor",
+        "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
+        "op_backward": "a tuple of the gradient of its input and those of its parameters",
+        "fuser_backward": "a tuple of the gradients of its input, of the parameters and of the extra inputs of each op",
+    }
+    raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
+
+
+def _by(program: Program, run: Any) -> str:
+    """An op as errors call it, with who gave it."""
+    op = type(run.__self__).__name__
     steps = (*program.plan.forward, *program.plan.backward)
-    by = next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
-    raise TypeError(f"{by}: {method} must return a tuple as documented, got {type(result).__name__}")
+    return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
+
+
+def _refuse_none(program: Program, run: Any, start: int) -> NoReturn:
+    """Refuse a gradient that is missing although somebody needs it: it would be lost without a word."""
+    needs = program.routing.name(start - 1) if start else "the input of the chain"
+    what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
+    raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
+
+
+def _refuse_gradients(program: Program, index: int, grads: Any) -> None:
+    """Refuse gradients for parameters that an op does not have."""
+    if any(grad is not None for grad in tuple(grads)):
+        name = program.routing.name(index)
+        raise RuntimeError(f"{name} has no parameters, but its backward gave {len(tuple(grads))} gradients for some")
 
 
 def _as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:
@@ -202,6 +306,23 @@ def _as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any,
     if len(several) != count:
         raise RuntimeError(f"{program.routing.name(index)} must give {count} parameter gradients, gave {len(several)}")
     return several
+
+
+def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
+    """Let the ops that do so put the gradients of their parameters away; the first three are not of parameters."""
+    program: Program = func_ctx.program
+    for (index, first, last), of_op in zip(program.accumulating, func_ctx.accumulating, strict=True):
+        here = slice(3 + first, 3 + last)
+        if is_dynamo_compiling() or any(map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])):
+            grads[here] = program.routing.ops[index].accumulate_grads(of_op, tuple(grads[here]))
+
+
+def _accumulates(edge: tuple[Any, int]) -> bool:
+    """Whether this backward adds up the gradient of a parameter: ``torch.autograd.grad`` does not."""
+    try:
+        return edge[0] is not None and torch._C._will_engine_execute_node(edge[0])
+    except RuntimeError:  # somebody asks torch.autograd.grad for this very gradient, and gets it
+        return False
 
 
 def _prepare(step: Step, x: Any) -> Any:
@@ -220,10 +341,27 @@ def _saved_nothing(program: Program, index: int, count: int, ctx: Any, to_save: 
     """What an op saves that takes no part in the backward; every other must save what it declares."""
     if to_save is None and not ctx.requires_grad:
         return (None,) * count
-    who = next(step for step in program.plan.forward if 0 <= index - step.start < len(step.basic_ops))
-    by = f"{who.op} ({who.distribution or 'no plugin'})"
     what = f"{program.routing.name(index)} declares {count} saved tensors"
-    raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save or ())} for it")
+    raise RuntimeError(f"{what}, but the forward of {_forward_of(program, index)} saved {len(to_save or ())} for it")
+
+
+def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
+    """Take what the contexts pass on to the backward."""
+    values = []
+    for index, name in program.leaving:
+        try:
+            values.append(getattr(ctxs[index], name))
+        except AttributeError:
+            what = f"{program.routing.name(index)} declares the context attribute {name!r}"
+            raise RuntimeError(f"{what}, but the forward of {_forward_of(program, index)} did not leave it") from None
+        delattr(ctxs[index], name)
+    return values
+
+
+def _forward_of(program: Program, index: int) -> str:
+    """Whose forward ran a basic op."""
+    step = next(step for step in program.plan.forward if 0 <= index - step.start < len(step.basic_ops))
+    return f"{step.op} ({step.distribution or 'no plugin'})"
 
 
 def _keep_contexts(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> dict[int, Any]:

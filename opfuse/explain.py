@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fuser import OperationFuser, _functorch_active, _hook_kind
+from .cutting import Cut, why_apart
+from .fuser import OperationFuser, _functorch_active
 from .op import FusibleOperation, op_class
 from .plan import FusionPlan, PlanStep, Refusal
 from .plugins import Selection, manager
 from .scope import Recorder
-from .sequential import Sequential
+from .sequential import Sequential, parts
 
 _WIDTH = 100
 _MATCHES_NOTHING = "no plugin offers a fusion for these ops"
+_NOT_FUSED = "not fused"
+_LOST = ("overlaps ", "another set of fusions ")  # how the planner's reasons begin where a candidate lost to others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +55,29 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """Every call of a fuser in one forward pass, in call order. Comparable; ``str()`` is the report."""
+    """Every call of a fuser in one forward pass, in call order. Comparable.
+
+    ``str()`` is the short report: the steps of each chain, those alike once, and each reason why a candidate was
+    refused, once. ``details`` is the long one, ``to_dict()`` has the same for programs.
+    """
 
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
+        return "\n".join([*self._chains(full=False), *_summarize_refused(self.calls)])
+
+    __repr__ = __str__
+
+    @property
+    def details(self) -> str:
+        """The long report: the steps one by one and in order, every candidate refused, what fused ops say."""
+        return "\n".join(self._chains(full=True))
+
+    def _chains(self, *, full: bool) -> list[str]:
+        """The lines about each chain, those alike once."""
         calls = self.calls
         if not calls:
-            return "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."
+            return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
         fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
         fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
         lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
@@ -67,16 +85,15 @@ class Explanation:
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
             lines += wrap(f"Nothing is fused: {everywhere}.", "")
-        for call, numbers in _alike(calls).items():
-            lines += ["", *wrap(_title(call, numbers, calls), "", "  ")]
+        for call, numbers in _alike(calls, full).values():
+            lines += ["", *wrap(_title(call, numbers, calls, 8 if full else 3), "", "  ")]
             lines += wrap(call.cut, "  ")
             no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
-            lines += describe_passes(call.plan, no_grad, "" if everywhere else call.unfused or _MATCHES_NOTHING, "  ")
-            for note in call.notes:
+            why = "" if everywhere else call.unfused or _MATCHES_NOTHING
+            lines += describe_passes(call.plan, no_grad, why, "  ", full=full)
+            for note in call.notes if full else ():
                 lines += wrap(note, "  ", "    ")
-        return "\n".join(lines)
-
-    __repr__ = __str__
+        return lines
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """The same as JSON-able data.
@@ -108,9 +125,9 @@ class Explanation:
         if not str(path).endswith(".svg"):
             raise ValueError(f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}")
         chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
-        for call, numbers in _alike(self.calls).items():
+        for call, numbers in _alike(self.calls).values():
             reason = _why_none(call.plan, call.unfused or _MATCHES_NOTHING)
-            title = _title(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls)
+            title = _title(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls, 8)
             chains.append(([line for line in (title, call.cut, reason) if line], call.plan))
         Path(path).write_text(draw(chains), encoding="utf-8", newline="\n")
 
@@ -164,16 +181,19 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
+        if isinstance(module, Sequential):
+            alone |= {inner: f"apart from the chain around it: {why}" for inner, why in parts(module)[1].items()}
         value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
-            for segments in [value for name, value in vars(fuser).items() if name.startswith("_cut_")]:
-                kinds = {op: _hook_kind(op) or "removed" for op in segments if not isinstance(op, OperationFuser)}
-                alone |= {op: f"on its own, for it has {kind} hooks" for op, kind in kinds.items()}
-                names = dict.fromkeys(f"{op_class(op).__name__}, which has {kind} hooks" for op, kind in kinds.items())
+            for pieces in [value.parts for value in vars(fuser).values() if isinstance(value, Cut)]:
+                apart = {part.run: why_apart(part.run) for part in pieces if isinstance(part.run, nn.Module)}
+                whys = {op: why or "is no longer on its own" for op, why in apart.items()}
+                alone |= {op: f"on its own, for it {why}" for op, why in whys.items()}
+                names = dict.fromkeys(f"{op_class(op).__name__}, which {why}" for op, why in whys.items())
                 cut = {**place, "cut": "cut at " + " and ".join(names)}
-                places |= {segment: cut for segment in segments if isinstance(segment, OperationFuser)}
+                places |= {part.run: cut for part in pieces if isinstance(part.run, OperationFuser)}
     return places
 
 
@@ -191,7 +211,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         **kwargs: Its keyword arguments.
 
     Returns:
-        The report: ``str()`` for people, ``to_dict()`` for programs.
+        The report: ``str()`` fits a screen, ``details`` has everything, ``to_dict()`` the same for programs.
 
     Raises:
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
@@ -210,23 +230,26 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 # Text
 
 
-def _alike(calls: Sequence[Call]) -> dict[Call, list[int]]:
-    """Calls that differ in nothing but their path, and their numbers."""
-    alike: dict[Call, list[int]] = {}
+def _alike(calls: Sequence[Call], full: bool = True) -> dict[Call, tuple[Call, list[int]]]:
+    """The first of the calls that differ in nothing but their path (or in nothing that is told), and their numbers."""
+    alike: dict[Call, tuple[Call, list[int]]] = {}
     for number, call in enumerate(calls):
-        alike.setdefault(dataclasses.replace(call, path=""), []).append(number)
+        plan = call.plan if full else dataclasses.replace(call.plan, refused=())
+        alike.setdefault(dataclasses.replace(call, path="", plan=plan), (call, []))[1].append(number)
     return alike
 
 
-def _title(call: Call, numbers: list[int], calls: Sequence[Call]) -> str:
+def _title(call: Call, numbers: list[int], calls: Sequence[Call], most: int) -> str:
     names = list(dict.fromkeys(calls[n].path or "the model" for n in numbers))
-    if len(names) > 8:
-        names = [*names[:3], f"... {len(names) - 4} more like these ...", names[-1]]
+    if len(names) > most:
+        kept = 3 if most > 3 else 1
+        names = [*names[:kept], f"... {len(names) - kept - 1} more like these ...", names[-1]]
     where = ", ".join(names) + ": " if call.owner else ""
     what = call.owner or "chain"
     if call.ops != (call.owner,):
-        what += f" [{', '.join(call.ops)}]"
-    several = f"{len(numbers)} calls" if len(numbers) > 8 else "calls " + ", ".join(map(str, numbers))
+        ops = call.ops if most > 3 or len(call.ops) <= 12 else (*call.ops[:8], f"{len(call.ops) - 8} more")
+        what += f" [{', '.join(ops)}]"
+    several = f"{len(numbers)} calls" if len(numbers) > most else "calls " + ", ".join(map(str, numbers))
     return f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})"
 
 
@@ -238,28 +261,44 @@ def _why_none(plan: FusionPlan, unfused: str) -> str:
     return reason and f"nothing is fused: {reason}"
 
 
-def describe_passes(plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTHING, indent: str = "") -> list[str]:
-    """A plan as lines of text; ``no_grad`` and ``unfused`` say why there is no backward, and no candidate."""
+def describe_passes(
+    plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTHING, indent: str = "", *, full: bool = True
+) -> list[str]:
+    """A plan as lines of text.
+
+    Args:
+        plan: The plan.
+        no_grad: Why there is no backward, if there is none.
+        unfused: Why there is no candidate, if there is none.
+        indent: What each line begins with.
+        full: Every step in order and every candidate refused; if not, the steps, those alike once.
+    """
     lines = wrap(_why_none(plan, unfused), indent)
-    lines += _describe_steps("forward", plan.forward, indent)
+    lines += _describe_steps("forward", plan.forward, indent, full)
     none = [f"{indent}backward: none, {no_grad}"]
-    lines += _describe_steps("backward", plan.backward, indent) if plan.backward else none
+    lines += _describe_steps("backward", plan.backward, indent, full) if plan.backward else none
+    if not full or not plan.refused:
+        return lines
     shown = [r for r in plan.refused if not (r.distribution and f" of {r.distribution}" in r.reason)]
     alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
-    lines += [f"{indent}refused"] if plan.refused else []
+    lines.append(f"{indent}refused")
     if count := len(plan.refused) - len(shown):
         lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
         title = f"{refusal.kind} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
-        title += f", on {' + '.join(refusal.basic_ops)}" + (f" ({times} times)" if times > 1 else "")
+        title += f", on {' + '.join(refusal.basic_ops)}" + _times(times)
         lines += [*wrap(title, indent + "  ", indent + "      "), *wrap(refusal.reason, indent + "    ")]
     return lines
 
 
-def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str) -> list[str]:
-    if all(step.fusion is None and step.basic_ops for step in steps):
-        return wrap(f"{title}, not fused: {', '.join(step.op for step in steps)}", indent, indent + "  ")
-    rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step)) for step in steps]
+def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bool) -> list[str]:
+    apart = [step.op for step in steps if step.fusion is None and step.basic_ops]
+    alone = apart if full else [name + _times(times) for name, times in Counter(apart).items()]
+    if len(apart) == len(steps):
+        return wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  ")
+    rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step, full)) for step in steps]
+    if not full:
+        rows = [(ops, by + _times(times)) for (ops, by), times in Counter(rows).items() if by != _NOT_FUSED]
     width = min(44, max(len(ops) for ops, _ in rows))
     lines = [f"{indent}{title}"]
     for ops, by in rows:
@@ -267,14 +306,37 @@ def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str) -> list[
             lines += wrap(f"{ops:{width}}  {by}", indent + "  ", indent + " " * (width + 4))
         else:
             lines += [*wrap(ops, indent + "  "), *wrap(by, indent + " " * (width + 4))]
+    if alone and not full:
+        lines += wrap(f"{_NOT_FUSED}: {', '.join(alone)}", indent + "  ", indent + "    ")
     return lines
 
 
-def _describe_step(step: PlanStep) -> str:
+def _describe_step(step: PlanStep, full: bool) -> str:
     if step.fusion is None:
-        return "not fused" if step.basic_ops else "added: the op before cannot write what the next one reads"
-    op = "" if step.op == step.fusion else f" as {step.op}"
+        return _NOT_FUSED if step.basic_ops else "added: the op before cannot write what the next one reads"
+    op = f" as {step.op}" if full and step.op != step.fusion else ""
     return f"fused by {step.fusion}{op}, {step.owner}"
+
+
+def _summarize_refused(calls: Sequence[Call]) -> list[str]:
+    """Each reason once, with the ops that it is about; candidates that lost to others are only counted."""
+    refused = list(dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused))  # calls alike once
+    shown = [refusal for _, refusal in refused if not refusal.reason.startswith(_LOST)]
+    about: dict[tuple[str, str], dict[str, None]] = {}
+    for refusal in shown:
+        who = f"{refusal.fusion}, {refusal.distribution or 'registered in code'}"
+        about.setdefault((refusal.reason, who), {})[" + ".join(refusal.basic_ops)] = None
+    lines = []
+    for (reason, who), runs in about.items():
+        most = list(runs)[:3] + [f"{len(runs) - 3} more"] * (len(runs) > 3)
+        lines += wrap(f"{'; '.join(most)}: {reason} ({who})", "  ", "    ")
+    if lost := len(refused) - len(shown):
+        lines += wrap(f"{_count(lost, 'candidate')} lost to what was taken; `.details` has each", "  ", "    ")
+    return ["", "refused", *lines] if lines else []
+
+
+def _times(number: int) -> str:
+    return f" ({number} times)" if number > 1 else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -17,16 +17,23 @@ if TYPE_CHECKING:
 class ForwardExtras:
     """The extra inputs and outputs of one forward pass.
 
+    Attributes:
+        shapes: Shape, dtype and device of the main output of steps with extra tensors, by their last op.
+
     Args:
         program: What is run.
         tensors: The parameters, then the extra inputs that the caller gave.
+        recorded: Whether there will be a backward over what is run here.
     """
 
-    def __init__(self, program: Program, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
         self._program, self._routing = program, program.routing
         self._given = tensors[program.num_params :]
         self._inputs: dict[Slot, Any] = dict(zip(self._routing.external_inputs, self._given, strict=True))
         self._outputs: dict[Slot, Any] = {}
+        self._aliases: dict[Slot, Tensor] = {}
+        self.shapes: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._flowing = program.flowing if recorded else ()
         watched = program.writes_extras and program.requires_grad and not program.compiling
         self._versions = [tensor._version for tensor in self._given] if watched else None
 
@@ -39,20 +46,27 @@ class ForwardExtras:
                 source = self._routing.sources.get((i, k))
                 if source is None:
                     slots.append(self._inputs[i, k])
+                elif step.start <= source[0]:
+                    slots.append(None)
                 else:
-                    slots.append(None if step.start <= source[0] else self._outputs[source])
+                    slots.append(self._aliases.get(source, self._outputs[source]))
             gathered.append(slots)
         return gathered
 
-    def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]]) -> None:
-        """Check the extra outputs of a step against its ops' declarations and keep them."""
+    def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
+        """Check the extra outputs of a step against its ops' declarations and keep them; ``x`` is its output."""
         routing = self._routing
+        self.shapes[step.stop - 1] = x.shape, x.dtype, x.device
         for i, tensors in _per_basic_op(step, outputs, routing, "extra outputs"):
             for k, tensor in enumerate(tensors):
                 if tensor is None and routing.needed_after((i, k), step.stop):
                     who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
                     raise RuntimeError(f"{who}, which is used outside of it")
                 self._outputs[i, k] = tensor
+                if tensor is not None and (i, k) in self._flowing and tensor.is_floating_point():
+                    # the flag of a tensor that the caller may hold stays as it is
+                    alias = tensor.clone() if is_dynamo_compiling() else tensor.detach()
+                    self._aliases[i, k] = alias.requires_grad_()
 
     def refuse_overwritten(self, x: Tensor, saved: Sequence[Tensor | None]) -> None:
         """Refuse what autograd's check of saved tensors misses, since it starts when the forward is over.
@@ -93,7 +107,7 @@ class BackwardExtras:
         grad_public: Gradients of the extra outputs that the caller got.
     """
 
-    def __init__(self, program: Program, grad_output: Tensor, grad_public: Sequence[Tensor]) -> None:
+    def __init__(self, program: Program, grad_output: Tensor | None, grad_public: Sequence[Tensor]) -> None:
         self._routing = program.routing
         self._grad_output = grad_output
         self._of_inputs: dict[Slot, Any] = {}
@@ -119,11 +133,19 @@ class BackwardExtras:
                     before = self._of_outputs.get(source)
                     self._of_outputs[source] = grad if before is None else before + grad
 
+    def last_given(self) -> int:
+        """The last op that a gradient of an extra output comes to; -1 if none does."""
+        return max([i for (i, _), grad in self._of_outputs.items() if grad is not None], default=-1)
+
+    def forget_after(self, index: int) -> None:
+        """Forget the gradients of extra inputs of ops behind that one, which no gradient reached."""
+        self._of_inputs = {slot: grad for slot, grad in self._of_inputs.items() if slot[0] <= index}
+
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients before and behind those of the parameters, no two of them sharing memory."""
         ends = [dx, *[self._of_inputs.get(slot) for slot in self._routing.external_inputs]]
         if not is_dynamo_compiling():
-            ends = _separate(ends, {_memory(self._grad_output): self._grad_output})
+            ends = _separate(ends, {} if self._grad_output is None else {_memory(self._grad_output): self._grad_output})
         return [None, None, *ends[:1]], ends[1:]
 
 

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from operator import is_, itemgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from .cutting import Cut, cut, has_hooks, hook_dicts, own_call, run_cut, why_apart
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .fusion import FusionLike
-from .op import BasicOperation, FusedOperation, FusibleOperation, kwarg_names, op_class
+from .op import FusedOperation, FusibleOperation, kwarg_names, op_class
 from .plan import FusionPlan, check_expansion, choose, warn_about
 from .plugins import Registration, manager
 from .program import Program, compile_program
 from .routing import Routing, flatten
-from .scope import Environment, Options, Settings
+from .scope import Environment, Options, Scope, Settings, checkpoint_frames
 
 _CACHE_SIZE = 64
+_not_traced: Any = torch.compiler.disable
+_FORWARD_HOOKS = itemgetter("_forward_hooks")
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
@@ -37,51 +42,63 @@ class OperationFuser:
     Args:
         ops: Basic ops, or fused ops that stand for several.
         owner: The op whose own call this fuser serves; its module hooks have run already.
+        part: Whether the ops are part of a longer chain, whose channels are passed on by who runs it.
 
     Raises:
         ValueError: A channel without (earlier) producer, or with two; widths that cannot fit.
         TypeError: An item that is not a fusible op.
     """
 
-    def __init__(
-        self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, cut: str | None = None
-    ) -> None:
+    def __init__(self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, part: bool = False) -> None:
         self.ops = tuple(ops)
-        self._routing = Routing(flatten(self.ops), cut=cut)
+        self._owner = owner
+        self._routing = Routing(flatten(self.ops), part=part or owner is not None)
         self.num_extra_inputs = len(self._routing.external_inputs)
         units = dict.fromkeys([*self.ops, *self._routing.ops])
-        self._hookable = [unit for unit in units if unit is not owner]
-        self._hooks = [hooks for unit in self._hookable for hooks in _hook_dicts(unit)]
-        # looking up an attribute of a module is slow
-        self._param_dicts = [(module._parameters, module, name) for module, name in self._routing.param_sources]
-        self._op_dicts = [vars(op) for op in self.ops]
+        self._units = [unit for unit in units if unit is not owner]
+        self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | None] = (None, None)
+        self._last: tuple[Any, Program | Cut | None] = (None, None)
         self._lock = threading.RLock()
         self._prepares = [
             (i, op)
             for i, op in enumerate(self._routing.ops)
             if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
         ]
+        for op in units:
+            vars(op)["_captured"] = True
         for op in self._routing.ops:
             op.pre_first_fuser_forward()
+
+    def _capture(self) -> None:
+        """Keep what every call looks at: looking up an attribute of a module is slow."""
+        self._op_dicts = [vars(op) for op in self.ops]
+        self._unit_dicts = [vars(unit) for unit in self._units]
+        self._forward_hooks = [module["_forward_hooks"] for module in self._unit_dicts]
+        self._hooks = [hooks for unit in self._units for hooks in hook_dicts(unit)]
+        self._params: list[tuple[Any, Any, str]] = []
+        for op in self._routing.ops:
+            for name in op.param_names or ():  # that of a module inside the op is looked for anew at every call
+                module, leaf = op.param_source(name)
+                self._params.append((None, op, name) if "." in name else (vars(module), module, leaf))
 
     # The latest plan, in Transformer Engine's form
 
     @property
     def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._last[1].forward if self._last[1] else ()
+        steps = self._last[1].forward if isinstance(self._last[1], Program) else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     @property
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._last[1].backward[::-1] if self._last[1] else ()
+        steps = self._last[1].backward[::-1] if isinstance(self._last[1], Program) else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     def notes(self, plan: FusionPlan) -> tuple[str, ...]:
         """What the fused ops of a plan say about themselves."""
         kept = [program for _, programs in self._programs.values() for program in programs.values()]
-        ops = [step.op for program in kept if program.plan is plan for step in program.forward]
+        planned = [program for program in kept if isinstance(program, Program)]
+        ops = [step.op for program in planned if program.plan is plan for step in program.forward]
         noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
         return tuple(f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}" for op in noted)
 
@@ -106,14 +123,19 @@ class OperationFuser:
         compiling = is_compiling()
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             self._refuse(input, extra_inputs)
-        if any(_hooks_of(self._hookable)) if compiling else any(self._hooks):
-            return self._call_cut(input, extra_inputs, basic_op_kwargs)
+        if not compiling and not all(map(is_, map(_FORWARD_HOOKS, self._unit_dicts), self._forward_hooks)):
+            self._capture()  # somebody replaced what an op holds
+        if any(hooked := has_hooks(self._units)) if compiling else any(self._hooks):
+            name = _cut_untraced(self, FusibleOperation.changes, *(hooked if compiling else has_hooks(self._units)))
+            return run_cut(getattr(self, name), routing, input, extra_inputs, basic_op_kwargs)
         if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
             self._refuse(input, extra_inputs)
         tensors: list[Tensor] = []
-        for params, module, name in self._param_dicts:
-            param = None if compiling else params.get(name)
+        for attributes, module, name in self._params:
+            param = None if compiling or attributes is None else attributes["_parameters"].get(name)
             if param is None:
+                if attributes is None:
+                    module, name = module.param_source(name)
                 param = getattr(module, name)
                 if param is None:
                     raise TypeError(f"{self._name()} expected a tensor as {type(module).__name__}.{name}, got None")
@@ -126,7 +148,9 @@ class OperationFuser:
         if compiling or torch._C._is_any_autocast_enabled():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
-        settings = _differentiable(scope.settings) if _functorch_active() else scope.settings
+        settings = scope.settings
+        if _functorch_active() or (forward_ad._current_level >= 0 and _any_dual(input, tensors)):
+            settings = _differentiable(settings)
         key = (
             (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
             input.dtype,
@@ -134,6 +158,7 @@ class OperationFuser:
             autocast,
             tuple([op.training for op in self.ops] if compiling else [op["training"] for op in self._op_dicts]),
             manager.generation,
+            FusibleOperation.changes,
             torch.are_deterministic_algorithms_enabled(),
             compiling,
             tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
@@ -146,6 +171,13 @@ class OperationFuser:
             last, program = self._last
             if key != last or program is None or ((facts := program.row_facts) and program.rows != _rows(facts, input)):
                 program = self._program(key, input)
+        if program.is_special:
+            if isinstance(program, Cut):
+                return run_cut(program, routing, input, extra_inputs, basic_op_kwargs)
+            if not compiling:
+                _refuse_checkpoint(scope, program)
+        if basic_op_kwargs and not program.double_backward and torch.is_grad_enabled():
+            self._check_constants(basic_op_kwargs)
         for index, op in self._prepares:
             op.pre_fuser_forward(requires_grad=program.templates[index]["requires_grad"])
         if scope.recorder is not None:
@@ -166,12 +198,18 @@ class OperationFuser:
 
     # Planning
 
-    def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program:
+    def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program | Cut:
         with self._lock:
+            self._capture()
             facts, programs = self._programs.get(key, ((), {}))  # one for each value of these facts about the rows
-            program: Program | None = programs.get(_rows(facts, input))
-            if program is None:
-                program = self._plan(key, input)
+            program: Program | Cut | None = programs.get(_rows(facts, input))
+            if program is None and any(why_apart(unit) for unit in self._units):
+                program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
+                self._programs[key] = (), {(): program}
+            elif program is None:
+                # where torch.compile gave up on what calls it, it would trace planning by itself
+                plan = _not_traced(self._plan) if "torch._dynamo" in sys.modules else self._plan
+                program = plan(key, input)
                 program.row_facts = tuple(sorted({*facts, *program.row_facts}))
                 program.rows = _rows(program.row_facts, input)
                 self._programs[key] = program.row_facts, {**programs, program.rows: program}
@@ -205,14 +243,14 @@ class OperationFuser:
         finally:
             scope.settings = before
 
-    def _compile(
-        self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any
-    ) -> Program:
+    def _compile(self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any) -> Program:
         routing = self._routing
         names = kwargs or ((),) * len(routing.ops)
         boundary = self._boundary(env, grads)
-        for op in routing.ops:
+        for i, op in enumerate(routing.ops):
             op.reset_recipe_state(recipe=env.recipe)
+            if env.requires_grad and not env.options.get("double_backward"):
+                self._check_attributes(i, op)
         sources = () if env.options.get("double_backward") else manager.sources()
         manager.check_options(manager.scope.options)
         excluded: frozenset[tuple[Any, int, int]] = frozenset()
@@ -269,27 +307,45 @@ class OperationFuser:
         self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None, extras: Sequence[Any]
     ) -> None:
         """Refuse dtypes and devices that do not go together."""
-        routing = self._routing
+        routing, chain = self._routing, self._name()
         if not dtype.is_floating_point:
-            raise TypeError(f"{self._name()} expected a floating-point input, got {dtype}")
+            raise TypeError(f"{chain} expected a floating-point input, got {dtype}")
         for i, op in enumerate(routing.ops):
             for module, name in routing.param_sources[slice(*routing.param_ranges[i])]:
                 param = module._parameters.get(name)  # a parametrized one is not computed just to look at it
-                who = f"{routing.name(i)} of {self._name()}"
                 if param is None:
                     continue
+                who = f"{routing.name(i)} of {chain}"
                 if param.device != device:
                     raise ValueError(f"{who} has its {name} on {param.device}, the input is on {device}")
                 if op.params_in_compute_dtype and autocast is None and param.dtype != dtype:
                     raise TypeError(f"{who} expected {param.dtype}, the dtype of its {name}, got an input of {dtype}")
+            self._check_parameters(i)
         for (i, k), extra in zip(routing.external_inputs, extras, strict=True):
             extra_dtype, extra_device = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
             who = f"extra input {k} of {routing.name(i)}"
+            if extra_dtype.is_complex:
+                raise TypeError(f"{who} expected a floating-point, integer or bool tensor, got {extra_dtype}")
             if extra_device != device:
                 raise ValueError(f"{who} is on {extra_device}, the input is on {device}")
             strict = routing.ops[i].params_in_compute_dtype and autocast is None
             if strict and extra_dtype.is_floating_point and extra_dtype != dtype:
                 raise TypeError(f"{who} expected {dtype} as the input, got {extra_dtype}")
+
+    def _check_parameters(self, index: int) -> None:
+        """Refuse parameters whose gradients would be lost, since the op did not have them at the end of its init."""
+        op = self._routing.ops[index]
+        names = op.param_names or ()
+        if op is self._owner and own_call(op):  # which uses them
+            return
+        for name, _ in op.named_parameters():
+            derived = name.startswith(("parametrizations.", *(f"{known}_" for known in names)))  # weight_orig, weight_g
+            if name not in names and not derived and "_owner" not in vars(op):
+                who = f"{self._routing.name(index)} of {self._name()}"
+                raise TypeError(
+                    f"{who} has a parameter {name} that it does not take, or that it got after its __init__: its "
+                    "gradient would be lost; register it in __init__, and use it in op_forward or in its own forward"
+                )
 
     def _check_kwargs(self, kwargs: Any) -> None:
         if kwargs is None:
@@ -303,59 +359,43 @@ class OperationFuser:
                     who, known = f"{self._routing.name(i)} of {self._name()}", ", ".join(takes) or "none"
                     raise TypeError(f"{who} does not take the keyword argument {name!r}; it takes {known}")
 
+    def _check_attributes(self, index: int, op: FusibleOperation) -> None:
+        """Refuse tensors on an op whose gradient would be lost, since they are no parameters."""
+        for name, value in vars(op).items():
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                if name not in (op.param_names or ()):
+                    what = f"{self._routing.name(index)} of {self._name()} has the tensor {name!r}, which requires grad"
+                    raise TypeError(f"{what} and would get none: make it an nn.Parameter, and give its gradient")
+
+    def _check_constants(self, kwargs: Sequence[dict[str, Any]]) -> None:
+        """Refuse tensors whose gradient would be lost, since only parameters and extra inputs have one."""
+        for i, given in enumerate(kwargs):
+            for name, value in given.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    who = f"{self._routing.name(i)} of {self._name()} got a tensor that requires grad as {name!r}"
+                    raise TypeError(f"{who}, and a keyword argument gets no gradient: use an extra input, or detach it")
+
     def _name(self) -> str:
         """The chain as error messages call it."""
         return "chain [" + ", ".join(op_class(op).__name__ for op in self.ops) + "]"
 
-    # Ops with hooks
 
-    def _call_cut(self, input: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Kwargs | None) -> Any:
-        """Run ops that carry module hooks through their own ``__call__``, and the runs between them fused."""
-        segments = getattr(self, _cut_untraced(self, *_hooks_of(self._hookable)))
-        return run_in_turn(segments, input, extra_inputs, basic_op_kwargs or ())
-
-    def _cut(self, hooked: set[FusibleOperation]) -> list[Any]:
-        parts: list[FusibleOperation] = []
-        for op in self.ops:
-            parts += [op] if op in hooked or isinstance(op, BasicOperation) else flatten([op])
-        segments: list[Any] = []
-        for alone, group in groupby(parts, hooked.__contains__):
-            run = list(group)
-            segments += run if alone else [run]
-        names = sorted({f"at {op_class(op).__name__}, which has {_hook_kind(op)} hooks" for op in hooked})
-        cut = " and ".join(names)
-        for part in [segment for segment in segments if not isinstance(segment, list)]:
-            flat = flatten([part])
-            if any(any(op._extra_input_channels) or any(op._extra_output_channels) for op in flat):
-                raise ValueError(f"the chain is cut {cut}: its channels cannot be used")
-        return [OperationFuser(part, cut=cut) if isinstance(part, list) else part for part in segments]
+def _refuse_checkpoint(scope: Scope, program: Program) -> None:
+    """Refuse a recipe inside of a checkpoint that would compute the forward again without it, or update state twice."""
+    if (scope.recorder is not None and scope.recorder.restoring) or not (depth := checkpoint_frames()):
+        return
+    stateful = any(q.state_names for ctx in program.templates for kind in ctx["quantizers"] for q in kind)
+    if depth != scope.recipe_depth or stateful:
+        raise RuntimeError(
+            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not know the recipe, "
+            "or would update its state twice; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
+        )
 
 
-def run_in_turn(segments: Iterable[Any], input: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs) -> Any:
-    """Run fusers, ops and other modules one after the other; see :meth:`OperationFuser.run`.
-
-    Args:
-        segments: What to run.
-        input: Input of the first one.
-        extra_inputs: The extra inputs of all of them.
-        kwargs: Keyword arguments for each basic op of all of them, or nothing.
-    """
-    x, outputs = input, []
-    for segment in segments:
-        if not isinstance(segment, (OperationFuser, FusibleOperation)):
-            x = segment(x)
-            continue
-        fuser = segment if isinstance(segment, OperationFuser) else segment._own_fuser()
-        count, width = fuser.num_extra_inputs, len(fuser._routing.ops)
-        given, extra_inputs = extra_inputs[:count], extra_inputs[count:]
-        here, kwargs = kwargs[:width], kwargs[width:]
-        if isinstance(segment, BasicOperation):
-            result = segment(x, *given, **(here[0] if here else {}))
-        else:
-            result = segment(x, *given, basic_op_kwargs=here or None)
-        x, *more = result if isinstance(result, tuple) else (result,)
-        outputs += more
-    return (x, *outputs) if outputs else x
+def _any_dual(input: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the tensors carries a tangent of forward-mode AD, which a kernel would lose."""
+    unpack: Any = forward_ad.unpack_dual
+    return any(unpack(tensor).tangent is not None for tensor in (input, *tensors))
 
 
 def _differentiable(settings: Settings) -> Settings:
@@ -394,11 +434,18 @@ def _plan_untraced(fuser: OperationFuser, options: Options, selection: str | Non
 _plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def _cut_untraced(fuser: OperationFuser, *hooked: bool) -> str:
-    """Cut a chain at the ops that carry hooks, once for each set of them; see :func:`_plan_untraced`."""
-    name = "_cut_" + "".join("01"[has] for has in hooked)
+def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
+    """Cut a chain at the ops that run through their own call; see :func:`_plan_untraced`.
+
+    Args:
+        fuser: Of the chain.
+        changes: Counts what may have changed about that; the code that is traced is guarded by it.
+        *hooked: Which ops have hooks, for the same reason.
+    """
+    apart = [op for op in fuser._units if why_apart(op)]
+    name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
-        setattr(fuser, name, fuser._cut({op for op, has in zip(fuser._hookable, hooked, strict=True) if has}))
+        setattr(fuser, name, cut(fuser.ops, fuser._routing, apart, lambda ops: OperationFuser(ops, part=True)))
     return name
 
 
@@ -414,19 +461,6 @@ def _execute(
     if program.requires_grad:
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
     return run_forward(None, program, kwargs, x, *tensors)
-
-
-def _hook_dicts(module: nn.Module) -> tuple[Any, ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _hooks_of(modules: Iterable[nn.Module]) -> list[bool]:
-    return [bool(any(_hook_dicts(module))) for module in modules]
-
-
-def _hook_kind(module: nn.Module) -> str:
-    kinds = ("forward", "forward pre-", "backward", "backward pre-")
-    return " and ".join(kind for kind, hooks in zip(kinds, _hook_dicts(module), strict=True) if hooks)
 
 
 def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:

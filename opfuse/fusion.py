@@ -3,10 +3,14 @@
 A pattern is a sequence of elements, each matching basic ops:
 
 - a class: exactly that class (classes torch derives for parametrization or FSDP count as the original),
-- ``Subclasses(C)``: ``C`` and everything derived from it,
+- ``Subclasses(C)``: ``C`` and everything derived from it that still computes what ``C`` does,
 - ``OneOf(a, b)``: any of the elements,
 - ``Maybe(e)``: the element or nothing,
 - ``Some(e)``: the element once or more.
+
+An op that overrides what the element stands for is not matched, see :func:`opfuse.computes_as`: for
+``Subclasses(C)`` the passes (``op_forward``, ``op_backward``, ``fuser_forward``, ``fuser_backward``) that ``C``
+does not leave abstract; for an exact class any method, on the instance.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from .op import BasicOperation, FusedOperation, op_class
+from .op import PASS_METHODS, BasicOperation, FusedOperation, op_class, overridden
 from .scope import Environment
 
 Ops: TypeAlias = tuple[BasicOperation, ...]
@@ -24,7 +28,11 @@ PASSES = ("joint", "forward", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class Subclasses:
-    """Matches one op whose class is ``cls`` or derived from it."""
+    """Matches one op whose class is ``cls``, or derived from it without overriding its passes.
+
+    What ``cls`` leaves abstract may be given: ``Subclasses(Activation)`` matches every activation that gives its
+    ``value`` and ``derivative``, and none that brings an ``op_forward`` of its own.
+    """
 
     cls: type
 
@@ -109,6 +117,18 @@ class Fusion:
         """Where matches that begin at ``start`` end (exclusive), in ascending order."""
         return sorted(_ends(self.pattern, ops, start) - {start})
 
+    def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
+        """Where the pattern would match from ``start``, if no op overrode what an element stands for.
+
+        Returns:
+            For each such end (exclusive) the sentence that says who overrides what.
+        """
+        loose, reasons = _ends(self.pattern, ops, start, strict=False), {}
+        for end in loose - _ends(self.pattern, ops, start) - {start}:
+            found = (_override(element, op) for op in ops[start:end] for element in _classes(self.pattern))
+            reasons[end] = next((reason for reason in found if reason), "")
+        return {end: reason for end, reason in reasons.items() if reason}
+
     def benefit_of(self, ops: Ops, env: Environment) -> float:
         """The benefit of fusing ``ops``."""
         if self.benefit is None:
@@ -146,23 +166,45 @@ def _check_element(element: Any, name: str) -> None:
         raise TypeError(f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Maybe or Some")
 
 
-def _matches(element: Any, op: BasicOperation) -> bool:
+def _classes(elements: Sequence[Any]) -> list[Any]:
+    """The classes, and ``Subclasses``, of a pattern."""
+    found = []
+    for element in elements:
+        if isinstance(element, OneOf):
+            found += _classes(element.elements)
+        else:
+            found += _classes([element.element]) if isinstance(element, (Maybe, Some)) else [element]
+    return found
+
+
+def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
     if isinstance(element, OneOf):
-        return any(_matches(inner, op) for inner in element.elements)
+        return any(_matches(inner, op, strict) for inner in element.elements)
+    of_class = isinstance(op, element.cls) if isinstance(element, Subclasses) else op_class(op) is element
+    return of_class and not (strict and _override(element, op))
+
+
+def _override(element: Any, op: BasicOperation) -> str:
+    """The sentence that says what an op of the element's class overrides; ``""``: nothing, or it is none."""
     if isinstance(element, Subclasses):
-        return isinstance(op, element.cls)
-    return op_class(op) is element
+        name = overridden(op, element.cls, *PASS_METHODS) if isinstance(op, element.cls) else None
+    else:
+        name = overridden(op, element) if op_class(op) is element else None
+    if name is None:
+        return ""
+    own = op_class(op).__name__
+    return f"this {own} has its own {name}" if name in vars(op) else f"{own} overrides {name}"
 
 
-def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int) -> set[int]:
-    """Where the pattern can end, element by element."""
+def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True) -> set[int]:
+    """Where the pattern can end, element by element; ``strict``: without ops that override what it stands for."""
     ends = {start}
     for element in pattern:
         inner = element.element if isinstance(element, (Maybe, Some)) else element
         fresh = ends if isinstance(element, Maybe) else set()
-        after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end])}
+        after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end], strict)}
         while isinstance(element, Some) and not after <= fresh:
             fresh = fresh | after
-            after = {end + 1 for end in after if end < len(ops) and _matches(inner, ops[end])}
+            after = {end + 1 for end in after if end < len(ops) and _matches(inner, ops[end], strict)}
         ends = fresh | after
     return ends

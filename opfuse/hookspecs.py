@@ -33,7 +33,7 @@ def opfuse_forward_fusions() -> list[FusionLike]:
         class BiasReLU(opfuse.FusedOperation):
             def fuser_forward(self, basic_op_ctxs, input_, **unused):
                 bias, relu = basic_op_ctxs
-                hidden = opfuse.ops.ReLU.operand(relu, input_ + bias.params[0])  # leaves what the backward reads
+                hidden = self.basic_ops[1].operand(relu, input_ + bias.params[0])  # leaves what the backward reads
                 return hidden.relu(), [(), ()]
 
 
@@ -55,7 +55,7 @@ def opfuse_backward_fusions() -> list[FusionLike]:
             def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
                 bias, relu = basic_op_ctxs
                 (x,) = relu.saved_tensors
-                dx = grad_output * (x > 0)
+                dx = grad_output.masked_fill(x <= 0, 0)
                 rows = dx.reshape(-1, dx.shape[-1])
                 return dx, [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
 
@@ -76,14 +76,12 @@ def opfuse_joint_fusions() -> list[FusionLike]:
     Example:
         class TwiceScaled(opfuse.FusedOperation):
             def fuser_forward(self, basic_op_ctxs, input_, **unused):
-                return input_ * self.scale, [(), ()]
+                scale = self.basic_ops[0].scale * self.basic_ops[1].scale
+                basic_op_ctxs[0].twice = scale  # the backward uses the numbers of the forward
+                return input_ * scale, [(), ()]
 
             def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-                return grad_output * self.scale, [(), ()], [(), ()]
-
-            @property
-            def scale(self):
-                return self.basic_ops[0].scale * self.basic_ops[1].scale
+                return grad_output * basic_op_ctxs[0].twice, [(), ()], [(), ()]
 
 
         @opfuse.hookimpl

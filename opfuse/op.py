@@ -9,6 +9,7 @@ names are those of Transformer Engine's ``te.ops``, so an op written for it runs
 from __future__ import annotations
 
 import inspect
+import threading
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -86,18 +87,68 @@ class ModuleCache:
 
 
 class _OperationMeta(ABCMeta):
-    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op."""
+    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op.
+
+    It also notices when a class gets another method or constant, which plans made before do not know.
+    """
 
     @property
     def __signature__(cls) -> inspect.Signature:
         init = inspect.signature(cls.__init__)  # type: ignore[misc]
         return init.replace(parameters=list(init.parameters.values())[1:])
 
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(name, bases, namespace, **kwargs)
+        given = namespace.get("grad_input", "shared")
+        if isinstance(given, str) and given not in ("fresh", "same", "shared"):
+            raise ValueError(f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}")
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        op = super().__call__(*args, **kwargs)
+        try:
+            op = super().__call__(*args, **kwargs)
+        except TypeError:
+            if (sentence := _misfit(cls, args, kwargs)) is None:
+                raise
+            raise TypeError(sentence) from None
         if op.param_names is None:
-            op.param_names = tuple(name for name, _ in op.named_parameters(recurse=True))
+            names = [name for name, _ in op.named_parameters(recurse=True)]
+            taken = cls.takes_params  # type: ignore[attr-defined]
+            op.param_names = tuple(name for name in names if taken is None or name in taken)
+        op._constructed()
         return op
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls._check_class_attribute(name)  # type: ignore[attr-defined]
+        super().__setattr__(name, value)
+        _class_changed(name)
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        _class_changed(name)
+
+
+def _class_changed(name: str) -> None:
+    if not name.startswith(("__abstractmethods__", "_abc_")):  # those are set when any class is made
+        FusibleOperation._count_change()
+
+
+def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What is wrong with the arguments of an op's constructor, and the remedy; None: they fit its signature."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(*args, **kwargs)
+        return None
+    except TypeError as error:
+        parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        reason = f"{cls.__name__}: {error}, expected {cls.__name__}{inspect.Signature(parameters)}"
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs]
+    surplus = dict(zip(by_name, args[places:], strict=False))
+    if not 0 < len(args) - places == len(surplus):
+        return reason
+    call = ", ".join([*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())])
+    word = "a keyword" if len(surplus) == 1 else "keywords"
+    return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
 
 
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
@@ -114,11 +165,58 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     is_fused_op: ClassVar[bool]
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    changes: ClassVar[int] = 0  # how often a method or declaration of any op was replaced; part of a plan's key
     param_names: tuple[str, ...] | None = None
+    _captured = False
 
     def __init__(self) -> None:
         super().__init__()
         self._cache = ModuleCache()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        overridden = _overriding(cls)
+        for name, default in _DECLARED.items():
+            if _defined(cls, name) > overridden:
+                type.__setattr__(cls, name, default)
+
+    # What a plan was made for may change: then it is made anew
+
+    @classmethod
+    def _check_class_attribute(cls, name: str) -> None:
+        """Refuse to set an attribute of a class that is made, where something would not follow."""
+
+    @staticmethod
+    def _count_change() -> None:
+        with _changing:
+            type.__setattr__(FusibleOperation, "changes", FusibleOperation.changes + 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inherited = getattr(type(self), name, None) if self._captured else None
+        if inherited is not None and name == "__dict__":
+            raise RuntimeError(f"the attributes of this {type(self).__name__} are in use: a fuser captured them")
+        is_new = name not in self.__dict__
+        super().__setattr__(name, value)
+        if self._captured and isinstance(value, (dict, nn.Module)):  # dictionaries of hooks or parameters, maybe
+            self._count_change()
+        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter):
+            self._count_change()  # planning refuses it: it would get no gradient
+        if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
+            return
+        if is_new or callable(value) or hasattr(BasicOperation, name):
+            self._count_change()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if hasattr(type(self), name):
+            self._count_change()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._count_change()
+
+    def _constructed(self) -> None:
+        """Called once, when ``__init__`` is over."""
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RuntimeError("opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's replicas")
@@ -193,6 +291,49 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         return self._cache.value  # type: ignore[no-any-return]
 
 
+_changing = threading.Lock()
+_PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward", "operand")
+_DECLARED: dict[str, Any] = {
+    "grad_input": "shared",
+    "saved_names": None,
+    "context_names": (),
+    "differentiable": False,
+    "keeps_rows": False,
+    "casts_input": False,
+    "takes_params": None,
+}
+"""What a class declares about its passes, and what holds where nothing is declared.
+
+A class that overrides a pass says anew what is true of it: what it inherits was said of another one.
+"""
+
+
+def _defined(cls: type, name: str, start: int = 0) -> int:
+    """How far up a class's ancestors the first one is that defines a name."""
+    found = (i for i, base in enumerate(cls.__mro__) if i >= start and name in vars(base))
+    return next(found, len(cls.__mro__))
+
+
+def _overriding(cls: type) -> int:
+    """How far up the first ancestor is that overrides a pass of another one; behind all of them if none does."""
+    first = len(cls.__mro__)
+    for name in _PASSES:
+        own = _defined(cls, name)
+        inherited = _defined(cls, name, own + 1)
+        if inherited == len(cls.__mro__) or cls.__mro__[own].__module__.startswith("opfuse.ops."):
+            continue
+        base = cls.__mro__[inherited]
+        template = base.__module__ == "opfuse.op" or getattr(vars(base)[name], "__isabstractmethod__", False)
+        if not template:
+            first = min(first, own)
+    return first
+
+
+def declared(op: nn.Module, name: str) -> Any:
+    """What an op declares about its passes: nothing, if passes were replaced on the op itself."""
+    return getattr(op, name) if vars(op).keys().isdisjoint(_PASSES) else _DECLARED[name]
+
+
 def _make_own_fuser(op: FusibleOperation) -> None:
     from .fuser import OperationFuser
 
@@ -209,16 +350,28 @@ class BasicOperation(FusibleOperation):
     Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs implements
     ``fuser_forward`` and ``fuser_backward`` instead.
 
+    A class that overrides one of these passes inherits no declaration about them, but says anew what is true of it:
+    ``saved_names``, ``context_names``, ``grad_input``, ``differentiable``, ``keeps_rows``, ``casts_input`` and
+    ``takes_params``.
+
     Class attributes that describe an op to fusions and to the fuser:
         num_extra_inputs, num_extra_outputs: Tensors beside the main one.
+        takes_params: Names of the parameters that the passes take, in order; None: all that there are at the end of
+            ``__init__``. Others belong to a ``forward`` of its own.
         saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
-        context_names: Context attributes beyond the documented ones that the backward reads.
+        context_names: Context attributes beyond the documented ones that the backward reads, such as a number of the
+            op; the forward leaves each where ``ctx.requires_grad``.
         in_features: Last dimension the op takes, or None for any.
         out_features: Last dimension it gives, or None for the one it got divided by ``feature_ratio``.
         feature_ratio: See above; None: unknown.
+        keeps_rows: Whether the output has the leading dimensions of the input, all but the last.
         differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made of
             differentiable torch operations), which second derivatives and functorch need.
         params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype, outside autocast.
+        autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own, unless the next op
+            ``casts_input``; None: autocast's own.
+        casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
+        accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
     """
 
     is_fused_op = False
@@ -229,15 +382,19 @@ class BasicOperation(FusibleOperation):
     in_features: int | None = None
     out_features: int | None = None
     feature_ratio: int | None = None
+    keeps_rows: bool = False
     differentiable: bool = False
     params_in_compute_dtype: bool = False
+    autocast_dtype: ClassVar[torch.dtype | None] = None
+    casts_input: ClassVar[bool] = False
+    accumulates_grads: bool = False
+    takes_params: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_output_to_caller = [True] * self.num_extra_outputs
-        self._channels_captured = False
         self._quantizers = QuantizerStates()
 
     # Parameters that live on another module
@@ -272,6 +429,22 @@ class BasicOperation(FusibleOperation):
             owner = type(self._owner).__name__
             raise RuntimeError(f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there")
         super().register_parameter(name, param)
+        if self._captured and name not in (self.param_names or ()):
+            self._count_change()
+
+    def accumulate_grads(self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Put gradients away that autograd is not to see, whatever fusion computed them.
+
+        Called once in a backward that would add them to ``.grad``, and not by ``torch.autograd.grad``.
+
+        Args:
+            params: The parameters of the forward.
+            grads: Their gradients, or None.
+
+        Returns:
+            What autograd gets instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
     # Extra tensors bound to named channels
 
@@ -314,7 +487,7 @@ class BasicOperation(FusibleOperation):
             raise IndexError(f"{name} has {count} extra {side}s, there is no extra {side} {index}")
         if channel is not None and (not isinstance(channel, str) or not channel):
             raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
-        if self._channels_captured:
+        if self._captured:
             when = "a Sequential at its first call, or op(x)"
             raise RuntimeError(f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op")
 
@@ -416,6 +589,11 @@ class BasicOperation(FusibleOperation):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._quantizers.load(state_dict, prefix)
+        if type(self).set_extra_state is nn.Module.set_extra_state:
+            pickled = state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes one for every op
+            if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
+                what = "is pickled FP8 state of Transformer Engine, which opfuse does not read"
+                args[-1].append(f"{prefix}_extra_state {what}: drop the key to load the parameters without it")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -499,6 +677,65 @@ def op_class(op: nn.Module) -> type[nn.Module]:
             cls = bases[1]
         else:
             return cls
+
+
+PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+"""By which of their methods the fuser runs the ops."""
+
+
+def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
+    """Whether what computes ``cls`` may stand for an op: the op is one, and ``cls`` is still who defines it.
+
+    Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
+    ``computes_as(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the instance, computes
+    something else, or may. Ask while planning: a change on the op or its class makes a new plan.
+
+    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or FSDP override
+    nothing. Nor is it of importance what ``torch.nn.Module`` defines: ``forward`` is the affair of the fuser.
+
+    Args:
+        op: The op.
+        cls: The class whose arithmetic is known.
+        *methods: The methods that the shortcut replaces; default: all that ``cls`` has.
+    """
+    return isinstance(op, cls) and overridden(op, cls, *methods) is None
+
+
+def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
+    """The first of the methods of ``cls`` that an op of this class does not have from it; see :func:`computes_as`."""
+    own = type(op)
+    if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
+        return None
+    for name in methods or _methods_of(cls):
+        if name in vars(op):
+            return name
+        given = _on_class(cls, name)
+        if own is cls or given is None or given is _on_class(own, name):
+            continue
+        of_pass = name.replace("fuser_", "op_")  # a pass that is abstract may be given by either of its methods
+        abstract = given is _on_class(BasicOperation, name) and getattr(_on_class(cls, of_pass), _ABSTRACT, False)
+        if not (abstract or getattr(given, _ABSTRACT, False)):
+            return name
+    return None
+
+
+_ABSTRACT = "__isabstractmethod__"
+
+
+def _on_class(cls: type, name: str) -> Any:
+    """What a class has under this name, as it was written there; None: nothing."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _methods_of(cls: type) -> dict[str, None]:
+    """The names of the methods that a class has from opfuse's classes and its own."""
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    names = dict.fromkeys(name for base in bases for name in vars(base) if not name.startswith("__"))
+    return {name: None for name in names if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))}
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or hasattr(value, "__get__")
 
 
 def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:

@@ -10,8 +10,9 @@ on the order in which plugins were discovered.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-import math
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -19,11 +20,12 @@ from typing import Any
 
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion
-from .op import BasicOperation, FusedOperation, kwarg_names, op_class
+from .op import BasicOperation, FusedOperation, declared, kwarg_names, op_class
 from .plugins import FusionSource
 from .scope import Environment
 
 logger = logging.getLogger("opfuse")
+_MOST = 1e6  # of a benefit: sums stay exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +94,30 @@ class Candidate:
         """Which pass it replaces."""
         return self.source.kind
 
-    def overlaps(self, other: Candidate) -> bool:
-        """Whether both want the same op in the same pass."""
-        same_pass = "joint" in (self.kind, other.kind) or self.kind == other.kind
-        return same_pass and self.start < other.stop and other.start < self.stop
+    @property
+    def places(self) -> Iterator[tuple[str, int]]:
+        """The ops it wants, each with the pass."""
+        passes = ("forward", "backward") if self.kind == "joint" else (self.kind,)
+        return itertools.product(passes, range(self.start, self.stop))
+
+
+class Taken(list[Candidate]):
+    """The candidates taken so far, and which of them is where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[tuple[str, int], Candidate] = {}
+
+    def take(self, candidates: Iterable[Candidate]) -> None:
+        """Add candidates that overlap none here."""
+        for candidate in candidates:
+            self.append(candidate)
+            self._at.update(dict.fromkeys(candidate.places, candidate))
+
+    def overlapping(self, candidate: Candidate) -> list[Candidate]:
+        """Those that want the same op in the same pass."""
+        found = [self._at[place] for place in candidate.places if place in self._at]
+        return list({id(winner): winner for winner in found}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +153,22 @@ def choose(
     limit = env.options.get("fusion_limit")
     if isinstance(limit, str):
         raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
-    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded, widths or (None,) * len(ops))
+    keeping = [declared(op, "keeps_rows") for op in ops]
+    rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
+    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded, widths or (None,) * len(ops), rows_kept)
     candidates: list[Candidate] = []
-    taken: list[Candidate] = []
+    taken = Taken()
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
         for source in group:
             candidates += finder.candidates(source, taken)
-        free = [c for c in candidates if not any(c.overlaps(other) for other in taken)]
-        taken += best_cover(free, len(ops))
+        taken.take(best_cover([c for c in candidates if not taken.overlapping(c)], len(ops)))
     taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
-    kept = taken[:limit]
+    kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
+    won = {*map(id, kept)}
     for loser in candidates:
-        if loser not in kept:
-            reason = f"beyond the limit of {limit} fusions" if loser in taken else _conflict(loser, taken)
+        if id(loser) not in won:
+            limited = id(loser) in beyond
+            reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
             finder.refuse(loser.source, loser.start, loser.stop, reason)
     finder.refused.sort(
         key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason)
@@ -165,6 +190,7 @@ class _Finder:
     kwargs: Sequence[tuple[str, ...]]
     excluded: frozenset[tuple[Any, int, int]]
     widths: Sequence[int | None]
+    rows_kept: Sequence[bool]
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
 
@@ -173,17 +199,28 @@ class _Finder:
         self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource, taken: Sequence[Candidate]) -> Iterator[Candidate]:
+    def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Candidate]:
         """Where a fusion could be; it is asked only where none of higher precedence is."""
         if source.kind == "backward" and not self.env.requires_grad:
             return
         for start, stop, op in _matches(source, self.ops, self.env):
             found = Candidate(source, start, stop, 0, op)
-            benefit = 0 if any(found.overlaps(c) for c in taken) else self._benefit(source, start, stop, op)
+            benefit = 0 if taken.overlapping(found) else self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
             else:
                 yield dataclasses.replace(found, benefit=benefit)
+        if isinstance(source.fusion, Fusion):
+            self._refuse_uncovered(source, source.fusion)
+
+    def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
+        """Say of each op that overrides what the pattern stands for that it is not fused, once per fusion."""
+        missed = [(j - i, i, j, why) for i in range(len(self.ops)) for j, why in fusion.uncovered(self.ops, i).items()]
+        said: set[int] = set()
+        for _, start, stop, why in sorted(missed):
+            if said.isdisjoint(range(start, stop)):
+                self.refuse(source, start, stop, why)
+                said |= set(range(start, stop))
 
     def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
@@ -199,15 +236,16 @@ class _Finder:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
         if not isinstance(fusion, Fusion):
             return 2 * (stop - start - 1)
+        known = self.rows_kept[start]  # else only the running chain knows how many rows come here
         ops, env, rows = self.ops[start:stop], self.env._replace(rows=None, features=self.widths[start]), self.env.rows
-        if fusion.needs_row_alignment:
+        if fusion.needs_row_alignment and known:
             self.row_facts.add("row_alignment")
         else:
             env = env._replace(row_alignment=1)
         asked = "condition"
         try:
             answer = fusion.when is None or fusion.when(ops, env)
-            if answer is True and fusion.needs_rows:
+            if answer is True and fusion.needs_rows and known:
                 self.row_facts.add("rows")
                 env = env._replace(rows=rows)
                 answer = fusion.when is None or fusion.when(ops, env)
@@ -219,8 +257,8 @@ class _Finder:
             return answer
         if answer is not True:
             return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
-        if not (isinstance(benefit, (int, float)) and math.isfinite(benefit)):
-            return warn_about(source, f"its benefit is {benefit!r} instead of a finite number")
+        if not (isinstance(benefit, (int, float)) and abs(benefit) <= _MOST):
+            return warn_about(source, f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most")
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
 
@@ -287,9 +325,12 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     """
     empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Candidate, ...]] = (0.0, 0, 0, (), ())
     best = [empty] * (length + 1)
+    starting: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        starting.setdefault(candidate.start, []).append(candidate)
     for i in reversed(range(length)):
         best[i] = best[i + 1]
-        for c in [candidate for candidate in candidates if candidate.start == i]:
+        for c in starting.get(i, ()):
             cost, left, count, names, rest = best[c.stop]  # the smaller, the better
             name = c.source.distribution or "", c.source.name
             option = cost - c.benefit, left - (c.stop - c.start), count + 1, (name, *names), (c, *rest)
@@ -297,8 +338,8 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     return list(best[0][4])
 
 
-def _conflict(loser: Candidate, taken: Sequence[Candidate]) -> str:
-    winners = [winner for winner in taken if winner.overlaps(loser)]
+def _conflict(loser: Candidate, taken: Taken) -> str:
+    winners = taken.overlapping(loser)
     if not winners:
         return "another set of fusions has the larger total benefit"
     first = min(winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.kind), winner.start))

@@ -63,10 +63,16 @@ class PluginRecord:
     fusions: tuple[tuple[str, FusionLike], ...] = ()
     recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its entry points: several where a distribution names one module several times."""
+        return self.name, *self.aliases
 
     def answers_to(self, name: str) -> bool:
-        """Whether a name in a selection means this plugin."""
-        return name == self.name or normalize(name) == normalize(self.distribution)
+        """Whether a name in a selection means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
+        return normalize(name) in map(normalize, (*self.names, self.distribution))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -167,8 +173,12 @@ class PluginManager:
                 if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
                     continue
                 seen.add(normalize(name))
-                for ep in [ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)]:
-                    record = PluginRecord(ep.name, name, version, ep.group, ep.load)
+                known: dict[tuple[str, str], PluginRecord] = {}
+                for ep in sorted(ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)):
+                    if (ep.group, ep.value) in known:
+                        known[ep.group, ep.value].aliases += (ep.name,)
+                        continue
+                    record = known[ep.group, ep.value] = PluginRecord(ep.name, name, version, ep.group, ep.load)
                     if ep.group != hookspecs.GROUP:
                         record.state = "incompatible"
                         record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
@@ -180,7 +190,14 @@ class PluginManager:
     def register(
         self, plugin: Any, *, name: str, distribution: str = "registered in code", version: str = "0"
     ) -> PluginRecord:
-        """Add a plugin object that is not installed (a notebook's, a test's)."""
+        """Add a plugin object that is not installed (a notebook's, a test's).
+
+        Raises:
+            TypeError: ``plugin`` is no module or object with hooks, or ``name`` no string.
+        """
+        _check_plugin(plugin)
+        if not isinstance(name, str):
+            raise TypeError(f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}")
         with self._lock:
             record = PluginRecord(name, distribution, version, load=lambda: plugin)
             self.records = sorted([*self.records, record], key=lambda record: record.key)
@@ -227,6 +244,10 @@ class PluginManager:
             assert record.load is not None
             plugin = record.load()
             stage = "registration"
+            _check_plugin(plugin)
+            for other in self.records:
+                if other.plugin is plugin:
+                    raise ValueError(f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already")
             name = f"{record.distribution}:{record.name}"
             self._pluggy.register(plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name)
             record.plugin = plugin
@@ -242,7 +263,7 @@ class PluginManager:
             for recipes in self._call(record, "opfuse_recipes"):
                 record.recipes.update(_checked_recipes(recipes))
             for options in self._call(record, "opfuse_options"):
-                if not isinstance(options, dict) or not all(str(o).startswith(f"{record.name}.") for o in options):
+                if not isinstance(options, dict) or not all(str(o).partition(".")[0] in record.names for o in options):
                     raise TypeError(f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}")
                 record.options.update(options)
             record.state = "loaded"
@@ -307,15 +328,15 @@ class PluginManager:
         active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
         for name, value in [(name, value) for name, value in given if "." in name]:
             owner = name.partition(".")[0]
-            known = {o: default for record in active if record.name == owner for o, default in record.options.items()}
-            if name not in known and any(record.name == owner for record in active):
+            known = {o: default for record in active if owner in record.names for o, default in record.options.items()}
+            if name not in known and any(owner in record.names for record in active):
                 raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
             default = known.get(name)
             kind = type(default)
             if default is not None and type(value) not in ((int, float) if kind is float else (kind,)):
                 expected = f"expected {kind.__name__} such as {default!r}, got {value!r}"
                 raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
-            if not any(record.name == owner for record in self.records) and name not in self._warned:
+            if not any(owner in record.names for record in self.records) and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)
 
@@ -368,6 +389,11 @@ class PluginManager:
                 row["fusions"].setdefault(fusion_name(fusion), []).append(kind)
             rows.append(row | {"error": record.error})
         return rows
+
+
+def _check_plugin(plugin: Any) -> None:
+    if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
+        raise TypeError(f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got {plugin!r}")
 
 
 def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, op_class
+from .debug import Watched
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, declared, op_class
 from .plan import Candidate, Choice, FusionPlan, PlanStep
 from .quantization import Quantizer
 from .routing import Routing
@@ -62,9 +63,15 @@ class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
+        accumulating: ``(op, first, last)``: which tensors are the parameters of an op that stores their gradients.
         templates: Per basic op, what the fuser writes on its context; see :class:`OperationContext`.
         params: ``(op, first, last)``: which tensors are its parameters, where it has some.
+        bare: The ops that have none, and must give no gradients for any.
+        flowing: The extra outputs that feed a channel through which a gradient comes back.
+        unsaved: The ops that declare to save nothing.
+        first_gradient: The ops behind this one must give a gradient of their input.
         saving: ``(op, start, stop)``: which saved tensors are its, where the declarations say how many.
+        leaving: ``(op, name)``: the attributes that contexts pass on, where the declarations name them.
         keeping: The ops that may leave anything, so that their forward contexts are kept.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
         recomputing: Basic op -> who can compute its input again: the fused op before it, where that starts, and
@@ -88,39 +95,80 @@ class Program:
         self.plan = plan
         self.autocast_device = env.device.type if torch.amp.is_autocast_available(env.device.type) else "cpu"
         self.recipe = env.recipe
+        self.is_special = env.recipe is not None  # there is more to check in a call
         self.requires_grad = env.requires_grad
         self.forward, self.backward = tuple(steps[0]), tuple(steps[1])
         self.forward_calls = tuple(step.call("forward") for step in self.forward)
         self.backward_calls = tuple(step.call("backward") for step in self.backward)
+        if env.options.get("debug") and not env.compiling:
+            self.forward_calls = tuple(self._watched(step, "forward") for step in self.forward)
+            self.backward_calls = tuple(self._watched(step, "backward") for step in self.backward)
         self.boundary = boundary
         self.num_params = len(routing.param_sources)
+        self.accumulating = _accumulating(routing, env)
         self.has_extras = routing.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in routing.ops)
         self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
+        sources = set(routing.sources.values()) if env.requires_grad else set()
+        self.flowing = frozenset(slot for slot in sources if slot[0] >= boundary)
         self.double_backward = bool(env.options.get("double_backward"))
         self.compiling = env.compiling
         self.templates = tuple(templates)
         self.input_requires_grad = bool(templates) and templates[0]["input_requires_grad"]
         self.params = tuple((i, first, last) for i, (first, last) in enumerate(routing.param_ranges) if last > first)
-        saving, keeping, position = [], [], 0
+        self.bare = tuple(i for i, (first, last) in enumerate(routing.param_ranges) if last == first and i >= boundary)
+        saving, leaving, keeping, position = [], [], [], 0
+        saved = [declared(op, "saved_names") for op in routing.ops]
         for i, op in enumerate(routing.ops):
-            if op.saved_names is None or op.context_names or i in free:
+            names = saved[i]
+            if names is None or i in free:
                 keeping.append(i)
-            elif op.saved_names:
-                saving.append((i, position, position + len(op.saved_names)))
-                position += len(op.saved_names)
-        self.saving, self.keeping = tuple(saving), tuple(keeping)
+                continue
+            if i >= boundary:
+                leaving += [(i, name) for name in declared(op, "context_names")]
+            if names:
+                saving.append((i, position, position + len(names)))
+                position += len(names)
+        self.saving, self.leaving, self.keeping = tuple(saving), tuple(leaving), tuple(keeping)
+        self.unsaved = tuple(i for i, names in enumerate(saved) if names == () and i not in keeping)
+        self.first_gradient = -1 if self.input_requires_grad else boundary
         starts = {i: start for i, start, _ in saving}
         ops_at = {step.start: step.op for step in self.forward}
         self.recomputing: dict[int, tuple[Any, int, int, int]] = {}
         for step in self.backward:
             if step.recompute is not None:
-                place = (routing.ops[step.start].saved_names or ()).index("input")
+                place = saved[step.start].index("input")
                 first = step.recompute
                 self.recomputing[step.start] = ops_at[first], first, place, starts[step.start] + place
         self.row_facts = row_facts
         self.rows = tuple([getattr(env, fact) for fact in row_facts])
         self.unused: list[list[Any]] = []
+        self._context_classes: list[Any] = [
+            OperationContext
+            if env.compiling or i in keeping
+            else lent(tuple(declared(op, "context_names")), "" if names else op_class(op).__name__)
+            for i, (op, names) in enumerate(zip(routing.ops, saved, strict=True))
+        ]
+
+    def _watched(self, step: Step, direction: str) -> Call:
+        call = step.call(direction)
+        ops = self.routing.ops[step.start : step.stop]
+        who = f"{type(step.op).__name__} [{', '.join(op_class(op).__name__ for op in ops)}]"
+        return (Watched(call[0], who, any(getattr(op, "in_place", False) for op in ops)), *call[1:])
+
+    def separate(self, index: int, step: Step) -> Step:
+        """The backward step of a basic op, out of the step of a fused op that stands for it."""
+        op = self.routing.ops[index]
+        first = index == step.start
+        return step._replace(
+            op=op,
+            start=index,
+            stop=index + 1,
+            simple=False,
+            prepares=first and step.prepares,
+            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+            owns=False,
+        )
 
     def new_contexts(self) -> list[Any]:
         """One context per basic op, for one pass."""
@@ -132,7 +180,7 @@ class Program:
             contexts[i] = self._new_context(i)
 
     def _new_context(self, index: int) -> Any:
-        ctx: Any = OperationContext() if self.compiling or index in self.keeping else _Lent()
+        ctx: Any = self._context_classes[index]()
         for name, value in self.templates[index].items():
             setattr(ctx, name, value)
         return ctx
@@ -150,6 +198,38 @@ class _Lent:
 
 
 _Lent.__name__ = "OperationContext of an op whose context_names declare nothing"  # as an AttributeError calls it
+
+
+def lent(names: tuple[str, ...], saves_nothing: str = "") -> type[_Lent]:
+    """The class of such a context.
+
+    Args:
+        names: The op's ``context_names``.
+        saves_nothing: What errors call an op that declares to save nothing; ``""``: it saves something.
+    """
+    if not names and not saves_nothing:
+        return _Lent
+    title = f"OperationContext of an op whose context_names declare {', '.join(names) or 'nothing'}"
+    members: dict[str, Any] = {"__slots__": names}
+    if saves_nothing:
+        members["to_save"] = property(lambda ctx: None, lambda ctx, tensors: refuse_saved(saves_nothing, tensors))
+    return type(title, (_Lent,), members)
+
+
+def refuse_saved(who: str, tensors: Any) -> None:
+    """Refuse tensors that an op saves although it declares to save none."""
+    if tensors is not None and any(tensor is not None for tensor in tensors):
+        what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
+        raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")
+
+
+def _accumulating(routing: Routing, env: Environment) -> tuple[tuple[int, int, int], ...]:
+    """See :class:`Program`."""
+    ops = [i for i, op in enumerate(routing.ops) if op.accumulates_grads and env.requires_grad]
+    if ops and env.compiling:
+        who = f"{routing.name(ops[0])} puts gradients away itself (BasicOperation.accumulates_grads)"
+        raise RuntimeError(f"{who}, which torch.compile does not see; run this chain in eager mode")
+    return tuple((i, *routing.param_ranges[i]) for i in ops)
 
 
 def compile_program(
@@ -195,7 +275,7 @@ def compile_program(
             requires_grad=env.requires_grad and i >= boundary,
             input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
             param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
-            dtype=autocast,
+            dtype=_dtype(routing.ops, i, autocast),
             backward_override=env.recipe.backward_override if env.recipe is not None else None,
             prev_op_grad_output_quantizer=grad_quantizers.get(i),
             next_op_input_quantizer=output_quantizers.get(i),
@@ -210,20 +290,28 @@ def compile_program(
     return Program(routing, plan, env, templates, steps, boundary=boundary, free=free, row_facts=choice.row_facts)
 
 
+def _dtype(ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None) -> torch.dtype | None:
+    """The dtype an op computes in under autocast; what the next one would cast anyway is made in that one's dtype."""
+    wanted = ops[index].autocast_dtype
+    cast_anyway = any(declared(following, "casts_input") for following in ops[index + 1 : index + 2])
+    return autocast if autocast is None or wanted is None or cast_anyway else wanted
+
+
 def _recomputation(routing: Routing, forward: Sequence[_Run], step: Step, free: set[int]) -> dict[str, Any]:
     """What to change in a backward step if a fused op before it can compute its input again."""
     op = routing.ops[step.start]
-    names = op.saved_names or ()
+    names = declared(op, "saved_names") or ()
     for run in forward:
         if run.stop == step.start and isinstance(run.op, FusedOperation) and run.op.recomputes:
-            if "input" in names and not op.context_names and step.start not in free:
+            if "input" in names and step.start not in free:
                 return {"prepares": True, "recompute": run.start}
     return {}
 
 
 def _leaves_owned(step: Step) -> bool:
     """Whether the gradient that a backward step returns belongs to the chain."""
-    return step.op.grad_input == "fresh" or (step.op.grad_input == "same" and step.owns)
+    given = declared(step.op, "grad_input")
+    return given == "fresh" or (given == "same" and step.owns)
 
 
 @dataclasses.dataclass
@@ -243,6 +331,7 @@ class _Run:
         simple = (
             isinstance(self.op, BasicOperation)
             and getattr(type(self.op), method) is getattr(BasicOperation, method)
+            and method not in vars(self.op)
             and not (self.op.num_extra_inputs or self.op.num_extra_outputs)
             and not kwargs[self.start]
         )

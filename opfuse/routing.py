@@ -20,6 +20,11 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
     for op in ops:
         if not isinstance(op, (BasicOperation, FusedOperation)):
             raise TypeError(f"a fuser takes basic and fused ops, got {type(op).__name__}")
+        name = next((name for name in ("op_forward", "op_backward") if hasattr(op, name)), None)
+        if name is not None and isinstance(op, FusedOperation):
+            runs = ", ".join(op_class(part).__name__ for part in op.basic_ops)
+            remedy = "override forward, or derive from a basic op"
+            raise TypeError(f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: {remedy}")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
@@ -37,9 +42,13 @@ class Routing:
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input's width only the running chain knows.
         widths: Last dimension of each op's input, or None where the chain does not tell.
+
+    Args:
+        ops: The basic ops.
+        part: Whether they are part of a longer chain: then who runs it passes on what a channel brings or takes.
     """
 
-    def __init__(self, ops: Sequence[BasicOperation], *, cut: str | None = None) -> None:
+    def __init__(self, ops: Sequence[BasicOperation], *, part: bool = False) -> None:
         self.ops = tuple(ops)
         self.param_sources: list[tuple[nn.Module, str]] = []
         self.param_ranges: list[Slot] = []
@@ -47,21 +56,21 @@ class Routing:
             start = len(self.param_sources)
             self.param_sources += [op.param_source(name) for name in op.param_names or ()]
             self.param_ranges.append((start, len(self.param_sources)))
-        self._route(cut)
+        self._route(part)
         self.external_inputs = [
             (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
         ]
         self.public_outputs = [
-            (i, k) for i, op in enumerate(self.ops) for k, public in enumerate(op._extra_output_to_caller) if public
+            (i, k)
+            for i, op in enumerate(self.ops)
+            for k, public in enumerate(op._extra_output_to_caller)
+            if public or part
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         self._infer_widths()
-        for op in self.ops:
-            op._channels_captured = True
 
-    def _route(self, cut: str | None) -> None:
+    def _route(self, part: bool) -> None:
         """Bind extra inputs to the producers of their channels."""
-        hint = f" (the chain is cut {cut}, and a channel cannot cross the cut)" if cut else ""
         producers: dict[str, Slot] = {}
         for i, op in enumerate(self.ops):
             for k, channel in enumerate(op._extra_output_channels):
@@ -77,7 +86,11 @@ class Routing:
                 if channel is None:
                     continue
                 if channel not in producers:
-                    raise ValueError(f"channel {channel!r} read by {self.name(i)} has no producer in this chain{hint}")
+                    if part:
+                        continue
+                    what = f"channel {channel!r} read by {self.name(i)} has no producer in this chain"
+                    chain = " + ".join(op_class(op).__name__ for op in self.ops)
+                    raise ValueError(f"{what}, {chain}; a module that is no op ends one, and no channel crosses it")
                 source = self.sources[i, k] = producers[channel]
                 if source[0] >= i:
                     writer = self.name(source[0])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,8 @@ class Scope(threading.local):
 
     settings: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
     recorder: Recorder | None = None
+    recipe_depth: int = 0
+    """In how many frames of ``torch.utils.checkpoint`` the recipe was set."""
 
     @property
     def options(self) -> Options:
@@ -88,13 +91,26 @@ class Scope(threading.local):
         return self.settings[2]
 
 
+def checkpoint_frames() -> int:
+    """How many frames of ``torch.utils.checkpoint`` this is called in."""
+    count, frame = 0, sys._getframe().f_back
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
+
+
 class Recorder:
     """Told of every call of a fuser in its thread, inside a ``with`` block of its own.
 
     Args:
         scope: The scope whose calls it is told of.
+
+    Attributes:
+        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a forward again.
     """
 
+    restores: ClassVar[bool] = False
     _outer: Recorder | None = None
 
     def __init__(self, scope: Scope) -> None:
@@ -106,6 +122,11 @@ class Recorder:
 
     def __exit__(self, *exc_info: object) -> None:
         self.scope.recorder = self._outer
+
+    @property
+    def restoring(self) -> bool:
+        """Whether it, or one around it, restores the settings."""
+        return self.restores or (self._outer is not None and self._outer.restoring)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Called before a chain runs; tells an outer recorder too."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+import operator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .fuser import OperationFuser, run_in_turn
+from .cutting import hook_kinds
+from .fuser import OperationFuser
 from .op import BasicOperation, FusibleOperation, ModuleCache, kwarg_names
 from .routing import flatten
 
 
 class Sequential(nn.Sequential):
     """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut it.
+
+    The ops of a nested ``Sequential`` belong to that chain too, unless something makes its own call matter; see
+    :func:`opfuse.explain`. ``torch.nn.Sequential`` keeps chains apart.
 
     Args:
         *args: Modules, or one dict of named modules.
@@ -35,9 +40,9 @@ class Sequential(nn.Sequential):
 
     def _grouped(self) -> tuple[list[Any], Any]:
         """The groups; and, if there is one alone, what runs it."""
-        children = tuple(self._modules.values())
-        if is_dynamo_compiling() or self._cache.key != children:
-            _regroup(self, *children)
+        key = tuple(_contents(self))
+        if is_dynamo_compiling() or self._cache.key != key:
+            _regroup(self, *key)
         return self._cache.value  # type: ignore[no-any-return]
 
     def forward(
@@ -63,20 +68,31 @@ class Sequential(nn.Sequential):
         groups, run = cache.value if current else self._grouped()
         if run is not None and not op_kwargs:
             return run(input, *extra_inputs)
-        fusers = [group for group in groups if isinstance(group, OperationFuser)]
-        expected = sum(fuser.num_extra_inputs for fuser in fusers)
-        if len(extra_inputs) != expected:
+        extras = [_extras(group) for group in groups]
+        if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
             raise ValueError(f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}")
-        given = self._resolve_kwargs(op_kwargs) if op_kwargs else {}
-        kwargs = [given.get(op, {}) for fuser in fusers for op in fuser._routing.ops] if given else []
-        return run_in_turn(groups, input, extra_inputs, kwargs)
+        fusers = [group for group in groups if isinstance(group, OperationFuser)]
+        kwargs = self._resolve_kwargs(op_kwargs, [op for fuser in fusers for op in fuser.ops]) if op_kwargs else {}
+        x, outputs = input, []
+        for group, (takes, gives) in zip(groups, extras, strict=True):
+            given, extra_inputs = extra_inputs[:takes], extra_inputs[takes:]
+            if isinstance(group, OperationFuser):
+                here = [kwargs.get(op, {}) for op in group._routing.ops] if kwargs else None
+                x = group.run(x, *given, basic_op_kwargs=here)
+            else:
+                x = group(x, *given)
+            if gives:
+                x, *more = x
+                outputs += more
+        return (x, *outputs) if outputs else x
 
-    def _resolve_kwargs(self, op_kwargs: Mapping[Any, dict[str, Any]]) -> dict[BasicOperation, dict[str, Any]]:
+    def _resolve_kwargs(
+        self, op_kwargs: Mapping[Any, dict[str, Any]], ops: list[FusibleOperation]
+    ) -> dict[BasicOperation, dict[str, Any]]:
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
         if not isinstance(op_kwargs, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()):
             raise TypeError(f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}")
-        ops = [child for child in self._modules.values() if isinstance(child, FusibleOperation)]
         for key, kwargs in op_kwargs.items():
             target: Any = self[key] if isinstance(key, int) else key
             if target not in ops and target not in flatten(ops):
@@ -89,8 +105,47 @@ class Sequential(nn.Sequential):
                     resolved.setdefault(op, {})[name] = value
         return resolved
 
-    def __add__(self, other: nn.Sequential) -> Sequential:  # torch's would not fuse, nor would its product
-        return Sequential(*super().__add__(other))
+    # Editing: what a list does. torch takes each name for a position, and so drops the layers of a slice.
+
+    def append(self, module: nn.Module) -> Sequential:
+        """Add a module at the end, named by the next free number."""
+        numbers = [int(name) + 1 for name in self._modules if name.isdecimal()]
+        self.add_module(str(max([len(self), *numbers])), module)
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        for module in tuple(modules):
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Add a module before another; numbers count on in order, and other names stay where they are."""
+        index = operator.index(index)
+        children = list(self.append(module)._modules.items())
+        children.insert(index, children.pop())
+        numbers = iter(sorted(filter(str.isdecimal, self._modules), key=int))
+        self._modules = OrderedDict((next(numbers) if name.isdecimal() else name, child) for name, child in children)
+        return self
+
+    def pop(self, key: int | slice = -1) -> nn.Module:
+        """Remove a module, or a slice, and return it."""
+        return super().pop(key)
+
+    def __delitem__(self, idx: slice | int) -> None:
+        children = list(self._modules.items())
+        del children[idx]
+        counted = enumerate(children)
+        self._modules = OrderedDict((str(i) if name.isdecimal() else name, child) for i, (name, child) in counted)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
+        return self.extend(other)
+
+    def __imul__(self, times: int) -> Sequential:
+        return self.extend(list(self * times)[len(self) :])
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:  # torch's would not fuse, nor would its product
+        return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
         return Sequential(*super().__mul__(times))
@@ -98,16 +153,78 @@ class Sequential(nn.Sequential):
     __rmul__ = __mul__
 
 
-def _regroup(chain: Sequential, *children: nn.Module | None) -> None:
-    """Group the children; while ``torch.compile`` traces, the call is a constant of the graph, guarded by them."""
-    if chain._cache.key != children:
+def _extras(group: Any) -> tuple[int, int]:
+    """How many extra tensors a part of a chain takes and gives; a foreign module does neither."""
+    if isinstance(group, OperationFuser):
+        return group.num_extra_inputs, len(group._routing.public_outputs)
+    if not isinstance(group, Sequential) or type(group).forward is not Sequential.forward:
+        return 0, 0
+    counts = [_extras(inner) for inner in group._module_groups]
+    return sum(takes for takes, _ in counts), sum(gives for _, gives in counts)
+
+
+def why_nested_apart(chain: Sequential) -> str:
+    """Why a nested chain runs by its own call; ``""`` if its ops may join those around it."""
+    if type(chain) is not Sequential:
+        return f"{type(chain).__name__} is a subclass of Sequential"
+    if hooks := hook_kinds(chain):
+        return f"it has {hooks} hooks"
+    if "forward" in vars(chain) or vars(chain).get("_compiled_call_impl") is not None:
+        return "its own forward was replaced or compiled"
+    return ""
+
+
+def _contents(chain: Sequential) -> list[Any]:
+    """The children, for comparison: behind each nested chain its own, and whether they may join."""
+    contents: list[Any] = []
+    for child in chain._modules.values():
+        contents.append(child)
+        if type(child) is Sequential:
+            contents += [False] if why_nested_apart(child) else [*_contents(child), True]
+    return contents
+
+
+def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
+    """What a chain runs, nested chains replaced by what they run; and why the others are not.
+
+    Channels of one name are different ones in chains apart, and so they keep these apart.
+    """
+    children = [child for child in chain._modules.values() if child is not None]
+    pieces: list[list[nn.Module]] = []
+    apart: dict[nn.Module, str] = {}
+    for child in children:
+        inner: list[nn.Module] = [child]
+        if isinstance(child, Sequential):
+            if reason := why_nested_apart(child):
+                apart[child] = reason
+            else:
+                inner, deeper = parts(child)
+                apart.update(deeper)
+        pieces.append(inner)
+    written = Counter(name for piece in pieces for name in _written(piece))
+    for index, (child, piece) in enumerate(zip(children, pieces, strict=True)):
+        common = [name for name in _written(piece) if written[name] > 1]
+        if common and isinstance(child, Sequential):
+            apart[child] = f"its channel {common[0]!r} has the name of another one in the chain around it"
+            pieces[index] = [child]
+    return [part for piece in pieces for part in piece], apart
+
+
+def _written(modules: Iterable[nn.Module]) -> list[str]:
+    """The channels that the ops among some modules write."""
+    ops = flatten([module for module in modules if isinstance(module, FusibleOperation)])
+    return [name for op in ops for name in op._extra_output_channels if name is not None]
+
+
+def _regroup(chain: Sequential, *key: Any) -> None:
+    """Group the parts; while ``torch.compile`` traces, the call is a constant of the graph, guarded by ``key``."""
+    if chain._cache.key != key:
         groups: list[Any] = []
-        present = [child for child in children if child is not None]
-        for fusible, group in groupby(present, lambda child: isinstance(child, FusibleOperation)):
+        for fusible, group in groupby(parts(chain)[0], lambda part: isinstance(part, FusibleOperation)):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
         alone = groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
-        chain._cache.value, chain._cache.key = (groups, alone), children
+        chain._cache.value, chain._cache.key = (groups, alone), key
 
 
 _regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

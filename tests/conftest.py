@@ -6,6 +6,13 @@ from fakes import OneByOne, make_plugin
 from opfuse import plugins
 
 
+def pytest_collection_modifyitems(items):
+    """What hides the installed plugins gives the same with them: it is left out where all of them are there."""
+    for item in items:
+        if not {"no_plugins", "register"}.isdisjoint(item.fixturenames):
+            item.add_marker("alone")
+
+
 @pytest.fixture
 def no_plugins():
     """No plugin and no fusion registered in code."""

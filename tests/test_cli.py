@@ -183,6 +183,8 @@ def test_explain(register, models, target):
     assert "noise on stdout" in result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "1 call of fusible ops, fused steps: 1 forward, 0 backward."
+    assert "    GELU + GELU  fused by pair, opfuse-plugin-test 1.0" in lines
+    lines = call("explain", f"{models}:{target}", "--details").stdout.splitlines()
     assert "    GELU + GELU  fused by pair as Pair, opfuse-plugin-test 1.0" in lines
 
 

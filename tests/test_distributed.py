@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import data_parallel
-import fusing
 import pytest
 import torch
 from torch.multiprocessing import spawn
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
-@pytest.mark.parametrize("variant", list(fusing.VARIANTS))
-def test_data_parallel(tmp_path, variant):
-    spawn(data_parallel.worker, (tmp_path / "init", variant), nprocs=2)
+def test_data_parallel(tmp_path):
+    spawn(data_parallel.worker, (tmp_path / "init",), nprocs=2)

@@ -100,16 +100,44 @@ def test_notes_of_a_fused_op(register, fused):
     register(forward_fusions=[Fusion([Identity, Identity], pair)])
     chain = opfuse.Sequential(Identity(), Identity())
     explanation = opfuse.explain(chain, torch.randn(2))
-    assert str(explanation).splitlines()[-1] == "  Identity + Identity: compiled in 1.5 s"
+    assert explanation.details.splitlines()[-1] == "  Identity + Identity: compiled in 1.5 s"
+    assert "compiled in 1.5 s" not in str(explanation)
     pair.notes = ""
     assert opfuse.explain(chain, torch.randn(2)) == explanation
-    assert "compiled in 1.5 s" not in str(opfuse.explain(chain, torch.randn(2)))
+    assert "compiled in 1.5 s" not in opfuse.explain(chain, torch.randn(2)).details
 
 
 def test_the_text(linear):
     text = str(opfuse.explain(Net(), torch.randn(3, 8)))
     assert repr(opfuse.explain(Net(), torch.randn(3, 8))) == text
-    lines = text.splitlines()
+    assert text.splitlines() == [
+        "5 calls of fusible ops, fused steps: 5 forward, 3 backward.",
+        "",
+        "block, mixed: Sequential [Linear, GELU] (calls 0, 1, 2)",
+        "  forward",
+        "    BasicLinear + Bias + GELU  fused by linear_bias_gelu, opfuse-plugin-linear 0.1.0",
+        "  backward",
+        "    Bias + GELU  fused by BiasGELUGrad, opfuse-plugin-linear 0.1.0",
+        "    not fused: BasicLinear",
+        "",
+        "mixed: Sequential [Linear] (call 3)",
+        "  forward",
+        "    BasicLinear + Bias  fused by LinearBias, opfuse-plugin-linear 0.1.0",
+        "  backward, not fused: Bias, BasicLinear",
+        "",
+        "head: Linear (call 4)",
+        "  forward",
+        "    BasicLinear + Bias  fused by LinearBias, opfuse-plugin-linear 0.1.0",
+        "  backward, not fused: Bias, BasicLinear",
+        "",
+        "refused",
+        "  GELU: runs on a GPU, not on cpu (FastGELU, opfuse-plugin-linear)",
+        "  1 candidate lost to what was taken; `.details` has each",
+    ]
+
+
+def test_the_details(linear):
+    lines = opfuse.explain(Net(), torch.randn(3, 8)).details.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[0] == "5 calls of fusible ops, fused steps: 5 forward, 3 backward."
     start = lines.index("block, mixed: Sequential [Linear, GELU] (calls 0, 1, 2)")
@@ -132,9 +160,36 @@ def test_the_text(linear):
 
 def test_chains_alike_are_told_once(linear):
     model = nn.Sequential(*[opfuse.Sequential(Linear(8, 8), GELU()) for _ in range(24)])
-    lines = str(opfuse.explain(model, torch.randn(3, 8))).splitlines()
-    assert "0, 1, 2, ... 20 more like these ..., 23: Sequential [Linear, GELU] (24 calls)" in lines
-    assert len(lines) < 20
+    explanation = opfuse.explain(model, torch.randn(3, 8))
+    for report, title in ((explanation.details, "0, 1, 2, ... 20 more"), (str(explanation), "0, ... 22 more")):
+        lines = report.splitlines()
+        assert f"{title} like these ..., 23: Sequential [Linear, GELU] (24 calls)" in lines
+        assert len(lines) < 20
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_deep_model_fits_a_screen(linear, nested):
+    blocks = [opfuse.Sequential(Linear(8, 8), GELU(), Identity(), Linear(8, 8), Bias(8), GELU()) for _ in range(12)]
+    model = (opfuse.Sequential if nested else nn.Sequential)(*blocks)
+    explanation = opfuse.explain(model, torch.randn(3, 8))
+    assert len(str(explanation).splitlines()) < 20
+    assert "(12 times)" in str(explanation) or not nested
+    assert sum(len(step["basic_ops"]) for step in explanation.to_dict()["forward"]) == 12 * 8
+    assert len(explanation.details.splitlines()) > 100 or not nested
+
+
+def test_each_reason_is_told_once(register, fused):
+    def when(ops, env):
+        return f"{type(ops[0]).__name__} is not for it" if len(ops) > 1 else "not today"
+
+    one = [Fusion([cls], fused(name="Shy"), when) for cls in (GELU, Identity, BasicLinear, Bias)]
+    register(forward_fusions=[*one, Fusion([GELU, Identity], fused("Pair"), when)])
+    chain = opfuse.Sequential(GELU(), Identity(), GELU(), Identity(), Linear(2, 2))
+    lines = str(opfuse.explain(chain, torch.randn(2))).splitlines()
+    assert lines[lines.index("refused") + 1 :] == [
+        "  GELU + Identity: GELU is not for it (Pair, opfuse-plugin-test)",
+        "  GELU; Identity; BasicLinear; 1 more: not today (Shy, opfuse-plugin-test)",
+    ]
 
 
 def test_paths(register):
@@ -149,7 +204,10 @@ def test_paths(register):
     assert paths(GELU()) == [""]
     assert paths(nn.Sequential(nn.Sequential(chain), Identity())) == ["0.0", "1"]
     assert paths(nn.Sequential(chain, chain)) == ["0", "0"]  # one module: its first name, as named_modules has it
+    assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["", ""]  # the nested chain's ops are the outer one's
+    handle = chain.register_forward_hook(lambda *args: None)
     assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["0", ""]
+    handle.remove()
     assert paths(lambda x: chain(chain(x))) == ["", ""]
     assert paths(opfuse.OperationFuser([GELU()])) == [""]
     assert str(opfuse.explain(lambda x: chain(x), x)).splitlines()[3] == "chain [Identity, GELU] (call 0)"
@@ -209,7 +267,7 @@ def test_nothing_is_fused_and_why(register, fused):
         "Nothing is fused: no plugin is installed and no fusion is registered.",
         "",
         "the model: Sequential [GELU, GELU] (call 0)",
-        "  forward, not fused: GELU, GELU",
+        "  forward, not fused: GELU (2 times)",
     ]
     record = register(name="empty")
     assert first_lines(model, x)[1] == "Nothing is fused: the plugins in use offer no fusion."
@@ -223,7 +281,7 @@ def test_nothing_is_fused_and_why(register, fused):
     register(name="shy", forward_fusions=[Fusion([GELU, GELU], fused("Shy"), lambda ops, env: "not today")])
     lines = first_lines(model, x)
     assert lines[3] == "  nothing is fused: every candidate was refused"
-    assert lines[-2:] == ["    forward Shy, opfuse-plugin-test, on GELU + GELU", "      not today"]
+    assert lines[-2:] == ["refused", "  GELU + GELU: not today (Shy, opfuse-plugin-test)"]
     with opfuse.options(double_backward=True):
         text = "Nothing is fused: the option double_backward runs the ops one by one."
         assert first_lines(model, x)[1] == text
@@ -261,7 +319,8 @@ def test_fusion_limit_and_conflicts_are_told(register, fused):
 def test_refusals_alike_are_counted(register, fused):
     register(forward_fusions=[Fusion([GELU], fused("Shy"), lambda ops, env: "not today")])
     explanation = opfuse.explain(opfuse.Sequential(GELU(), Identity(), GELU()), torch.randn(2))
-    assert "    forward Shy, opfuse-plugin-test, on GELU (2 times)" in str(explanation).splitlines()
+    assert "    forward Shy, opfuse-plugin-test, on GELU (2 times)" in explanation.details.splitlines()
+    assert str(explanation).splitlines()[-1] == "  GELU: not today (Shy, opfuse-plugin-test)"
     assert len(explanation.to_dict()["refused"]) == 2
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse import Fusion, Maybe, OneOf, Some, Subclasses
+from opfuse import Fusion, Maybe, OneOf, Some, Subclasses, ops
 from opfuse.fusion import fusion_name
-from opfuse.op import op_class
+from opfuse.op import PASS_METHODS, op_class
 
 
 class A(opfuse.BasicOperation):
@@ -70,8 +70,8 @@ def ops_of(letters):
 )
 def test_match(pattern, chain, matches):
     fusion = Fusion(pattern, build)
-    ops = ops_of(chain)
-    assert [(start, stop) for start in range(len(ops)) for stop in fusion.match(ops, start)] == matches
+    basic = ops_of(chain)
+    assert [(start, stop) for start in range(len(basic)) for stop in fusion.match(basic, start)] == matches
 
 
 def test_a_parametrized_op_counts_as_its_class():
@@ -79,7 +79,7 @@ def test_a_parametrized_op_counts_as_its_class():
     assert type(op) is not Weighted
     assert op_class(op) is Weighted
     assert Fusion([Weighted], build).match([op], 0) == [1]
-    assert Fusion([Subclasses(A)], build).match([op], 0) == [1]
+    assert Fusion([Subclasses(Weighted)], build).match([op], 0) == [1]
     nn.utils.parametrize.remove_parametrizations(op, "weight")
     assert Fusion([Weighted], build).match([op], 0) == [1]
 
@@ -93,6 +93,134 @@ def test_an_fsdp_op_counts_as_its_class():
     op = nn.utils.parametrizations.weight_norm(Weighted())
     op.__class__ = type("FSDPWeighted", (fsdp.FSDPModule, type(op)), {})
     assert op_class(op) is Weighted
+
+
+class Plain(ops.Activation):
+    def value(self, x):
+        return x.sin()
+
+    def derivative(self, x):
+        return x.cos()
+
+
+class OwnForward(Plain):
+    def op_forward(self, ctx, input_, **unused):
+        return super().op_forward(ctx, input_, **unused) * 2
+
+
+class OwnFuser(ops.SiLU):
+    def fuser_backward(self, *args, **kwargs):
+        return super().fuser_backward(*args, **kwargs)
+
+
+class OwnValue(ops.SiLU):
+    def value(self, x):
+        return 2 * super().value(x)
+
+
+class OwnSplit(ops.SwiGLU):
+    def split(self, x):
+        return super().split(x)[::-1]
+
+
+class Another(ops.SiLU):
+    """Computes what its parent does."""
+
+    def __init__(self):
+        super().__init__()
+        self.label = "mine"
+
+    def extra_repr(self):
+        return self.label
+
+
+class Passes(opfuse.BasicOperation):
+    """Leaves all to others."""
+
+
+class ByFuser(Passes):
+    op_forward = op_backward = None
+
+    def fuser_forward(self, *args, **kwargs):
+        raise AssertionError
+
+    fuser_backward = fuser_forward
+
+
+@pytest.mark.parametrize(
+    ("op", "cls", "methods", "expected"),
+    [
+        (ops.SiLU(), ops.SiLU, (), True),
+        (ops.SiLU(), ops.GELU, (), False),
+        (ops.SiLU(), ops.Activation, PASS_METHODS, True),
+        (ops.SiLU(), ops.Activation, (), False),  # it has its own forward_value
+        (Plain(), ops.Activation, (), True),
+        (Another(), ops.SiLU, (), True),
+        (OwnValue(), ops.SiLU, (), False),
+        (OwnValue(), ops.SiLU, PASS_METHODS, True),
+        (OwnValue(), ops.SiLU, ("derivative",), True),
+        (OwnValue(), OwnValue, (), True),
+        (OwnForward(), ops.Activation, PASS_METHODS, False),
+        (OwnForward(), OwnForward, (), True),
+        (OwnFuser(), ops.Activation, PASS_METHODS, False),
+        (OwnFuser(), ops.SiLU, ("op_forward",), True),
+        (OwnSplit(), ops.SwiGLU, (), False),
+        (ByFuser(), Passes, PASS_METHODS, True),  # both passes are abstract
+        (ops.AddExtraInput(), opfuse.BasicOperation, (), True),  # which says nothing about the arithmetic
+        (nn.Linear(2, 2), ops.SiLU, (), False),
+    ],
+)
+def test_who_defines_what_an_op_computes(op, cls, methods, expected):
+    assert opfuse.computes_as(op, cls, *methods) is expected
+
+
+def test_what_an_instance_carries_is_its_own():
+    op = ops.RMSNorm(4)
+    op.note, op.forward = "mine", op.forward  # its call is the fuser's affair
+    assert opfuse.computes_as(op, ops.RMSNorm)
+    op._check_input = lambda x: None
+    assert not opfuse.computes_as(op, ops.RMSNorm)
+    assert opfuse.computes_as(op, ops.RMSNorm, *PASS_METHODS)
+    assert Fusion([ops.RMSNorm], build).match([op], 0) == []
+    assert Fusion([Subclasses(ops.RMSNorm)], build).match([op], 0) == [1]
+    del op._check_input
+    assert Fusion([ops.RMSNorm], build).match([op], 0) == [1]
+    op.op_forward = op.op_forward
+    assert Fusion([Subclasses(ops.RMSNorm)], build).match([op], 0) == []
+
+
+def test_what_overrides_its_passes_is_not_matched_and_told(fused):
+    chain = opfuse.Sequential(ops.Bias(4), OwnForward(), ops.Bias(4), Plain(), OwnFuser())
+    pattern = [ops.Bias, OneOf(Subclasses(ops.Activation))]
+    chain[2].op_forward = chain[2].op_forward
+    fusion = Fusion(pattern, fused("Never"), name="mine")
+    assert [fusion.match(list(chain), i) for i in range(5)] == [[]] * 5
+    handles = [
+        opfuse.register_forward_fusion(fusion),
+        opfuse.register_forward_fusion(Fusion([Some(Subclasses(ops.Activation))], fused("NorThis"), lambda *_: "no")),
+    ]
+    try:
+        with opfuse.plugins.using(""):
+            report = opfuse.explain(chain, torch.randn(2, 4))
+    finally:
+        for handle in handles:
+            handle.unregister()
+    assert [(row["fusion"], row["basic_ops"], row["reason"]) for row in report.to_dict()["refused"]] == [
+        ("mine", ["Bias", "OwnForward"], "OwnForward overrides op_forward"),
+        ("NorThis", ["OwnForward"], "OwnForward overrides op_forward"),
+        ("mine", ["Bias", "Plain"], "this Bias has its own op_forward"),
+        ("NorThis", ["Plain"], "no"),
+        ("NorThis", ["OwnFuser"], "OwnFuser overrides fuser_backward"),
+    ]
+
+
+def test_a_pass_that_nothing_would_run_is_refused():
+    class Mine(ops.Linear):
+        def op_forward(self, ctx, input_, **unused):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"^Mine.op_forward would never run, since it runs as \[BasicLinear, Bias\]: ov"):
+        opfuse.Sequential(Mine(2, 2))(torch.ones(1, 2))
 
 
 def test_a_derived_class_is_not_taken_for_a_torch_made_one():
@@ -166,8 +294,8 @@ def test_names(fused):
 
 
 def test_benefit():
-    ops = tuple(ops_of("ABC"))
+    basic = tuple(ops_of("ABC"))
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32)
-    assert Fusion([A, B, C], build).benefit_of(ops, env) == 4
-    assert Fusion([A, B, C], build, benefit=1.5).benefit_of(ops, env) == 1.5
-    assert Fusion([A, B, C], build, benefit=lambda ops, env: len(ops) * 10).benefit_of(ops, env) == 30
+    assert Fusion([A, B, C], build).benefit_of(basic, env) == 4
+    assert Fusion([A, B, C], build, benefit=1.5).benefit_of(basic, env) == 1.5
+    assert Fusion([A, B, C], build, benefit=lambda ops, env: len(ops) * 10).benefit_of(basic, env) == 30

@@ -24,9 +24,10 @@ def test_nothing_heavy_is_imported():
     assert python("import torch, sys, opfuse; print('torch._dynamo' in sys.modules)") == "False"
 
 
-def test_import_adds_under_100_ms_to_torch():
-    code = "import time, torch; start = time.process_time(); import opfuse; print(time.process_time() - start)"
-    assert min(float(python(code)) for _ in range(3)) < 0.1
+def test_import_adds_little_to_torch():
+    code = "import sys, torch; before = set(sys.modules); import opfuse; print(*set(sys.modules) - before)"
+    added = {name.partition(".")[0] for name in python(code).split()} - set(sys.stdlib_module_names)
+    assert added <= {"opfuse", "pluggy", "importlib_metadata", "zipp", "lazy_importer"}
 
 
 def test_public_names():
@@ -35,7 +36,7 @@ def test_public_names():
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Maybe
     Some OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
-    checkpoint_contexts plugins ops"""
+    checkpoint_contexts plugins ops computes_as"""
     assert set(names.split()) == set(opfuse.__all__)
 
 

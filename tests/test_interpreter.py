@@ -15,6 +15,8 @@ import torch
 from opfuse.testing import interpreter, tiers
 from opfuse.testing.machine import is_interpreting
 
+pytestmark = pytest.mark.alone
+
 HERE = pathlib.Path(__file__)
 has_triton = importlib.util.find_spec("triton") is not None
 interpreted = pytest.mark.skipif(not (has_triton and is_interpreting()), reason="needs Triton and TRITON_INTERPRET=1")

@@ -1,6 +1,7 @@
 """Planning: which fusions are taken, in which order they choose, and what is said about the rest."""
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -286,7 +287,7 @@ def test_a_benefit_of_zero_is_taken(fused):
     assert taken(decide("A", source(Fusion([A], fused("A"))))) == [("A", "forward", 0, 1)]
 
 
-@pytest.mark.parametrize("benefit", ["much", None, float("nan"), ZeroDivisionError])
+@pytest.mark.parametrize("benefit", ["much", None, float("nan"), math.inf, 1e300, pytest.param(10**400, id="huge"), ZeroDivisionError])
 def test_a_benefit_that_is_no_number_is_warned_about(fused, benefit):
     def compute(ops, env):
         return 1 / 0 if benefit is ZeroDivisionError else benefit

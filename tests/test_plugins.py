@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from fakes import OneByOne
+from fakes import OneByOne, make_plugin
 
 import opfuse
 from opfuse import Fusion, PluginWarning, plugins
@@ -85,6 +85,8 @@ def test_the_two_forms_do_not_mix(text):
         ("Opfuse_Plugin.B", ["b"]),
         ("-opfuse-plugin-b,-c", ["a"]),
         ("c,opfuse-plugin-a", ["c", "a"]),
+        ("C, A", ["c", "a"]),
+        ("-B", ["a", "c"]),
     ],
 )
 def test_which_plugins_are_active(register, text, active):
@@ -367,6 +369,26 @@ def test_two_distributions_with_one_entry_point_name(register):
         assert [source.name for source in plugins.manager.sources()] == ["f2"]
 
 
+def test_one_object_under_two_names(register):
+    """The second is told, and the first goes on."""
+    plugin = make_plugin(forward_fusions=[fusion("f")])
+    register(plugin, name="first")
+    register(plugin, name="second", distribution="another")
+    told = r"'second' \(another 1.0\) failed at registration: ValueError: it is the plugin 'first' .*, which is loaded already"
+    with pytest.warns(PluginWarning, match=told):
+        assert states() == {"first": "loaded", "second": "failed"}
+    assert [source.name for source in plugins.manager.sources()] == ["f"]
+
+
+def test_what_is_no_plugin_is_refused_at_the_door():
+    for plugin in (None, "opfuse_linear", 3):
+        with pytest.raises(TypeError, match=f"expected a plugin, such as a module with .*, got {plugin!r}"):
+            plugins.register(plugin, name="mine")
+    with pytest.raises(TypeError, match=r"expected a string as the plugin's name, got None"):
+        plugins.register(make_plugin(), name=None)
+    assert "mine" not in states()
+
+
 def test_register_and_remove(register):
     manager = plugins.manager
     generation = manager.generation
@@ -507,6 +529,19 @@ def test_discovery_of_installed_plugins(site):
     assert rows["opfuse-plugin-bad"]["error"] == ("import: ModuleNotFoundError: No module named 'nowhere_to_be_found'")
     (told,) = [text for text in report["warnings"] if "nowhere_to_be_found" in text]
     assert told.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 0.3) failed at import: ")
+
+
+@pytest.mark.parametrize(("selection", "state"), [(None, "loaded"), ("fast", "loaded"), ("-quick", "blocked")])
+def test_two_entry_points_that_name_one_module(tmp_path, selection, state):
+    points = "[opfuse.v1]\nquick = speedy\nfast = speedy\n"
+    hook = "    @hookimpl\n    def opfuse_options():\n        return {'quick.size': 4}\n"
+    install(tmp_path, "opfuse-plugin-speedy", points, speedy=PLUGIN + hook)
+    environ = {} if selection is None else {"OPFUSE_PLUGINS": selection}
+    report = json.loads(run(REPORT, tmp_path, **environ).stdout)
+    row = report["rows"]["opfuse-plugin-speedy"]
+    assert (row["name"], row["state"]) == ("fast", state)
+    assert not [text for text in report["warnings"] if "speedy" in text]
+    assert row["fusions"] == ({"pair": ["forward"]} if state == "loaded" else {})
 
 
 def test_nothing_is_imported_when_everything_is_blocked(site):

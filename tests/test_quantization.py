@@ -272,6 +272,47 @@ def test_state_of_the_wrong_shape():
         chain.load_state_dict(state)
 
 
+@pytest.mark.parametrize("rename", [{"forward.0.amax": None}, {"forward.0.amax": "forward.7.amax"}])
+def test_state_of_other_quantizers(rename):
+    chain, x = two_linears()
+    run(chain, x)
+    state = {}
+    for key, value in chain.state_dict().items():
+        number, _, name = key.partition(".quantizers.0.")
+        if (name := rename.get(name, name)) is not None:
+            state[f"{number}.quantizers.0.{name}" if name else key] = value
+    with pytest.raises(RuntimeError, match=r"expected .*forward\.0\.amax.*; the checkpoint has "):
+        chain.load_state_dict(state)
+    twin, _ = two_linears()
+    twin.load_state_dict(state)  # whether it fits is known when its recipe is used
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the checkpoint has"):
+            run(twin, x)
+
+
+BAD_STATE = {
+    "missing": ("recipe", None, r"0\.backward\.0\.amax belongs to no recipe: .*is missing"),
+    "no text": ("recipe", torch.tensor([255]), "recipe's JSON as bytes"),
+    "no bytes": ("recipe", torch.tensor([0.5]), "recipe's JSON as bytes"),
+    "no tensor": ("amax", 1.0, "amax: expected a tensor, got float"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STATE)
+def test_state_that_belongs_to_no_recipe(name):
+    ending, other, text = BAD_STATE[name]
+    chain, x = two_linears()
+    run(chain, x)
+    state = {key: other if key.endswith(ending) else value for key, value in chain.state_dict().items()}
+    state = {key: value for key, value in state.items() if value is not None}
+    for model in (chain, two_linears()[0]):
+        kept = {key: value.clone() for key, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=text):
+            model.load_state_dict(state)
+        now = model.state_dict()
+        assert all(torch.equal(now[key], kept[key]) for key in kept if "quantizers" in key) and now.keys() == kept.keys()
+
+
 def test_state_keeps_its_dtype_when_the_module_moves():
     chain, x = two_linears()
     run(chain, x)

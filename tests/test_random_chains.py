@@ -5,6 +5,8 @@ import fusing
 import pytest
 import torch
 
+from opfuse import ops
+
 SEEDS = range(150)
 COVERS = {**{f"any {kind}": (kind,) for kind in chains.KINDS}, "any": tuple(chains.KINDS)}
 SETTINGS = [*fusing.VARIANTS, *COVERS, "competing"]
@@ -49,6 +51,35 @@ def test_outputs_and_gradients(name):
                 same(leaf.grad, other.grad, f"seed {seed}, gradient {number}")
         fused += any(type(op).__module__ in ("chains", "fusing") for op in steps_of(drawn))
     assert fused > len(SEEDS) / 2 if name not in fusing.VARIANTS else bool(fused) == (name != "unfused")
+
+
+NUMBERS = {
+    ops.Dropout: {"p": 0.9},
+    ops.ConstantScale: {"scale": 7.0},
+    ops.ClampedSwiGLU: {"limit": 3.0, "alpha": 0.5, "glu_linear_offset": 2.0},
+    ops.SiTUGLU: {"beta1": 0.5, "beta2": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", [*fusing.VARIANTS, "any", "competing"])
+def test_the_backward_uses_the_numbers_of_the_forward(name):
+    changed = 0
+    for seed in SEEDS:
+        drawn = chains.RandomChain(seed)
+        expected, wanted = drawn.reference()
+        weights = drawn.weights(expected)
+        with setting(name, seed):
+            outputs = drawn.forward()
+            for op in drawn.chain.modules():
+                for number, value in NUMBERS.get(type(op), {}).items():
+                    setattr(op, number, value)
+                    changed += 1
+            chains.backward(outputs, weights)
+        chains.backward(expected, weights)
+        for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
+            if leaf.grad is not None:
+                same(leaf.grad, other.grad, f"seed {seed}, gradient {number}")
+    assert changed > 50
 
 
 def steps_of(drawn):

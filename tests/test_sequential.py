@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import math
+import operator
+import random
 from collections import OrderedDict
 
 import pytest
@@ -39,6 +45,79 @@ def test_list_operations():
         assert type(several) is opfuse.Sequential and list(several)[:4] == [a, c, d, b]
     with pytest.raises(IndexError):
         chain[9]
+
+
+EDITS = {
+    "append": lambda s, i, j, new: s.append(new[0]),
+    "extend": lambda s, i, j, new: s.extend(new),
+    "extend by itself": lambda s, i, j, new: s.extend(s),
+    "insert": lambda s, i, j, new: s.insert(i, new[0]),
+    "pop": lambda s, i, j, new: s.pop(i),
+    "pop the last": lambda s, i, j, new: s.pop(),
+    "del": lambda s, i, j, new: operator.delitem(s, i),
+    "del a slice": lambda s, i, j, new: operator.delitem(s, slice(i, j)),
+    "set": lambda s, i, j, new: operator.setitem(s, i, new[0]),
+    "slice": lambda s, i, j, new: s[i:j],
+    "every other": lambda s, i, j, new: s[:: i or 1],
+    "+=": lambda s, i, j, new: operator.iadd(s, new),
+    "*=": lambda s, i, j, new: operator.imul(s[:2], 2),
+    "+": lambda s, i, j, new: s + new,
+    "*": lambda s, i, j, new: s[:2] * 2,
+}
+
+
+@pytest.mark.parametrize("names", ["0123", "abcd", "a07d", "9812"])
+def test_random_edits_are_those_of_a_list(names):
+    drawn, numbers = random.Random(names), itertools.count(1)
+    for _ in range(100):
+        layers = [ops.ConstantScale(1 + next(numbers) / 1000) for _ in names]
+        chain = opfuse.Sequential(dict(zip(names, layers, strict=True)))
+        for _ in range(8):
+            name, i, j = drawn.choice([*EDITS]), *drawn.choices(range(-5, 6), k=2)
+            new = [ops.ConstantScale(1 + next(numbers) / 1000) for _ in range(2)]
+            edited = []
+            for sequence in (chain, layers):
+                try:
+                    result = EDITS[name](sequence, i, j, new)
+                    edited.append(result if isinstance(result, (list, opfuse.Sequential)) else sequence)
+                except IndexError:
+                    edited.append(None)
+            assert [sequence is None for sequence in edited] in ([True, True], [False, False]), name
+            chain, layers = (chain, layers) if edited[0] is None else edited
+            layers = list(layers)
+            assert list(chain) == layers, name
+        expected = math.prod(layer.scale for layer in layers)
+        assert chain(torch.ones(1, dtype=torch.float64)).item() == pytest.approx(expected)
+
+
+def test_a_slice_shares_its_layers_and_keeps_their_names():
+    chain = opfuse.Sequential(*[ops.Linear(2, 2) for _ in range(3)])
+    state, tail, head = chain.state_dict(), chain[1:], ops.Linear(2, 2)
+    assert [a is b for a, b in zip(tail, chain[1:], strict=True)] == [True, True]
+    assert list(tail.append(head)._modules) == ["1", "2", "3"]
+    assert tail.load_state_dict(state, strict=False).missing_keys == ["3.weight", "3.bias"]
+    assert list(chain._modules) == ["0", "1", "2"] and head not in list(chain)
+    first = chain[1:].insert(0, head)
+    assert list(first) == [head, *chain[1:]] and list(first._modules) == ["1", "2", "3"]
+
+
+def test_a_name_stays_with_its_layer():
+    up, act, down, new = (ops.Identity() for _ in range(4))
+    chain = opfuse.Sequential({"up": up, "act": act, "down": down}).insert(1, new)
+    assert list(chain.named_children()) == [("up", up), ("3", new), ("act", act), ("down", down)]
+    del chain[0]
+    assert list(chain.named_children()) == [("0", new), ("act", act), ("down", down)]
+    assert chain.pop() is down and list(chain._modules) == ["0", "act"]
+
+
+def test_what_is_no_module_changes_nothing():
+    chain = opfuse.Sequential(ops.Identity(), ops.Identity())
+    layers = list(chain)
+    for edit in (lambda: chain.insert(0, 3), lambda: chain.insert("0", ops.Identity()), lambda: chain.append(3)):
+        with contextlib.suppress(TypeError):
+            edit()
+            pytest.fail("accepted")
+        assert list(chain) == layers
 
 
 def test_named_children():
@@ -246,17 +325,33 @@ def test_extras_and_kwargs_across_a_cut():
     assert (y.item(), extra.item()) == (1300, 1)
 
 
-def test_a_channel_across_a_cut():
-    chain = opfuse.Sequential(
-        ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False),
-        ops.GELU(),
-        ops.AddExtraInput().set_extra_input_channel(0, "skip"),
-    )
-    chain[1].register_forward_hook(lambda *args: None)
-    with pytest.raises(
-        ValueError, match=r"channel 'skip' read by op 0 \(AddExtraInput\) .* cut at GELU, which has forward hooks"
-    ):
-        chain(torch.ones(1, 1))
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize("public", [False, True])
+def test_a_channel_across_a_cut(at, public):
+    def make():
+        return opfuse.Sequential(
+            ops.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=public),
+            ops.ConstantScale(2.0),
+            ops.AddExtraInput(),
+            ops.AddExtraInput().set_extra_input_channel(0, "skip"),
+        )
+
+    plain, chain = make(), make()
+    chain[at].register_forward_hook(lambda *args: None)
+    x, extra = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    ys = [model(x, extra) for model in (plain, chain)]
+    ys = [y if public else (y, 0 * x) for y in ys]
+    grads = [torch.autograd.grad((y * y + 3 * skip).sum(), (x, extra)) for y, skip in ys]
+    for one, other in zip((*ys[0], *grads[0]), (*ys[1], *grads[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_op_alone_takes_what_its_channel_would_bring():
+    op = ops.AddExtraInput().set_extra_input_channel(0, "skip")
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(op(x, x), 2 * x)
+    with pytest.raises(ValueError, match="expected 1 extra inputs, got 0"):
+        op(x)
 
 
 # Channels
@@ -359,3 +454,163 @@ def test_extra_inputs_under_a_fake_tensor_mode():
 def test_keyword_arguments_are_a_dict_of_dicts(op_kwargs):
     with pytest.raises(TypeError, match="op_kwargs: expected a dict of keyword arguments for each op, got"):
         opfuse.Sequential(opfuse.ops.Identity())(torch.ones(2), op_kwargs=op_kwargs)
+
+
+# Nested chains
+
+
+def runs(chain, x, *extras):
+    """The ops of each chain that ran, and why it is apart."""
+    return [(" ".join(call.ops), call.cut) for call in opfuse.explain(chain, x, *extras).calls]
+
+
+def nested(*middle):
+    return opfuse.Sequential(ops.Linear(4, 4), opfuse.Sequential(*middle or (ops.GELU(), ops.Linear(4, 4))), ops.SiLU())
+
+
+def test_a_nested_chain_joins_the_one_around_it():
+    chain = opfuse.Sequential(ops.GELU(), opfuse.Sequential(nested(), opfuse.Sequential()), ops.ReLU())
+    x = torch.randn(3, 4, requires_grad=True)
+    assert runs(chain, x) == [("GELU Linear GELU Linear SiLU ReLU", "")]
+    assert list(chain.state_dict()) == ["1.0.0.weight", "1.0.0.bias", "1.0.1.1.weight", "1.0.1.1.bias"]
+    inner = chain[1][0]
+    outside = ops.ReLU()(inner[2](inner[1][1](inner[1][0](inner[0](chain[0](x))))))
+    for y in (chain(x), outside):
+        y.square().sum().backward()
+    torch.testing.assert_close(chain(x), outside)
+    assert chain(x).grad_fn.next_functions[0][0].__class__.__name__ == "AccumulateGrad"  # one node
+    assert runs(nested(nn.Tanh(), ops.GELU()), x) == [("Linear", ""), ("GELU SiLU", "")]
+
+
+@pytest.mark.parametrize("change", ["set", "append", "del", "hook", "backward hook", "forward", "inner of inner"])
+def test_a_change_inside_is_seen(change):
+    """And seen again when it is taken back."""
+    chain = opfuse.Sequential(ops.ConstantScale(2.0), opfuse.Sequential(opfuse.Sequential(ops.ConstantScale(3.0))))
+    x, inner = torch.ones(1, requires_grad=True), chain[1]
+    assert chain(x).item() == 6 and len(runs(chain, x)) == 1
+    calls, taken_back = [], lambda: None
+    if change == "set":
+        inner[0][0] = ops.ConstantScale(5.0)
+    elif change == "append":
+        inner.append(ops.ConstantScale(5.0))
+    elif change == "del":
+        del inner[0]
+    elif change == "hook":
+        taken_back = inner.register_forward_hook(lambda *args: calls.append(1)).remove
+    elif change == "backward hook":
+        taken_back = inner.register_full_backward_hook(lambda *args: calls.append(1)).remove
+    elif change == "forward":
+        inner.forward = lambda x: x * 10
+        taken_back = lambda: delattr(inner, "forward")  # noqa: E731
+    else:
+        taken_back = inner[0].register_forward_hook(lambda *args: calls.append(1)).remove
+    y = chain(x)
+    y.backward()
+    assert y.item() == {"set": 10, "append": 30, "del": 2, "forward": 20}.get(change, 6)
+    assert len(calls) == ("hook" in change or change == "inner of inner")
+    taken_back()
+    chain(x).backward()
+    assert len(calls) == ("hook" in change or change == "inner of inner")
+    assert len(runs(chain, x)) == 1
+
+
+def test_why_a_nested_chain_is_apart():
+    class Block(opfuse.Sequential):
+        pass
+
+    x = torch.randn(2, 4)
+    chain = nested()
+    handle = chain[1].register_forward_pre_hook(lambda *args: None)
+    assert runs(chain, x)[1] == ("GELU Linear", "apart from the chain around it: it has forward pre- hooks")
+    handle.remove()
+    chain[1].forward = chain[1].forward
+    assert runs(chain, x)[1][1] == "apart from the chain around it: its own forward was replaced or compiled"
+    assert runs(opfuse.Sequential(ops.GELU(), Block(ops.SiLU())), x)[1:] == [
+        ("SiLU", "apart from the chain around it: Block is a subclass of Sequential")
+    ]
+
+
+def test_blocks_with_channels_of_one_name_stay_apart():
+    """They were chains of their own with a name each; one chain would have two producers."""
+    block = opfuse.Sequential(residual(output_to_caller=False)[0], ops.GELU(), residual()[1])
+    other = opfuse.Sequential(residual(output_to_caller=False)[0], ops.SiLU(), residual()[1])
+    x = torch.randn(2, 4)
+    expected = other(block(x))
+    chain = opfuse.Sequential(block, other)
+    torch.testing.assert_close(chain(x), expected)
+    why = "apart from the chain around it: its channel 'skip' has the name of another one in the chain around it"
+    assert [cut for _, cut in runs(chain, x)] == [why, why]
+    torch.testing.assert_close(opfuse.Sequential(block, block)(x), block(block(x)))
+    assert runs(opfuse.Sequential(block, ops.ReLU()), x) == [("MakeExtraOutput GELU AddExtraInput ReLU", "")]
+    assert [cut for _, cut in runs(opfuse.Sequential(chain, ops.ReLU()), x)] == [why, why, ""]
+
+
+def test_channels_cross_the_border():
+    x = torch.randn(3, 4, requires_grad=True)
+    make, add = residual(output_to_caller=False)
+    into = opfuse.Sequential(make, ops.ConstantScale(2.0), opfuse.Sequential(add, ops.ConstantScale(3.0)))
+    torch.testing.assert_close(into(x), 9 * x)
+    make, add = residual(output_to_caller=False)
+    out = opfuse.Sequential(opfuse.Sequential(make, ops.ConstantScale(2.0)), add)
+    y = out(x)
+    torch.testing.assert_close(y, 3 * x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+
+
+def test_extra_tensors_of_a_nested_chain_come_in_order():
+    inner = opfuse.Sequential(ops.AddExtraInput(), ops.ConstantScale(2.0), ops.MakeExtraOutput())
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.AddExtraInput(), inner, ops.AddExtraInput())
+    one, ten, hundred, thousand = (torch.full((1,), float(n)) for n in (1, 10, 100, 1000))
+    assert [t.item() for t in chain(one, ten, hundred, thousand)] == [1222, 1, 222]
+    with pytest.raises(ValueError, match=r"expected 3 extra inputs, got 1"):
+        chain(one, ten)
+    inner.register_forward_hook(lambda *args: None)  # and of one that stays apart
+    assert len(runs(chain, one, ten, hundred, thousand)) == 3
+    assert [t.item() for t in chain(one, ten, hundred, thousand)] == [1222, 1, 222]
+    with pytest.raises(ValueError, match=r"Sequential expected 3 extra inputs, got 1"):
+        chain(one, ten)
+
+
+def test_a_subclass_with_a_forward_of_its_own_gives_what_it_likes():
+    class Pair(opfuse.Sequential):
+        def forward(self, input):
+            return super().forward(input, input)[0], "aside"
+
+    chain = opfuse.Sequential(ops.Identity(), Pair(ops.AddExtraInput(), ops.MakeExtraOutput()))
+    y, aside = chain(torch.ones(1))
+    assert (y.item(), aside) == (2, "aside")
+
+
+def test_op_kwargs_reach_into_a_nested_chain():
+    inner = Scaled()
+    chain = opfuse.Sequential(Scaled(), opfuse.Sequential(ops.Identity(), inner), Scaled())
+    x = torch.ones(1)
+    assert chain(x, op_kwargs={0: {"factor": 2.0}, inner: {"factor": 3.0}, 2: {"factor": 5.0}}).item() == 30
+    with pytest.raises(ValueError, match="op_kwargs: Sequential is not an op of this Sequential"):
+        chain(x, op_kwargs={1: {"factor": 2.0}})
+
+
+def test_a_nested_chain_is_still_one_of_its_own():
+    chain = nested()
+    x = torch.randn(2, 4)
+    chain(x)
+    torch.testing.assert_close(chain[1](x), chain[1][1](chain[1][0](x)))
+    torch.testing.assert_close(copy.deepcopy(chain)(x), chain(x))
+    with opfuse.options(double_backward=True):
+        y = chain(x.requires_grad_())
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        assert gradient.requires_grad
+
+
+def test_a_nested_chain_under_compile():
+    torch._dynamo.reset()
+    chain = nested()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.testing.assert_close(compiled(x), chain(x))
+    chain[1][0] = ops.ReLU()
+    torch.testing.assert_close(compiled(x), chain(x))
+    chain[1].register_forward_hook(lambda module, args, output: output * 3)
+    torch._dynamo.reset()  # compiled code looks at no hook again, torch.nn's neither
+    torch.testing.assert_close(compiled(x), chain(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import fusing
@@ -125,12 +126,13 @@ def test_compiled_autograd():
 def test_compile_without_grad():
     chain, plain = pair()
     with torch.no_grad():
-        check([torch.compile(chain, fullgraph=True)(data())], [plain(data())])
+        check([torch.compile(chain, fullgraph=True, backend="aot_eager")(data())], [plain(data())])
 
 
 def test_compile_one_op():
     chain, plain = pair()
-    check(train_step(torch.compile(chain[0], fullgraph=True), list(chain[0].parameters())), step(plain[0]))
+    compiled = torch.compile(chain[0], fullgraph=True, backend="aot_eager")
+    check(train_step(compiled, list(chain[0].parameters())), step(plain[0]))
 
 
 def test_compile_follows_changes_to_the_chain():
@@ -187,7 +189,8 @@ def test_checkpoint(reentrant):
 
 def test_checkpoint_inside_a_compiled_region():
     def region(model):
-        compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True)
+        inner = functools.partial(checkpoint, model, use_reentrant=False)
+        compiled = torch.compile(inner, fullgraph=True, backend="aot_eager")
         return train_step(compiled, list(model.parameters()))
 
     both(region)
@@ -232,7 +235,7 @@ def test_state_dict_loads_both_ways_as_weights_only():
 def test_weight_norm_on_linear(compiled, index):
     def run(model):
         parametrizations.weight_norm(model[index])
-        fn = torch.compile(model, fullgraph=True) if compiled else model
+        fn = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         return train_step(fn, list(model.parameters()))
 
     both(run)
@@ -242,7 +245,7 @@ def test_weight_norm_on_linear(compiled, index):
 def test_weight_norm_on_layer_norm(compiled):
     def run(model):
         parametrizations.weight_norm(model[0], dim=None)
-        fn = torch.compile(model, fullgraph=True) if compiled else model
+        fn = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         return train_step(fn, list(model.parameters()))
 
     torch.manual_seed(0)
@@ -265,7 +268,7 @@ def test_spectral_norm_under_compile_is_refused():
     chain, _ = pair()
     parametrizations.spectral_norm(chain[0])
     with pytest.raises(RuntimeError, match="spectral_norm on weight updates its state"):
-        torch.compile(chain, fullgraph=True)(data())
+        torch.compile(chain, fullgraph=True, backend="aot_eager")(data())
 
 
 def test_tied_weights():
@@ -374,7 +377,7 @@ def test_inference_mode():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(compiled):
     def run(model):
-        fn = torch.compile(model, fullgraph=True) if compiled else model
+        fn = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = fn(data())
         assert y.dtype is torch.bfloat16

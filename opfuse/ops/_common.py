@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -38,6 +40,16 @@ def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     return tensor.sum(rows) if rows else tensor.clone()  # a sum over no dimension would be a sum over all
 
 
+def whole(value: Any) -> int | None:
+    """The int that ``value`` stands for, also one of numpy's; None: it is no whole number, or a bool."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_size(op: object, name: str, value: Any) -> int:
     """A tensor dimension, as an int.
 
@@ -45,11 +57,23 @@ def check_size(op: object, name: str, value: Any) -> int:
         TypeError: It is not a whole number.
         ValueError: It is negative.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    size = whole(value)
+    if size is None:
         raise TypeError(f"{type(op).__name__} expected a whole number as {name}, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{type(op).__name__} expected {name} of at least 0, got {value}")
-    return value
+    if size < 0:
+        raise ValueError(f"{type(op).__name__} expected {name} of at least 0, got {size}")
+    return size
+
+
+def check_real(op: object, name: str, value: Any) -> float:
+    """A real number, as a float.
+
+    Raises:
+        TypeError: It is not a real number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {value!r}")
+    return float(value)
 
 
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
@@ -59,7 +83,7 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int,
         TypeError: An item is not a whole number.
         ValueError: It is empty, or an item is negative.
     """
-    shape = (value,) if isinstance(value, int) else tuple(value)
+    shape = tuple(value) if isinstance(value, Iterable) and whole(value) is None else (value,)
     if not shape:
         raise ValueError(f"{type(op).__name__} expected at least one dimension as {name}, got none")
     return tuple(check_size(op, name, size) for size in shape)
@@ -83,6 +107,7 @@ class PassThrough(BasicOperation):
 
     saved_names = ()
     feature_ratio = 1
+    keeps_rows = True
     grad_input = "same"
     differentiable = True
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
+import numbers
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +14,26 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext
-from ._common import Grads, refuse, wide
+from ._blocks import blocks, in_blocks
+from ._common import Grads, PassThrough, cast, refuse, wide, widen
+
+_SHORTCUTS = {
+    "value_and_derivative": ("value", "derivative"),
+    "linear_value_and_derivative": ("value", "linear_value", "linear_derivative"),
+    "gate_value": ("value",),
+    "_gradient": ("derivative",),
+    "gate_gradient": ("derivative",),
+    "device_functions": ("value", "derivative"),
+}
+_ALL = ("derivative", "value", "linear_value", "linear_derivative", "split", "join", "_gradient", "gate_gradient")
+_SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
+_SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
+"""Methods that a class may give for speed, and what they must agree with; the first of those is abstract at first."""
+
+_FORMULAS = {*_SHORTCUTS, *(name for names in _SHORTCUTS.values() for name in names)}
+_COMPUTING = (_FORMULAS - {"device_functions"}) | {"op_forward", "op_backward", "operand"}
+_COMMON = frozenset(vars(PassThrough()))
+"""The attributes that every op has."""
 
 
 class Activation(BasicOperation):
@@ -21,8 +41,16 @@ class Activation(BasicOperation):
 
     Takes and gives a tensor of any shape, in the compute dtype. Half precision is computed in fp32.
 
+    A class or a mixin may give other methods for speed, such as :meth:`forward_value`. They stand for its own
+    ``value`` and ``derivative``, and not for those of a subclass: that computes by its own again.
+
+    Numbers of an op's own, such as ``self.slope``, may be set anew at any time: a backward uses those of its forward.
+    So it is with strings and tuples, and with ``self.training`` where a method reads it, and not with tensors.
+
     Attributes:
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
+        deterministic: Whether the same input always gives the same output, so that it may be computed again. A class
+            that gives any of the methods that compute, and does not say so itself, has False.
 
     Args:
         cache_quantized_input: False; True comes with a later release.
@@ -32,14 +60,97 @@ class Activation(BasicOperation):
     """
 
     gated: ClassVar[bool] = False
+    deterministic: bool = True
     saved_names = ("input",)
     feature_ratio = 1
+    keeps_rows = True
     grad_input = "fresh"
     differentiable = True
+    casts_input = True
+    _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set anew
+    _in_parts: ClassVar[bool] = True  # whether the formulas are known to take any rows of an input
+    _numbers: tuple[tuple[str, Any], ...] = ()
+    _numbers_as_of: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        parts_known = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)].__module__.startswith("opfuse.ops.")
+        if _newest(cls, _COMPUTING) < _newest(cls, {"deterministic"}):
+            type.__setattr__(cls, "deterministic", False)
+        type.__setattr__(cls, "_in_parts", parts_known)
+        for name, replaced in _SHORTCUTS.items():
+            newest = _newest(cls, set(replaced))
+            for index, base in enumerate(cls.__mro__):
+                made_of_them = getattr(getattr(base, replaced[0], None), "__isabstractmethod__", False)
+                if name in vars(base) and (index <= newest or made_of_them):
+                    break
+            if name in vars(base) and index > _newest(cls, {name}):
+                type.__setattr__(cls, name, vars(base)[name])
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         refuse(self, "caching a quantized input", cache_quantized_input=cache_quantized_input)
+
+    def _constructed(self) -> None:
+        super()._constructed()
+        self._find_numbers()
+
+    def _find_numbers(self) -> None:
+        """Look which plain values are the op's own: attributes that no class of the library has."""
+        foreign = [base for base in type(self).__mro__ if not base.__module__.startswith(("opfuse.", "torch."))]
+        members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
+        skipped = _COMMON | set(self._fixed) | set(dir(Activation))
+        codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
+        if any("training" in code.co_names for code in codes):
+            skipped -= {"training"}
+        own = {name: value for name, value in (members | vars(self)).items() if name[:2] != "__"}
+        if type(self).__module__.startswith("opfuse.") and self._numbers_as_of is not None:
+            own = {name: getattr(self, name) for name, _ in self._numbers}  # no others matter to its formulas
+        found = tuple(pair for pair in own.items() if pair[0] not in skipped and _is_plain(pair[1]))
+        vars(self).update(_numbers=found, _numbers_as_of=BasicOperation.changes)
+        if found and "numbers" not in self.context_names:
+            self.context_names = (*self.context_names, "numbers")  # type: ignore[misc]
+
+    @classmethod
+    def _check_class_attribute(cls, name: str) -> None:
+        if name not in _FORMULAS:
+            return
+        ready = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.") and issubclass(base, Activation)]
+        if not all(map(inspect.isabstract, ready)):
+            raise RuntimeError(f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: write a subclass")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        who = f"{type(self).__name__}.{name}"
+        if name in _FORMULAS and hasattr(type(self), name):
+            raise RuntimeError(f"{who} cannot be replaced on one op, whose kernels would not follow: write a subclass")
+        if name in self._fixed and name in vars(self):
+            raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: make another {type(self).__name__}")
+        super().__setattr__(name, value)
+        own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
+        if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
+            self._find_numbers()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._find_numbers()
+
+    def numbers_of(self) -> tuple[tuple[str, Any], ...]:
+        """The op's own numbers as ``(name, value)``: what a forward leaves as ``ctx.numbers`` if there are any."""
+        if not self._numbers:
+            return ()
+        if self._numbers_as_of not in (None, BasicOperation.changes):  # its class may have another one
+            self._find_numbers()
+        return tuple([(name, getattr(self, name)) for name, _ in self._numbers])
+
+    def with_numbers(self, values: tuple[tuple[str, Any], ...]) -> Activation:
+        """The activation as it was when :meth:`numbers_of` gave ``values``: itself, unless they have changed since."""
+        now = self.numbers_of()
+        if values == now:
+            return self
+        twin = object.__new__(type(self))
+        kept = {name: value for name, value in vars(self).items() if name not in dict(now)}
+        vars(twin).update(kept, **dict(values), _numbers=values, _numbers_as_of=None)
+        return twin
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:
@@ -48,6 +159,10 @@ class Activation(BasicOperation):
     @abstractmethod
     def derivative(self, x: Tensor) -> Tensor:
         """Its derivative at ``x``, elementwise; ``x`` is fp32 or fp64."""
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, for a class that computes them from the same parts; ``x`` is fp32 or fp64."""
+        return self.value(x), self.derivative(x)
 
     def device_functions(self) -> tuple[Any, Any] | None:
         """A pair of Triton device functions, value and derivative of one fp32 scalar; None: there are none.
@@ -58,9 +173,15 @@ class Activation(BasicOperation):
 
     def forward_value(self, x: Tensor) -> Tensor:
         """The op's output for the input ``x``, in the dtype of ``x``."""
-        dtype = x.dtype
-        math = wide(dtype)
-        return self.value(x) if math is dtype else self.value(x.to(math)).to(dtype)
+        wider = wide(x.dtype)
+        if wider is x.dtype:
+            return self.value(x)
+        if self._in_parts and in_blocks(x):
+            y = torch.empty_like(x)
+            for rows, of_x in blocks(y, x):
+                rows.copy_(self.value(of_x.to(wider)))
+            return y
+        return self.value(x.to(wider)).to(x.dtype)
 
     def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The gradient of the input ``x``.
@@ -74,12 +195,19 @@ class Activation(BasicOperation):
         Returns:
             A new tensor, or ``out``.
         """
-        dtype = x.dtype
-        math = wide(dtype)
-        if math is dtype:
+        if self._in_parts and in_blocks(x, grad_output, *(() if out is None else (out,))):
+            dx = torch.empty_like(x) if out is None else out
+            for rows, dy, of_x in blocks(dx, grad_output, x):
+                self._gradient(dy, of_x, rows)
+            return dx
+        return self._gradient(grad_output, x, out)
+
+    def _gradient(self, grad_output: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+        wide_x = widen(x)
+        if wide_x is x:
             return torch.mul(grad_output, self.derivative(x), out=out)
-        dx = grad_output.to(math) * self.derivative(x.to(math))
-        return dx.to(dtype) if out is None else out.copy_(dx)
+        dx = widen(grad_output) * self.derivative(wide_x)
+        return dx.to(x.dtype) if out is None else out.copy_(dx)
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
@@ -87,12 +215,13 @@ class Activation(BasicOperation):
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
 
-    @staticmethod
-    def operand(ctx: Any, input_: Tensor) -> Tensor:
+    def operand(self, ctx: Any, input_: Tensor) -> Tensor:
         """The input in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs (for fusions too)."""
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if ctx.input_requires_grad else None,)
+            if self._numbers:
+                ctx.numbers = self.numbers_of()
         return x
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
@@ -103,58 +232,122 @@ class Activation(BasicOperation):
         if grad_output.dtype is not x.dtype:
             grad_output = grad_output.to(x.dtype)
         out = grad_output if ctx.owns_grad_output and not self.gated else None
-        return self.backward_value(grad_output, x, out=out), ()
+        # a forward of its own may have left none
+        op = self.with_numbers(getattr(ctx, "numbers", self._numbers)) if self._numbers else self
+        return op.backward_value(grad_output, x, out=out), ()
 
 
-def _backward_kernel(kernel: Any, *constants: Any, **options: Any) -> Callable[..., Tensor]:
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (numbers.Number, str)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _newest(cls: type, names: set[str]) -> int:
+    """How far up a class's ancestors the first is that gives one of these."""
+    return next((i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))), len(cls.__mro__))
+
+
+def _backward_kernel(kernel: Any, *constants: Any) -> Callable[..., Tensor]:
     """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself."""
     traced = kernel.default, kernel.grad_input
     eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
 
-    def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def backward_value(
+        self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None, **options: str
+    ) -> Tensor:
         """See :meth:`Activation.backward_value`."""
-        allocating, writing = traced if is_dynamo_compiling() else eager
+        tracing = is_dynamo_compiling()
+        allocating, writing = traced if tracing else eager
         if out is None:
             return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
+        if not tracing and torch._C._len_torch_dispatch_stack() > 0:
+            # allow_mutation_on_saved_tensors knows no tensor to write into but one called "out"
+            return out.copy_(allocating(grad_output, x, *constants, **options))
         return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]
 
     return backward_value
 
 
-class GELU(Activation):
-    """GELU in its tanh form: ``x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2`` (Hendrycks and Gimpel 2016).
+_gelu_backward = _backward_kernel(torch.ops.aten.gelu_backward)
 
-    It is ``torch.nn.functional.gelu(x, approximate="tanh")``.
+
+class GELU(Activation):
+    """GELU (Hendrycks and Gimpel 2016): ``x Phi(x)`` with the normal distribution, or its tanh form.
+
+    It is ``torch.nn.functional.gelu(x, approximate=approximate)``.
+
+    Args:
+        approximate: ``"tanh"``: ``x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2``; ``"none"``:
+            ``x (1 + erf(x / sqrt(2))) / 2``. Fixed; unlike torch's, the default is ``"tanh"``.
+        cache_quantized_input: As for :class:`Activation`.
+
+    Raises:
+        ValueError: ``approximate`` is neither.
+        NotImplementedError: ``cache_quantized_input=True``.
     """
 
+    deterministic = True
+    _fixed = ("approximate",)
+
+    def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        if approximate not in ("tanh", "none"):
+            raise ValueError(f"{type(self).__name__} expected approximate to be 'tanh' or 'none', got {approximate!r}")
+        self.approximate = approximate
+
+    def extra_repr(self) -> str:
+        """The form, where it is not the default."""
+        return "" if self.approximate == "tanh" else f"approximate={self.approximate!r}"
+
     def value(self, x: Tensor) -> Tensor:
-        """The tanh form of GELU."""
-        return F.gelu(x, approximate="tanh")
+        """The function."""
+        return F.gelu(x, approximate=_gelu_form(self))
 
     def derivative(self, x: Tensor) -> Tensor:
-        """By the product rule: ``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``."""
+        """``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``; or ``Phi(x) + x phi(x)``."""
+        if _gelu_form(self) == "none":
+            return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x * x)
 
-    forward_value = staticmethod(functools.partial(F.gelu, approximate="tanh"))  # in half precision by fp32 itself
-    backward_value = _backward_kernel(torch.ops.aten.gelu_backward, approximate="tanh")
+    forward_value = value  # torch computes half precision in fp32 itself
+
+    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :meth:`Activation.backward_value`."""
+        return _gelu_backward(self, grad_output, x, out=out, approximate=_gelu_form(self))
+
+
+def _gelu_form(op: Activation) -> str:
+    return getattr(op, "approximate", "tanh")  # other activations take GELU's methods for theirs
 
 
 class QGELU(Activation):
     """GELU by a sigmoid: ``x sigmoid(1.702 x)`` (Hendrycks and Gimpel 2016, equation 2's approximation)."""
 
+    deterministic = True
+
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(1.702 x)``."""
-        return x * torch.sigmoid(1.702 * x)
+        return x * torch.sigmoid_(1.702 * x)
 
     def derivative(self, x: Tensor) -> Tensor:
-        """``1.702 x s (1 - s) + s`` with ``s = sigmoid(1.702 x)``."""
-        s = torch.sigmoid(1.702 * x)
-        return 1.702 * x * s * (1 - s) + s
+        """``s + 1.702 x s (1 - s)`` with ``s = sigmoid(1.702 x)``."""
+        return QGELU.value_and_derivative(self, x)[1]
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from ``s``."""
+        s = torch.sigmoid_(1.702 * x)
+        y = x * s
+        return y, torch.addcmul(s, y, 1 - s, value=1.702)
+
+    def _gradient(self, grad_output: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+        dx = torch.ops.aten.silu_backward.default(widen(grad_output), 1.702 * widen(x))  # it is silu(1.702 x) / 1.702
+        return cast(dx, x.dtype) if out is None else out.copy_(dx)
 
 
 class ReLU(Activation):
     """``max(x, 0)``."""
+
+    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""
@@ -171,17 +364,27 @@ class ReLU(Activation):
 class SReLU(Activation):
     """Squared ReLU: ``max(x, 0)^2`` (So et al. 2021)."""
 
+    deterministic = True
+
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)^2``."""
         return torch.relu(x).square()
 
     def derivative(self, x: Tensor) -> Tensor:
         """``max(2 x, 0)``."""
-        return torch.relu(2 * x)
+        return torch.relu_(2 * x)
+
+    forward_value = value  # half precision is rounded once, as if it were computed in fp32
+
+    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See :meth:`Activation.backward_value`."""
+        return torch.mul(grad_output, SReLU.derivative(self, x), out=out)
 
 
 class SiLU(Activation):
     """``x sigmoid(x)`` (Elfwing et al. 2017), also called Swish."""
+
+    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(x)``."""

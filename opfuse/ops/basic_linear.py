@@ -35,19 +35,29 @@ class BasicLinear(BasicOperation):
         tensor_parallel_group: Not used without ``tensor_parallel_mode``.
         sequence_parallel: False; True comes with a later release.
         rng_state_tracker_function: None; others come with a later release.
-        accumulate_into_main_grad: False; True comes with a later release.
+        accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of its shape and
+            any floating dtype, as Megatron-LM sets it up, instead of giving it to autograd. It is added as autograd
+            would have got it, rounded to the compute dtype. ``weight.grad`` stays as it is; where the weight has
+            an attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its hooks
+            run. Where ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. It is so with every
+            fusion, and in no call of ``torch.autograd.grad``, which gives the gradients it is asked for; second
+            derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
     Raises:
         TypeError: A size is not a whole number.
         ValueError: A size is negative.
         NotImplementedError: An argument that comes with a later release.
+        RuntimeError: In a backward with ``accumulate_into_main_grad``, a weight without a fitting ``main_grad``.
     """
 
     saved_names = ("input", "weight")
+    takes_params = ("weight",)
+    keeps_rows = True
     grad_input = "fresh"
     differentiable = True
     params_in_compute_dtype = True
+    casts_input = True
 
     def __init__(
         self,
@@ -67,12 +77,13 @@ class BasicLinear(BasicOperation):
         refuse(self, "tensor parallelism", tensor_parallel_mode=tensor_parallel_mode)
         refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
         refuse(self, "sequence parallelism", sequence_parallel=sequence_parallel)
-        refuse(self, "gradient accumulation into main_grad", accumulate_into_main_grad=accumulate_into_main_grad)
         refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, device=device, dtype=dtype))
         self.reset_parameters()
+        if accumulate_into_main_grad:
+            self.accumulates_grads, self.differentiable = True, False
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, unless a ``Linear`` holds it; on the meta device nothing is drawn."""
@@ -134,6 +145,36 @@ class BasicLinear(BasicOperation):
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
         return None if w is None else dy @ w, (None if x is None else _grad_weight(dy, x),)
+
+    def accumulate_grads(self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Add the weight's gradient to its ``main_grad``; zeros where hooks must run on ``.grad``, else None."""
+        (weight,), (grad,) = params, grads
+        if grad is None:
+            return grads
+        if getattr(weight, "overwrite_main_grad", False):
+            _main_grad(weight).copy_(grad)
+        else:
+            _main_grad(weight).add_(grad)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return (None,)
+        weight.grad_added_to_main_grad = True
+        return (torch.zeros_like(weight),)
+
+
+def _main_grad(weight: Any) -> Tensor:
+    """Where the gradient of a weight is accumulated; Megatron-FSDP tells at every call."""
+    who, wanted = "BasicLinear(accumulate_into_main_grad=True) expected", f"a tensor of shape {tuple(weight.shape)}"
+    if not isinstance(weight, nn.Parameter):
+        raise RuntimeError(f"{who} a Parameter as its weight, got a tensor that is computed, as by a parametrization")
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
+        raise RuntimeError(f"{who} {wanted} as weight.main_grad, got {main_grad!r}: set it before the backward")
+    if main_grad.shape != weight.shape or main_grad.device != weight.device or not main_grad.is_floating_point():
+        got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
+        raise RuntimeError(f"{who} {wanted}, floating point and on {weight.device}, as weight.main_grad, got {got}")
+    return main_grad
 
 
 def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:

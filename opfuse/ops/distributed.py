@@ -110,6 +110,7 @@ class AllReduce(_Collective):
     """
 
     feature_ratio = 1
+    keeps_rows = True
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)

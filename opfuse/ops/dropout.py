@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
-from ._common import Grads, shows
+from ..op import BasicOperation
+from ._common import Grads, check_real, shows
 
 
 class Dropout(BasicOperation):
@@ -21,37 +21,41 @@ class Dropout(BasicOperation):
         p: Probability of a zero.
 
     Raises:
+        TypeError: ``p`` is not a real number.
         ValueError: ``p`` is not between 0 and 1.
     """
 
     saved_names = ("mask",)
+    keeps_rows = True
+    context_names = ("p",)
     feature_ratio = 1
     grad_input = "same"
     differentiable = True
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
+        self.p = check_real(self, "p", p)
+        if not 0 <= self.p <= 1:
             raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
-        self.p = float(p)
 
     extra_repr = shows("p")
 
     def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
-        """The output; saves ``(mask,)``: True where an element stays, or None where all do."""
+        """The output; saves ``(mask,)``: True where an element stays, or None where all do; leaves ``ctx.p``."""
         y, mask = input_, None
         if self.training and self.p:
             y, mask = torch.native_dropout(input_, self.p, True)
         if ctx.requires_grad:
+            ctx.p = self.p
             ctx.save_for_backward(mask if ctx.input_requires_grad else None)
         return y
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """``dx = dy * mask / (1 - p)``."""
+        """``dx = dy * mask / (1 - p)``, with the forward's ``p``."""
         (mask,) = ctx.saved_tensors
         if mask is None:
             return grad_output, ()
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        scale = 1 / (1 - ctx.p) if ctx.p < 1 else 0.0
         return torch.ops.aten.native_dropout_backward.default(grad_output, mask, scale), ()

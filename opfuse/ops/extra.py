@@ -17,6 +17,7 @@ class _JoinOrFork(ExtraTensorOperation):
 
     saved_names = ()
     feature_ratio = 1
+    keeps_rows = True
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -31,13 +32,13 @@ class AddExtraInput(_JoinOrFork):
 
     Args:
         in_place: Add into the memory of the extra input and return that; the caller must not use its tensor
-            afterwards. An extra input out of a channel belongs to the chain and is left alone, and so is every
-            one while ``torch.compile`` traces.
+            afterwards. The sum is rounded to the extra input's dtype, as by ``Tensor.add_``. An extra input out of
+            a channel belongs to the chain and is left alone, and so is every one while ``torch.compile`` traces.
 
     Raises:
         ValueError: In a call, shapes that differ.
         RuntimeError: In a call with ``in_place`` and gradients, an extra input that is a leaf requiring grad,
-            a view of one, or of a dtype that cannot hold the sum.
+            a view of one; and one of integers.
     """
 
     num_extra_inputs = 1
@@ -94,6 +95,7 @@ class MakeExtraOutput(_JoinOrFork):
         ((grad_extra,),) = basic_op_grad_extra_outputs
         if grad_extra is None:
             return grad_output, [()], [()]
-        if self.in_place and basic_op_ctxs[0].owns_grad_output:
+        holds_the_sum = torch.promote_types(grad_output.dtype, grad_extra.dtype) is grad_output.dtype
+        if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
             return grad_output.add_(grad_extra), [()], [()]
         return grad_output + grad_extra, [()], [()]

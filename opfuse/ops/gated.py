@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ._common import cast, check_size, shows, widen
+from ._blocks import blocks, in_blocks, tracing
+from ._common import cast, check_size, shows, wide
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -19,12 +21,15 @@ class GatedActivation(Activation):
     ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features alternate instead:
     ``k`` of the gate, ``k`` of the linear half, and so on.
 
+    Half precision is computed in fp32. But where torch has kernels for the gate (GEGLU, ReGLU, SReGLU, SwiGLU),
+    bfloat16 is rounded after each factor, as those do.
+
     A subclass gives :meth:`value` and :meth:`derivative` of the gate, and may give :meth:`linear_value` and
     :meth:`linear_derivative` of the other half.
 
     Args:
         cache_quantized_input: False; True comes with a later release.
-        glu_interleave_size: How many features of each half alternate; None: the halves are contiguous.
+        glu_interleave_size: How many features of each half alternate; None: the halves are contiguous. Fixed.
 
     Raises:
         ValueError: ``glu_interleave_size`` is less than 1; in a call, features that do not split evenly.
@@ -32,13 +37,19 @@ class GatedActivation(Activation):
     """
 
     gated: ClassVar[bool] = True
+    deterministic = True
     feature_ratio = 2
+    _fixed = ("glu_interleave_size",)
+    _has_kernels: ClassVar[bool] = False  # gate_value and gate_gradient are kernels
+    _rounds: ClassVar[bool] = False  # they compute all there is
+    _splits: ClassVar[bool] = True  # the halves are where this class has them
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        if glu_interleave_size is not None and check_size(self, "glu_interleave_size", glu_interleave_size) < 1:
+        size = None if glu_interleave_size is None else check_size(self, "glu_interleave_size", glu_interleave_size)
+        if size == 0:
             raise ValueError(f"{type(self).__name__} expected a glu_interleave_size of at least 1, got 0")
-        self.glu_interleave_size = glu_interleave_size
+        self.glu_interleave_size = size
 
     def linear_value(self, b: Tensor) -> Tensor:
         """What the gate multiplies; ``b`` is fp32 or fp64."""
@@ -75,30 +86,87 @@ class GatedActivation(Activation):
         blocks = (*a.shape[:-1], a.shape[-1] // size, size)
         return torch.stack((a.reshape(blocks), b.reshape(blocks)), -2).flatten(-3)
 
+    def linear_value_and_derivative(self, b: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both, for a class that computes them from the same parts; ``b`` is fp32 or fp64."""
+        return self.linear_value(b), self.linear_derivative(b)
+
+    gate_value = Activation.forward_value
+    """``value(a)`` in the dtype of ``a``; for a kernel that takes half precision."""
+
+    gate_gradient = Activation.backward_value
+    """``grad_output * derivative(a)``, into ``out`` if given; for a kernel that does both at once."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base = GatedActivation
+        cls._has_kernels = base.gate_value is not cls.gate_value and base.gate_gradient is not cls.gate_gradient
+        linear = cls.linear_value, cls.linear_derivative
+        cls._rounds = cls._has_kernels and linear == (base.linear_value, base.linear_derivative)
+        cls._splits = (cls.split, cls.join) == (base.split, base.join)
+
     def forward_value(self, x: Tensor) -> Tensor:
         """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""
-        a, b = self.split(widen(x))
-        return cast(self.value(a) * self.linear_value(b), x.dtype)
+        dtype = self._computed_in(x)
+        if (self._has_kernels and dtype is x.dtype) or not (self._in_parts and in_blocks(x)):
+            a, b = self.split(cast(x, dtype))
+            gate, linear = self.gate_value(a), self.linear_value(b)
+            if not self._in_parts or torch.is_grad_enabled() or tracing():
+                return cast(gate * linear, x.dtype)
+            return cast(gate.mul_(linear), x.dtype)
+        self.split(x[:0])  # refuses what does not split
+        y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        for of_x, rows in blocks(x, y):
+            a, b = self._halves(of_x.to(dtype))
+            torch.mul(self.gate_value(a), self.linear_value(b), out=self._like(rows))
+        return y
 
     def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
-        wide_x, dy = widen(x), widen(grad_output)
-        a, b = self.split(wide_x)
-        slope = self.linear_derivative(b)
-        grad_gate = dy * self.linear_value(b)
-        grad_linear = dy if slope is None else dy * slope
-        if self.glu_interleave_size is None and wide_x is x and not torch.compiler.is_compiling():
-            dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
-            da, db = dx.chunk(2, -1)
-            self.gate_gradient(grad_gate, a, out=da)
-            torch.mul(self.value(a), grad_linear, out=db)
-            return dx
-        da, db = self.gate_gradient(grad_gate, a), self.value(a) * grad_linear
-        dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
-        return dx if out is None else out.copy_(dx)
+        dtype = self._computed_in(x)
+        if not self._splits or is_compiling():
+            a, b = self.split(cast(x, dtype))
+            dy, slope = cast(grad_output, dtype), self.linear_derivative(b)
+            da = self.gate_gradient(dy * self.linear_value(b), a)
+            db = self.gate_value(a) * (dy if slope is None else dy * slope)
+            dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
+            return dx if out is None else out.copy_(dx)
+        dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
+        if (self._has_kernels and dtype is x.dtype) or not (self._in_parts and in_blocks(x, dx)):
+            dy, x = cast(grad_output, dtype), cast(x, dtype)
+            self._write_gradients(self._like(dy), *self._halves(x), *self._halves(dx))
+        else:
+            for of_x, rows, dy in blocks(x, dx, grad_output.contiguous()):
+                self._write_gradients(self._like(dy.to(dtype)), *self._halves(of_x.to(dtype)), *self._halves(rows))
+        return dx
 
-    gate_gradient = Activation.backward_value
-    """``grad_output * derivative(x)``, into ``out`` if given; for a kernel that does both at once."""
+    def _write_gradients(self, dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> None:
+        """Write the gradients of the halves, in the dtype of the halves or in half precision."""
+        if self._has_kernels and a.dtype is da.dtype:
+            slope = self.linear_derivative(b)
+            self.gate_gradient(dy * self.linear_value(b), a, out=da)
+            torch.mul(self.gate_value(a), dy if slope is None else dy * slope, out=db)
+            return
+        value, derivative = self.value_and_derivative(a)
+        linear, slope = self.linear_value_and_derivative(b)
+        torch.mul(derivative, dy * linear, out=da)
+        torch.mul(value, dy if slope is None else dy * slope, out=db)
+
+    def _computed_in(self, x: Tensor) -> torch.dtype:
+        """fp32 for half precision; but bfloat16 where all there is are torch's kernels and products."""
+        dtype = x.dtype
+        if self._rounds and dtype is torch.bfloat16 and (is_dynamo_compiling() or not tracing()):
+            return dtype
+        return wide(dtype)
+
+    def _halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of the gate and of the linear half; interleaved, they have a dimension more."""
+        size = self.glu_interleave_size
+        return x.chunk(2, -1) if size is None else x.view(*x.shape[:-1], x.shape[-1] // (2 * size), 2, size).unbind(-2)
+
+    def _like(self, y: Tensor) -> Tensor:
+        """A view of a tensor ``(..., n)`` in the shape of the halves."""
+        size = self.glu_interleave_size
+        return y if size is None else y.view(*y.shape[:-1], y.shape[-1] // size, size)
 
 
 class _InHalves(GatedActivation):
@@ -111,51 +179,74 @@ class _InHalves(GatedActivation):
 class GLU(_InHalves):
     """``sigmoid(a) b`` (Dauphin et al. 2016)."""
 
+    deterministic = True
+
     def value(self, x: Tensor) -> Tensor:
         """``sigmoid(x)``."""
         return torch.sigmoid(x)
 
     def derivative(self, x: Tensor) -> Tensor:
         """``s (1 - s)`` with ``s = sigmoid(x)``."""
+        return GLU.value_and_derivative(self, x)[1]
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from ``s``."""
         s = torch.sigmoid(x)
-        return s * (1 - s)
+        return s, s * (1 - s)
+
+    def _write_gradients(self, dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> None:
+        s = torch.sigmoid(a)
+        torch.mul(s, dy, out=db)
+        da.copy_(torch.ops.aten.sigmoid_backward.default(dy * b, s))
 
 
 class GEGLU(_InHalves):
     """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
 
+    deterministic = True
+    approximate = "tanh"  # what GELU's methods look for
     value = GELU.value
     derivative = GELU.derivative
+    gate_value = GELU.forward_value
     gate_gradient = GELU.backward_value
 
 
 class QGEGLU(_InHalves):
     """``a sigmoid(1.702 a) b``."""
 
+    deterministic = True
     value = QGELU.value
     derivative = QGELU.derivative
+    value_and_derivative = QGELU.value_and_derivative
 
 
 class ReGLU(_InHalves):
     """``max(a, 0) b`` (Shazeer 2020)."""
 
+    deterministic = True
     value = ReLU.value
     derivative = ReLU.derivative
+    gate_value = ReLU.forward_value
     gate_gradient = ReLU.backward_value
 
 
 class SReGLU(_InHalves):
     """``max(a, 0)^2 b``."""
 
+    deterministic = True
     value = SReLU.value
     derivative = SReLU.derivative
+    gate_value = SReLU.forward_value
+    gate_gradient = SReLU.backward_value
 
 
 class SwiGLU(GatedActivation):
     """``silu(a) b`` (Shazeer 2020)."""
 
+    deterministic = True
     value = SiLU.value
     derivative = SiLU.derivative
+    gate_value = SiLU.forward_value
     gate_gradient = SiLU.backward_value
 
 
@@ -171,6 +262,9 @@ class SiTUGLU(GatedActivation):
     Raises:
         ValueError: A bound is not finite, or not greater than 0.
     """
+
+    deterministic = True
+    context_names = ("numbers",)
 
     def __init__(
         self,
@@ -193,8 +287,13 @@ class SiTUGLU(GatedActivation):
 
     def derivative(self, x: Tensor) -> Tensor:
         """``(1 - t^2) s + beta1 t s (1 - s)`` with ``t = tanh(x / beta1)``, ``s = sigmoid(x)``."""
+        return SiTUGLU.value_and_derivative(self, x)[1]
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from ``t`` and ``s``."""
         t, s = torch.tanh(x / self.beta1), torch.sigmoid(x)
-        return (1 - t * t) * s + self.beta1 * t * s * (1 - s)
+        y = self.beta1 * t * s
+        return y, torch.addcmul((1 - t * t) * s, y, 1 - s)
 
     def linear_value(self, b: Tensor) -> Tensor:
         """``beta2 tanh(b / beta2)``."""
@@ -202,8 +301,12 @@ class SiTUGLU(GatedActivation):
 
     def linear_derivative(self, b: Tensor) -> Tensor:
         """``1 - tanh(b / beta2)^2``."""
+        return SiTUGLU.linear_value_and_derivative(self, b)[1]
+
+    def linear_value_and_derivative(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from the tanh."""
         t = torch.tanh(b / self.beta2)
-        return 1 - t * t
+        return self.beta2 * t, 1 - t * t
 
     extra_repr = shows("beta1", "beta2", "glu_interleave_size")
 
@@ -224,6 +327,9 @@ class ClampedSwiGLU(GatedActivation):
         ValueError: ``limit`` is negative or not a number.
     """
 
+    deterministic = True
+    context_names = ("numbers",)
+
     def __init__(
         self,
         *,
@@ -243,12 +349,18 @@ class ClampedSwiGLU(GatedActivation):
     def value(self, x: Tensor) -> Tensor:
         """``a sigmoid(alpha a)`` with ``a = min(x, limit)``."""
         a = x.clamp(max=self.limit)
-        return a * torch.sigmoid(self.alpha * a)
+        return a * torch.sigmoid_(self.alpha * a)
 
     def derivative(self, x: Tensor) -> Tensor:
         """``s + alpha a s (1 - s)`` with ``s = sigmoid(alpha a)``; 0 where ``x > limit``."""
-        s = torch.sigmoid(self.alpha * x)
-        return torch.where(x > self.limit, 0.0, s + self.alpha * x * s * (1 - s))
+        return ClampedSwiGLU.value_and_derivative(self, x)[1]
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from ``s``."""
+        a = x.clamp(max=self.limit)
+        s = torch.sigmoid_(self.alpha * a)
+        y = a * s
+        return y, torch.addcmul(s, y, 1 - s, value=self.alpha).masked_fill_(x > self.limit, 0.0)
 
     def linear_value(self, b: Tensor) -> Tensor:
         """``clamp(b, -limit, limit) + offset``."""

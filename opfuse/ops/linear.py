@@ -33,7 +33,9 @@ class Bias(BasicOperation):
     """
 
     saved_names = ()
+    takes_params = ("bias",)
     grad_input = "same"
+    keeps_rows = True
     differentiable = True
 
     def __init__(
@@ -48,7 +50,7 @@ class Bias(BasicOperation):
         super().__init__()
         refuse(self, "tensor parallelism", tensor_parallel=tensor_parallel)
         self.in_features = self.out_features = check_size(self, "size", size)
-        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Set the bias to zero, unless a ``Linear`` holds it."""
@@ -95,6 +97,7 @@ class Linear(FusedOperation):
         TypeError: A size is not a whole number.
         ValueError: A size is negative.
         NotImplementedError: An argument that comes with a later release.
+        RuntimeError: As for :class:`BasicLinear`.
     """
 
     weight: nn.Parameter
@@ -129,7 +132,7 @@ class Linear(FusedOperation):
         if bias:
             ops.append(Bias(out_features, device=device, dtype=dtype))
         super().__init__(ops)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         for op in ops:
             op.lend_parameters(self)
         if not bias:
@@ -152,6 +155,13 @@ class Linear(FusedOperation):
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
             nn.init.uniform_(self.bias, -bound, bound)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):
+            theirs = f"{prefix}basic_ops.{index}.{name}"  # as Transformer Engine writes it
+            if theirs in state_dict and prefix + name not in state_dict:
+                state_dict[prefix + name] = state_dict.pop(theirs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """The sizes, and whether there is a bias."""

@@ -7,23 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..op import BasicOperation, OperationContext
+from ._blocks import blocks, in_blocks
 from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 
 
 class _Norm(BasicOperation):
     """What LayerNorm and RMSNorm share: the shape, the parameters, and their arguments."""
 
+    context_names = ("zero_centered_gamma",)
+    takes_params = ("weight", "bias")
     grad_input = "fresh"
     differentiable = True
-    _has_bias = False
+    autocast_dtype = torch.float32
+    keeps_rows = True
 
     def __init__(
         self,
         normalized_shape: int | Iterable[int],
         *,
         eps: float = 1e-5,
+        elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
@@ -39,104 +45,184 @@ class _Norm(BasicOperation):
         if not all(isinstance(margin, int) for margin in margins):
             raise TypeError(f"{type(self).__name__} expected an int or a dict of ints as sm_margin, got {sm_margin!r}")
         self.sm_margin = sm_margin
-        self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-        if self._has_bias:
-            self.bias = nn.Parameter(torch.empty_like(self.weight))
+        if zero_centered_gamma and not elementwise_affine:
+            who = f"{type(self).__name__} expected elementwise_affine=True for zero_centered_gamma=True"
+            raise ValueError(f"{who}, got {elementwise_affine!r}")
+        self.elementwise_affine = elementwise_affine
+        self.weight: nn.Parameter | None
+        empty = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+        self.register_parameter("weight", None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         """The shape and the constants."""
-        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+        affine = "" if self.elementwise_affine else ", elementwise_affine=False"
+        return f"{self.normalized_shape}, eps={self.eps}{affine}, zero_centered_gamma={self.zero_centered_gamma}"
 
     def reset_parameters(self) -> None:
         """Set the parameters to what normalizes and does nothing else."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        if self._has_bias:
-            nn.init.zeros_(self.bias)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape  # of one dimension: the chain has checked it
         if len(shape) > 1 and x.shape[-len(shape) :] != shape:
             raise ValueError(f"{type(self).__name__} expected last dimensions {shape}, got shape {tuple(x.shape)}")
 
-    def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the normalized values are multiplied by."""
-        weight = cast(weight, dtype)
-        return weight + 1 if self.zero_centered_gamma else weight
+
+def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor | None:
+    """What the normalized values are multiplied by; None: they are not."""
+    if weight is None:
+        return None
+    weight = cast(weight, dtype)
+    return weight + 1 if zero_centered else weight
 
 
 class LayerNorm(_Norm):
     """``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape in the compute dtype; mean and (biased) variance
-    are over ``normalized_shape``, in fp32 for half precision. ``weight`` and ``bias`` have shape
-    ``normalized_shape``, any floating dtype, and start at 1 and 0.
+    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under autocast in fp32;
+    mean and (biased) variance are over ``normalized_shape``, in fp32 for half precision. ``weight`` and ``bias`` have
+    shape ``normalized_shape``, any floating dtype, and start at 1 and 0.
 
     Args:
         normalized_shape: The last dimensions, or the last one.
         eps: Added to the variance.
+        elementwise_affine: False: there is neither weight nor bias.
+        bias: False: there is no bias.
         device: Device of the parameters; default: torch's.
         dtype: Dtype of the parameters; default: torch's.
         zero_centered_gamma: Multiply by ``1 + weight``; the weight then starts at 0.
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
 
     Raises:
-        ValueError: ``normalized_shape`` is empty or negative; in a call, an input of another shape.
+        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a weight; in a call, an
+            input of another shape.
         TypeError: ``normalized_shape`` or ``sm_margin`` of the wrong type.
     """
 
     saved_names = ("input", "weight", "mean", "rstd")
-    _has_bias = True
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps=eps,
+            elementwise_affine=elementwise_affine,
+            device=device,
+            dtype=dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            sm_margin=sm_margin,
+        )
+        self.bias: nn.Parameter | None
+        zeros = None if self.weight is None or not bias else nn.Parameter(torch.zeros_like(self.weight))
+        self.register_parameter("bias", zeros)
+
+    def extra_repr(self) -> str:
+        """The shape and the constants."""
+        return super().extra_repr() + (", bias=False" if self.elementwise_affine and self.bias is None else "")
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to what normalizes and does nothing else."""
+        super().reset_parameters()
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def op_forward(  # type: ignore[override]
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it came."""
         self._check_input(input_)
-        weight, bias = ctx.params
+        weight, bias = (*ctx.params, None, None)[:2]
         dtype = wide(input_.dtype)
         # on the CPU torch's kernel mixes a half precision input with fp32 parameters and statistics
-        x = input_ if input_.device.type == "cpu" else cast(input_, dtype)
-        scale, shift = self._scale(weight, dtype), cast(bias, dtype)
+        mixes = input_.device.type == "cpu" and weight is not None and forward_ad._current_level < 0
+        x = input_ if mixes else cast(input_, dtype)  # the mixed kernel's tangent has the statistics' dtype
+        scale, shift = _scale(weight, dtype, self.zero_centered_gamma), None if bias is None else cast(bias, dtype)
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
-            saved = (input_, weight if ctx.input_requires_grad else None, mean, rstd)
-            needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            ctx.save_for_backward(*(saved if needed else (None,) * 4))
+            ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
+            needs_x = ctx.input_requires_grad
+            needed = needs_x or (weight is not None and ctx.param_requires_grad[0])
+            ctx.to_save = (input_, weight if needs_x else None, mean, rstd) if needed else (None,) * 4
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n mean(g n))``."""
         input_, weight, mean, rstd = ctx.saved_tensors
-        wants = [weight is not None, *ctx.param_requires_grad]
+        needs = ctx.param_requires_grad
         if input_ is None:
-            return None, (None, sum_rows(grad_output, len(self.normalized_shape)))
+            return None, (None, sum_rows(grad_output, len(self.normalized_shape)))[: len(needs)]
         dtype = mean.dtype
-        scale = mean.new_ones(self.normalized_shape) if weight is None else self._scale(weight, dtype)
-        # all in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision
-        dx, dw, db = torch.ops.aten.native_layer_norm_backward.default(
-            cast(grad_output, dtype), cast(input_, dtype), self.normalized_shape, mean, rstd, scale, scale, wants
-        )
-        return (cast(dx, input_.dtype) if wants[0] else None), (dw if wants[1] else None, db if wants[2] else None)
+        scale = _scale(weight, dtype, ctx.zero_centered_gamma)
+        if scale is None and needs:
+            scale = mean.new_ones(self.normalized_shape)
+        wants = [ctx.input_requires_grad, *needs, False, False][:3]
+        constants = scale, self.normalized_shape, wants
+        dy, x = grad_output, input_
+        if dtype is not x.dtype and len(self._dims) == 1 and in_blocks(x):
+            dx, *grads = _layer_norm_backward_by_blocks(dy.contiguous(), x, mean, rstd, *constants)
+        else:
+            dx, *grads = _layer_norm_backward(cast(dy, dtype), cast(x, dtype), mean, rstd, *constants)
+        return (cast(dx, x.dtype) if wants[0] else None), tuple(grads[: len(needs)])
+
+
+def _layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor | None, shape: tuple[int, ...], wants: list[bool]
+) -> tuple[Any, ...]:
+    """The gradients of the input, weight and bias that are wanted.
+
+    All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision.
+    """
+    grads = torch.ops.aten.native_layer_norm_backward.default(dy, x, shape, mean, rstd, scale, scale, wants)
+    return tuple([grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)])
+
+
+def _layer_norm_backward_by_blocks(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Any, shape: tuple[int, ...], wants: list[bool]
+) -> tuple[Any, ...]:
+    """The same in half precision, in fp32 by blocks."""
+    dtype, dx = mean.dtype, torch.empty_like(x) if wants[0] else None
+    sums: list[Any] = [None, None]
+    for rows, of_dy, of_x, of_mean, of_rstd in blocks(x if dx is None else dx, dy, x, mean, rstd):
+        given = of_dy.to(dtype), of_x.to(dtype), of_mean, of_rstd
+        of_dx, *grads = _layer_norm_backward(*given, scale, shape, wants)
+        if of_dx is not None:
+            rows.copy_(of_dx)
+        for i, grad in enumerate(grads):
+            sums[i] = grad if sums[i] is None else sums[i].add_(grad)
+    return dx, *sums
 
 
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` (Zhang and Sennrich 2019).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape in the compute dtype; the mean is over
-    ``normalized_shape``, in fp32 for half precision. ``weight`` has shape ``normalized_shape``, any floating
-    dtype, and starts at 1.
+    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under autocast in fp32;
+    the mean is over ``normalized_shape``, in fp32 for half precision. ``weight`` has shape ``normalized_shape``, any
+    floating dtype, and starts at 1.
 
     Args:
         normalized_shape: The last dimensions, or the last one.
         eps: Added to the mean square.
+        elementwise_affine: False: there is no weight.
         device: Device of the weight; default: torch's.
         dtype: Dtype of the weight; default: torch's.
         zero_centered_gamma: Multiply by ``1 + weight``; the weight then starts at 0.
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
 
     Raises:
-        ValueError: ``normalized_shape`` is empty or negative; in a call, an input of another shape.
+        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a weight; in a call, an
+            input of another shape.
         TypeError: ``normalized_shape`` or ``sm_margin`` of the wrong type.
     """
 
@@ -147,32 +233,81 @@ class RMSNorm(_Norm):
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
-        (weight,) = ctx.params
+        (weight,) = ctx.params or (None,)
         dtype = wide(input_.dtype)
-        x = cast(input_, dtype)
-        rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
+        scale = _scale(weight, dtype, self.zero_centered_gamma)
+        if len(self._dims) == 1 and in_blocks(input_):
+            y, rstd = _scaled_by_blocks(input_, scale, self.eps, input_.shape[-1], ctx.dtype or input_.dtype)
+        else:
+            x = cast(input_, dtype)
+            rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
+            y = x * rstd if scale is None else x * rstd * scale
         if ctx.requires_grad:
-            ctx.save_for_backward(input_, weight if ctx.input_requires_grad else None, rstd)
-        return cast(x * rstd * self._scale(weight, dtype), ctx.dtype or input_.dtype)
+            ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
+            needed = ctx.input_requires_grad or weight is not None
+            ctx.to_save = (input_, weight if ctx.input_requires_grad else None, rstd) if needed else (None,) * 3
+        return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
-        input_, weight, rstd = ctx.saved_tensors
-        dtype = rstd.dtype
-        normalized, dy = cast(input_, dtype) * rstd, cast(grad_output, dtype)
+        x, weight, rstd = ctx.saved_tensors
+        needs_x, needs_weight = ctx.input_requires_grad, any(ctx.param_requires_grad)
+        if x is None:
+            return None, ()
+        scale = _scale(weight, rstd.dtype, ctx.zero_centered_gamma)
+        if len(self._dims) == 1 and in_blocks(x):
+            dx, dw = _gradients_by_blocks(grad_output.contiguous(), x, rstd, scale, x.shape[-1], needs_x, needs_weight)
+            return dx, (dw,) if ctx.param_requires_grad else ()
+        normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = dw = None
-        if weight is not None:
-            g = dy * self._scale(weight, dtype)
-            dx = cast(rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), input_.dtype)
-        if ctx.param_requires_grad[0]:
+        if needs_x:
+            g = dy if scale is None else dy * scale
+            dx = cast(rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), x.dtype)
+        if needs_weight:
             dw = sum_rows(dy * normalized, len(self._dims))
-        return dx, (dw,)
+        return dx, (dw,) if ctx.param_requires_grad else ()
+
+
+def _scaled_by_blocks(
+    x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``x rstd scale`` with ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, and that, by blocks of rows."""
+    wider = wide(x.dtype)
+    y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
+    for of_x, rows, of_rstd in blocks(x, y, rstd):
+        of_x = of_x.to(wider)
+        torch.rsqrt(of_x.square().sum(-1, keepdim=True).div_(count).add_(eps), out=of_rstd)
+        if scale is None:
+            torch.mul(of_x, of_rstd, out=rows)
+        else:
+            torch.mul(of_x * of_rstd, scale, out=rows)
+    return y, rstd
+
+
+def _gradients_by_blocks(
+    dy: Tensor, x: Tensor, rstd: Tensor, scale: Tensor | None, count: int, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of ``x`` and ``scale`` in :func:`_scaled_by_blocks`, by blocks of rows."""
+    dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
+    for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
+        normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)
+        product = g * normalized
+        if needs_weight:
+            dw = product.sum(0) if dw is None else dw.add_(product.sum(0))
+        if dx is None:
+            continue
+        if scale is not None:
+            product, g = product.mul_(scale), g * scale
+        mean = product.sum(-1, keepdim=True).div_(-count)
+        torch.mul(torch.addcmul(g, normalized, mean), of_rstd, out=rows)
+    return dx, dw
 
 
 class L2Normalization(BasicOperation):
     """``y = x / sqrt(sum(x^2) + eps)`` over the last dimension.
 
-    Takes and gives ``(..., n)``, in the compute dtype; the sum is in fp32 for half precision.
+    Takes and gives ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in fp32 for half
+    precision.
 
     Args:
         eps: Added to the sum of squares.
@@ -181,9 +316,11 @@ class L2Normalization(BasicOperation):
     """
 
     saved_names = ("input", "rstd")
+    keeps_rows = True
     feature_ratio = 1
     grad_input = "fresh"
     differentiable = True
+    autocast_dtype = torch.float32
 
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
@@ -199,17 +336,23 @@ class L2Normalization(BasicOperation):
         self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
-        x = cast(input_, wide(input_.dtype))
-        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
+        if in_blocks(input_):
+            y, rstd = _scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)
+        else:
+            x = cast(input_, wide(input_.dtype))
+            rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
+            y = x * rstd
         if ctx.requires_grad:
-            ctx.save_for_backward(*((input_, rstd) if ctx.input_requires_grad else (None, None)))
-        return cast(x * rstd, ctx.dtype or input_.dtype)
+            ctx.to_save = (input_, rstd) if ctx.input_requires_grad else (None, None)
+        return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """With ``n`` the normalized input: ``dx = rstd (dy - n sum(dy n))``."""
-        input_, rstd = ctx.saved_tensors
-        if input_ is None:
+        x, rstd = ctx.saved_tensors
+        if x is None:
             return None, ()
-        normalized, dy = cast(input_, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
+        if in_blocks(x):
+            return _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0], ()
+        normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = rstd * (dy - normalized * (dy * normalized).sum(-1, keepdim=True))
-        return cast(dx, input_.dtype), ()
+        return cast(dx, x.dtype), ()

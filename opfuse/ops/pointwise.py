@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
-from ._common import Grads, PassThrough, shows
+from ..op import BasicOperation
+from ._common import Grads, PassThrough, check_real, shows, whole
 
 
 class ConstantScale(BasicOperation):
@@ -23,27 +22,29 @@ class ConstantScale(BasicOperation):
     """
 
     saved_names = ()
+    context_names = ("scale",)
     feature_ratio = 1
+    keeps_rows = True
     grad_input = "fresh"
     differentiable = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-            raise TypeError(f"{type(self).__name__} expected a real number as scale, got {scale!r}")
-        self.scale: float = float(scale)
+        self.scale = check_real(self, "scale", scale)
 
     extra_repr = shows("scale")
 
     def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
-        """The product; saves nothing."""
+        """The product; saves no tensor, leaves ``ctx.scale``."""
+        if ctx.requires_grad:
+            ctx.scale = self.scale
         return input_ * self.scale
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """``dx = scale * dy``."""
-        return grad_output * self.scale, ()
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+        """``dx = scale * dy``, with the forward's ``scale``."""
+        return grad_output * ctx.scale, ()
 
 
 class Identity(PassThrough):
@@ -68,9 +69,11 @@ class Reshape(BasicOperation):
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
-        self.shape = tuple(shape)
-        if not all(isinstance(size, int) for size in self.shape):
-            raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {self.shape}")
+        shape = tuple(shape)
+        sizes = [whole(size) for size in shape]
+        self.shape = tuple([size for size in sizes if size is not None])
+        if len(self.shape) != len(shape):
+            raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {shape}")
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
             raise ValueError(f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, got {self.shape}")
         if self.shape and self.shape[-1] >= 0:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._common import AllGrads, ExtraTensorOperation, Outputs, refuse, widen
+from ..cutting import why_apart
+from ..op import overridden
+from ._common import AllGrads, ExtraTensorOperation, Outputs, widen
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
 
@@ -16,31 +18,58 @@ class ScaledActivation(ExtraTensorOperation):
     """``y = activation(x) * scales[..., None]``, as a mixture of experts weights its tokens.
 
     Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation gives, in the
-    compute dtype.
+    compute dtype. The backward uses the activation's numbers of the forward.
 
     Args:
         activation: The activation; it holds the constants.
-        activation_recompute_in_mlp: False; True comes with a later release.
+        activation_recompute_in_mlp: In Transformer Engine, that a fused MLP computes this op's output again in the
+            backward instead of keeping it, and that nothing else may run the op. Here it is an attribute that
+            fusions may read, and changes neither what is computed nor, by itself, what is kept.
 
     Raises:
-        TypeError: ``activation`` is not an activation.
-        NotImplementedError: ``activation_recompute_in_mlp=True``.
+        TypeError: ``activation`` is not an activation, or ``activation_recompute_in_mlp`` no bool.
         ValueError: In a call, ``scales`` of another shape.
+        RuntimeError: The activation has hooks, or a ``forward``, ``op_forward`` or ``op_backward`` of its own, which
+            would not run.
     """
 
     num_extra_inputs = 1
+    keeps_rows = True
     saved_names = ("input", "scales")
-    context_names = ("scales_requires_grad",)
+    context_names = ("scales_requires_grad", "numbers")
     grad_input = "fresh"
     differentiable = True
+    casts_input = True
 
     def __init__(self, activation: Activation, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
-        refuse(self, "the fused grouped MLP", activation_recompute_in_mlp=activation_recompute_in_mlp)
+        if not isinstance(activation_recompute_in_mlp, bool):
+            what = f"activation_recompute_in_mlp, got {activation_recompute_in_mlp!r}"
+            raise TypeError(f"{type(self).__name__} expected a bool as {what}")
         if not isinstance(activation, Activation):
             raise TypeError(f"{type(self).__name__} expected an Activation, got {type(activation).__name__}")
+        if name := overridden(activation, Activation, "op_forward", "op_backward"):
+            self._refuse(activation, f"overrides {name}")
         self.activation = activation
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self.feature_ratio = activation.feature_ratio
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Refuse an activation whose call has come to do more than its formulas."""
+        if why := why_apart(self.activation):
+            self._refuse(self.activation, why)
+        for name in ("op_forward", "op_backward"):
+            if name in vars(self.activation):
+                self._refuse(self.activation, f"overrides {name}")
+
+    def _refuse(self, activation: Activation, why: str) -> None:
+        who = f"{type(self).__name__} computes by the formulas of its activation"
+        raise RuntimeError(f"{who}, and {type(activation).__name__} {why}, which would not run")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation" and name in self._modules:
+            raise RuntimeError(f"{type(self).__name__}.activation is fixed: make another {type(self).__name__}")
+        super().__setattr__(name, value)
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
@@ -51,9 +80,8 @@ class ScaledActivation(ExtraTensorOperation):
             raise ValueError(f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}")
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
-            # scales out of a channel, or traced ones, do not tell
-            needed = scales.requires_grad or self._extra_input_channels[0] is not None
-            ctx.scales_requires_grad = needed or torch.compiler.is_compiling()
+            ctx.numbers = self.activation.numbers_of()
+            ctx.scales_requires_grad = self.wants_gradient(scales)
             ctx.save_for_backward(
                 x if ctx.input_requires_grad or ctx.scales_requires_grad else None,
                 scales if ctx.input_requires_grad else None,
@@ -61,18 +89,23 @@ class ScaledActivation(ExtraTensorOperation):
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
 
+    def wants_gradient(self, scales: Tensor) -> bool:
+        """Whether the gradient of ``scales`` is needed. Traced ones do not tell: who traces may answer instead."""
+        return scales.requires_grad or torch.compiler.is_compiling()
+
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
         """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
+        activation = self.activation.with_numbers(ctx.numbers)
         dx = dscales = None
         dy = widen(grad_output)
         if x is not None:
             x = widen(x)
         if scales is not None:
-            dx = self.activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(grad_output.dtype)
+            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(grad_output.dtype)
         if ctx.scales_requires_grad:
-            dscales = (self.activation.forward_value(x) * dy).sum(-1)
+            dscales = (activation.forward_value(x) * dy).sum(-1)
             dscales = dscales if scales is None else dscales.to(scales.dtype)
         return dx, [()], [(dscales,)]
 
@@ -82,10 +115,10 @@ class ScaledSwiGLU(ScaledActivation):
 
     Args:
         glu_interleave_size: As for :class:`SwiGLU`.
-        activation_recompute_in_mlp: False; True comes with a later release.
+        activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
-        NotImplementedError: ``activation_recompute_in_mlp=True``.
+        TypeError: ``activation_recompute_in_mlp`` is no bool.
     """
 
     def __init__(self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False) -> None:
@@ -100,11 +133,11 @@ class ScaledSiTUGLU(ScaledActivation):
         beta1: As for :class:`SiTUGLU`.
         beta2: As for :class:`SiTUGLU`.
         glu_interleave_size: As for :class:`SiTUGLU`.
-        activation_recompute_in_mlp: False; True comes with a later release.
+        activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
         ValueError: As for :class:`SiTUGLU`.
-        NotImplementedError: ``activation_recompute_in_mlp=True``.
+        TypeError: ``activation_recompute_in_mlp`` is no bool.
     """
 
     def __init__(
@@ -127,11 +160,11 @@ class ScaledClampedQGeGLU(ScaledActivation):
         alpha: As for :class:`ClampedSwiGLU`.
         glu_linear_offset: As for :class:`ClampedSwiGLU`.
         glu_interleave_size: As for :class:`ClampedSwiGLU`.
-        activation_recompute_in_mlp: False; True comes with a later release.
+        activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
         ValueError: As for :class:`ClampedSwiGLU`.
-        NotImplementedError: ``activation_recompute_in_mlp=True``.
+        TypeError: ``activation_recompute_in_mlp`` is no bool.
     """
 
     def __init__(
@@ -153,10 +186,10 @@ class ScaledSReLU(ScaledActivation):
     """:class:`SReLU` times a scale per row.
 
     Args:
-        activation_recompute_in_mlp: False; True comes with a later release.
+        activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
-        NotImplementedError: ``activation_recompute_in_mlp=True``.
+        TypeError: ``activation_recompute_in_mlp`` is no bool.
     """
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:

@@ -39,7 +39,11 @@ class QuantizerStates:
                 raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers")
             made.append(tuple(manager.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
-        self._restore(recipe)
+        try:
+            self._restore(recipe)
+        except RuntimeError:  # the next call is to meet it too
+            del self._by_recipe[recipe]
+            raise
 
     def of(self, recipe: Recipe | None) -> tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]:
         """The forward and the backward quantizers for ``recipe``; empty without one."""
@@ -81,26 +85,51 @@ class QuantizerStates:
                 destination[f"{prefix}{_KEY}{number}.{key}"] = value if keep_vars else value.detach()
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its recipe."""
+        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its recipe.
+
+        Raises:
+            RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing is taken.
+        """
         groups: dict[str, dict[str, Tensor]] = {}
-        for key in [k for k in state_dict if k.startswith(prefix + _KEY)]:
+        keys = [key for key in state_dict if key.startswith(prefix + _KEY)]
+        for key in keys:
+            if not isinstance(state_dict[key], Tensor):
+                raise RuntimeError(f"quantizer state {key}: expected a tensor, got {type(state_dict[key]).__name__}")
             number, _, name = key[len(prefix + _KEY) :].partition(".")
-            groups.setdefault(number, {})[name] = state_dict.pop(key)
-        for group in groups.values():
-            text = bytes(group.pop("recipe").tolist()).decode()
+            groups.setdefault(number, {})[name] = state_dict[key]
+        texts = [_recipe_text(f"{prefix}{_KEY}{number}", group) for number, group in groups.items()]
+        for key in keys:
+            del state_dict[key]
+        for text, group in zip(texts, groups.values(), strict=True):
             self._loaded[text] = {name: value.clone() for name, value in group.items()}
         for recipe in self._by_recipe:
             self._restore(recipe)
 
     def _restore(self, recipe: Recipe) -> None:
         """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
-        state = self._loaded.pop(recipe.to_json(), {})
+        state = self._loaded.get(recipe.to_json())
+        if state is None:
+            return
+        targets = {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+        if targets.keys() != state.keys():
+            what = f"quantizer state for {recipe}: expected {', '.join(sorted(targets)) or 'none'}"
+            raise RuntimeError(f"{what}; the checkpoint has {', '.join(sorted(state))}")
+        for key, target in targets.items():
+            if target.shape != state[key].shape:
+                shapes = f"expected shape {tuple(target.shape)}, the checkpoint has {tuple(state[key].shape)}"
+                raise RuntimeError(f"quantizer state {key}: {shapes}")
         with torch.no_grad():
-            for key, quantizer, name in self._entries(recipe):
-                if key not in state:
-                    continue
-                target, value = getattr(quantizer, name), state[key]
-                if target.shape != value.shape:
-                    shapes = f"expected shape {tuple(target.shape)}, the checkpoint has {tuple(value.shape)}"
-                    raise RuntimeError(f"quantizer state {key}: {shapes}")
-                target.copy_(value)
+            for key, target in targets.items():
+                target.copy_(state[key])
+        del self._loaded[recipe.to_json()]
+
+
+def _recipe_text(where: str, group: dict[str, Tensor]) -> str:
+    """Take the recipe's JSON out of a group of entries of a checkpoint."""
+    expected = f"{where}.recipe is expected to hold the recipe's JSON as bytes"
+    if "recipe" not in group:
+        raise RuntimeError(f"quantizer state {where}.{min(group)} belongs to no recipe: {expected}, and is missing")
+    try:
+        return bytes(group.pop("recipe").tolist()).decode()
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"quantizer state: {expected}, which it does not: {error}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from ..op import BasicOperation
 from ..plugins import manager, using
 from ..sequential import Sequential
 
-LAYOUTS = ("contiguous", "strided", "transposed", "expanded", "sliced")
+LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
 
 
 class CubicActivation(built_in.Activation):
@@ -153,9 +154,11 @@ class Case:
         before, after: Ops around them.
         rows: Leading dimensions of the input.
         dtype: Of the input, and of the parameters.
-        layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``.
+        layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of the gradients alone.
+        params: The layout of the parameters.
+        scale: By which input and extra inputs are larger than around 1.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
-        autocast: Run under autocast to bf16.
+        autocast: Run under autocast to this dtype.
         wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
         residual: Extra inputs come out of a channel, from the first extra output.
         hidden: Extra outputs go into channels that nobody reads.
@@ -170,8 +173,10 @@ class Case:
     rows: tuple[int, ...] = (3,)
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
+    params: str = "contiguous"
+    scale: float = 1.0
     frozen: tuple[str, ...] = ()
-    autocast: bool = False
+    autocast: torch.dtype | None = None
     wide: bool = False
     residual: bool = False
     hidden: bool = False
@@ -211,7 +216,12 @@ class Case:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype the ops compute in."""
-        return torch.bfloat16 if self.autocast else self.dtype
+        return self.autocast or self.dtype
+
+    @property
+    def draws(self) -> bool:
+        """Whether an op draws random numbers: a dropout that drops."""
+        return self.training and any(isinstance(op, built_in.Dropout) and op.p for op in self.basic_ops())
 
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
@@ -226,13 +236,7 @@ class Case:
 
     def first_width(self) -> int:
         """Features of the input: what the first op that insists on some takes, or what the others need."""
-        ratio = 1
-        for op in self.basic_ops():
-            insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
-            if insists is not None and insists > 0:
-                return insists * ratio
-            ratio *= op.feature_ratio or 1
-        return 8 * ratio
+        return _first_width((*self.before, *self.ops, *self.after))
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
         """Ops and tensors, the same ones every time; in another dtype than the case's, with the same values.
@@ -250,22 +254,23 @@ class Case:
             values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale
             return values.to(own).to(dtype or own).to(self.device)
 
-        width = self.first_width()
-        leaves["input"] = lay_out(draw((*self.rows, width), self.dtype), self.layout)
-        extra_dtype = torch.bfloat16 if self.autocast and not self.wide else self.dtype
+        width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
+        leaves["input"] = lay_out(draw((*self.rows, width), self.dtype, self.scale), layout)
+        extra_dtype = self.autocast if self.autocast and not self.wide else self.dtype
         for shape in () if self.residual else extra_shapes(basic, (*self.rows, width)):
-            leaves[f"extra {len(leaves) - 1}"] = lay_out(draw(shape, extra_dtype), self.layout)
+            leaves[f"extra {len(leaves) - 1}"] = lay_out(draw(shape, extra_dtype, self.scale), layout)
         inputs = [] if self.residual else [op for op in basic for _ in range(op.num_extra_inputs)]
         writable = [getattr(op, "in_place", False) for op in inputs]
         for number, op in enumerate(basic):
             own = torch.float32 if self.wide and half and not op.params_in_compute_dtype else self.dtype
             for name, param in op.named_parameters():
-                param.data = draw(param.shape, own, 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0)
+                scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
+                param.data = lay_out(draw(param.shape, own, scale), self.params)
                 leaves[f"{number}.{name}"] = param
         for name, leaf in leaves.items():
             leaf.requires_grad_(name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
-        return Built(chain, leaves, names, torch.bfloat16 if self.autocast and dtype is None else None)
+        return Built(chain, leaves, names, self.autocast if dtype is None else None)
 
     def leaf_names(self) -> list[str]:
         """What could need a gradient."""
@@ -281,18 +286,37 @@ class Case:
         return result
 
 
+@functools.lru_cache(maxsize=1024)
+def _first_width(ops: tuple[Op, ...]) -> int:
+    ratio = 1
+    with torch.random.fork_rng([]):
+        for op in (op() for op in ops):
+            insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
+            if insists is not None and insists > 0:
+                return insists * ratio
+            ratio *= op.feature_ratio or 1
+    return 8 * ratio
+
+
 def _tuple(items: Sequence[Op]) -> str:
     return "(" + ", ".join(map(repr, items)) + ("," if len(items) == 1 else "") + ")"
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """A tensor of the same values (but for ``expanded``, which repeats its first row) in another memory layout."""
+    """A tensor of the same values in another memory layout.
+
+    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the gradient of a sum.
+    """
     if not tensor.ndim or layout == "contiguous":
         return tensor
     if layout == "strided":
         return torch.stack((tensor, tensor), -1)[..., 0]
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "permuted":  # (rows, batch, features) in memory
+        return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.ndim > 2 else tensor
+    if layout == "summed":
+        return tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape) if tensor.numel() else tensor
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
     around = tensor.new_full([size + 2 for size in tensor.shape], math.nan)

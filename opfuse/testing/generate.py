@@ -24,6 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Which dtypes to try, the first that a fusion takes being the usual one."""
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
+"""Which widths to try, the first that a fusion takes being the usual one."""
+
+WIDTHS_OF_MODELS = (768, 1536, 4096)
+MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
+"""Widths that kernels see in real models, where a row is more than one block, and not a power of two."""
+
 Makers = Mapping[type, Callable[[int], Any]]
 
 
@@ -52,6 +58,11 @@ def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
         if cls in known:
             made = known[cls](width)
             return [made] if isinstance(made, Op) else list(made)
+    return _by_constructor(cls, width)
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_constructor(cls: type, width: int) -> list[Op]:
     found = []
     for op in (Op(cls), Op(cls, width)):
         try:
@@ -117,32 +128,44 @@ def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
             yield flat
 
 
-def chains(elements: Sequence[Any], width: int, makers: Makers) -> list[tuple[Op, ...]]:
-    """Chains of one structure: the plainest one, then one for every other class and variant at every place."""
+def chains(elements: Sequence[Any], width: int, makers: Makers, one_by_one: bool = False) -> list[tuple[Op, ...]]:
+    """Chains of one structure: the plainest one, then one for every other class and variant at every place.
 
-    def options(element: Any, at: int) -> list[Op]:
-        return [op for cls in classes_of(element) for op in variants_of(cls, at, makers)]
+    Where an element is repeated, all its places vary at once; ``one_by_one``: and each alone, too.
+    """
 
-    def extend(chosen: tuple[Op, ...], at: int, place: int, number: int) -> Iterator[tuple[Op, ...]]:
-        """Chains whose op at ``place`` is the ``number``-th that is possible there, all others the first that fits."""
+    @functools.cache
+    def options(place: int, at: int) -> list[tuple[Op, int]]:
+        """What is possible at a place, and how wide its output is."""
+        found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
+        return [(op, behind) for op in found if (behind := _width_behind(op, at)) is not None]
+
+    def find(numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width) -> list[tuple[Op, ...]]:
+        """The chain whose op at a place is that of this number among what is possible, or the first that fits."""
         if len(chosen) == len(elements):
-            yield chosen
-            return
-        found = options(elements[len(chosen)], at)
-        for op in found[number : number + 1] if len(chosen) == place else found:
-            after = next_width(op(), at)
-            if after is None:
-                continue
-            rest = next(extend((*chosen, op), after, place, number), None)
-            if rest is not None:
-                yield rest
-                return
+            return [chosen]
+        found = options(len(chosen), at)
+        number = numbers.get(len(chosen))
+        for op, behind in found if number is None else found[number : number + 1]:
+            if rest := find(numbers, (*chosen, op), behind):
+                return rest
+        return []
 
-    made: dict[tuple[Op, ...], None] = dict.fromkeys(extend((), width, -1, 0))
-    for place, element in enumerate(elements):
-        for number in range(len(options(element, width))):
-            made |= dict.fromkeys(extend((), width, place, number))
+    made = dict.fromkeys(find({}))
+    for _, group in itertools.groupby(range(len(elements)), lambda place: id(elements[place])):
+        places = list(group)
+        count = len(options(places[0], width))
+        for number in range(count):
+            together = find({place: (number + i) % count for i, place in enumerate(places)})
+            made |= dict.fromkeys(together)
+            if one_by_one or not together:
+                made |= dict.fromkeys(ops for place in places for ops in find({place: number}))
     return list(made)
+
+
+@functools.lru_cache(maxsize=4096)
+def _width_behind(op: Op, width: int) -> int | None:
+    return next_width(op(), width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,19 +176,27 @@ class Chains:
         subject: The fusion.
         plain: One case per structure.
         all: These, and one for every other class and variant.
+        models: One case per structure and width of real models.
         residual: Chains whose extra input comes out of a channel of the same chain.
         declined: Why the fusion is not used for the structures that are left out, by structure.
+        thorough: Whether the checks are to look at all they can think of, however long it takes.
     """
 
     subject: Subject
     plain: tuple[Case, ...]
     all: tuple[Case, ...]
+    models: tuple[Case, ...]
     residual: tuple[Case, ...]
     declined: dict[str, str]
+    thorough: bool = False
 
 
 def make_chains(
-    subject: Subject, device: str = "cpu", makers: Makers | None = None, examples: Sequence[Sequence[Op]] = ()
+    subject: Subject,
+    device: str = "cpu",
+    makers: Makers | None = None,
+    examples: Sequence[Sequence[Op]] = (),
+    thorough: bool = False,
 ) -> Chains:
     """The chains for a fusion: as wide, in the dtype, and with as many rows as its condition asks for.
 
@@ -174,18 +205,21 @@ def make_chains(
         device: Where they will run.
         makers: How to make ops of classes that are not built in: by class, a function of the input's features.
         examples: Chains of a fusion function, which has no pattern to make them from.
+        thorough: See :class:`Chains`.
     """
     makers = makers or {}
     subject = subject._replace(makers=tuple(makers.items()))
     given = [Case(subject, tuple(example), device=device) for example in examples]
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
+    models: list[Case] = []
+    widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     for elements in structures(pattern):
         reason: str | None = "no op could be made; tell how with `makers`"
         for dtype, rows, width in itertools.product(DTYPES, ((3,), (16,)), WIDTHS):
             base = Case(subject, (), rows=rows, dtype=dtype, device=device)
-            made = chains(elements, width, makers)
+            made = chains(elements, width, makers, one_by_one=thorough)
             cases = [base.with_(ops=ops, rows=_DEEP if _is_deep(ops) else rows) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
@@ -193,13 +227,15 @@ def make_chains(
                 plain.append(accepted[0])
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
                 residual += _residual(accepted[0], elements, makers)
+                models += [case for width in widths for case in _as_in_models(accepted[0], elements, makers, width)]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
         else:
             names = [getattr(element, "__name__", str(element)) for element in elements]
             declined[" + ".join(names)] = str(reason)
-    return Chains(subject, tuple(plain), tuple(dict.fromkeys(every)), tuple(residual), declined)
+    every, models = list(dict.fromkeys(every)), list(dict.fromkeys(models))
+    return Chains(subject, tuple(plain), tuple(every), tuple(models), tuple(residual), declined, thorough)
 
 
 def _is_deep(ops: Sequence[Op]) -> bool:
@@ -208,21 +244,33 @@ def _is_deep(ops: Sequence[Op]) -> bool:
     return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
+def _as_in_models(case: Case, elements: Sequence[Any], makers: Makers, width: int) -> Iterator[Case]:
+    """Cases that are ``width`` wide, before or behind a matrix product, and as usual on its other side."""
+    usual = case.first_width()
+    for first, behind in ((width, usual), (usual, width)):
+        made: Makers = {built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out), **makers}  # type: ignore[misc]
+        for ops in chains(elements, first, made)[:1]:
+            found = case.with_(ops=ops)
+            if (first == width or any(width in op.args for op in ops)) and refusal(found, runs=True) is None:
+                yield found
+
+
 def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
     """Cases whose extra input is the chain's own input, out of a channel: linears are square, so that shapes fit."""
     square: Makers = {**makers, built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width)}
     for ops in chains(elements, case.first_width(), square):
-        if not any(op.cls.num_extra_inputs for op in ops):
+        reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
+        forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
+        if not reads or (forks and forks[0] > reads[0]):
             continue
-        forks = any(op.cls.num_extra_outputs for op in ops)
         found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
         shape = (*found.rows, found.first_width())
         if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(residual=True)) is None:
             yield found.with_(residual=True)
 
 
-def refusal(case: Case) -> str | None:
-    """Why the fusion's condition refuses the case; None if it does not, or misbehaves."""
+def refusal(case: Case, runs: bool = False) -> str | None:
+    """Why the fusion's condition refuses the case, or the separate ops do, unless it is known that it ``runs``."""
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
@@ -241,7 +289,8 @@ def refusal(case: Case) -> str | None:
         benefit = fusion.benefit_of(ops, env)
         if benefit < 0:
             return f"it declares a benefit of {benefit:g}"
-        separate(case)
+        if not runs:
+            separate(case)
     except Declined as reason:
         return str(reason)
     except Exception:  # the check of the condition is going to tell

@@ -92,7 +92,7 @@ def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) 
 
 def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
     for field in dataclasses.fields(case)[2:]:
-        if field.name in ("before", "after", "layout", "frozen", "autocast", "wide", "training"):
+        if field.name in ("before", "after", "layout", "params", "scale", "frozen", "autocast", "wide", "training"):
             if getattr(case, field.name) != field.default:
                 yield case.with_(**{field.name: field.default})
     if case.dtype is not torch.float32:

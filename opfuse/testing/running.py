@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -185,7 +186,7 @@ def blamed() -> Iterator[None]:
         raise Failure(f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}") from error
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2048)
 def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
     """The same case without any fusion; with ``dtype`` fp64, the truth.
 
@@ -209,7 +210,7 @@ def watched(case: Case, on_forward: OnForward | None = None, on_backward: OnBack
     def watch(op: FusedOperation) -> FusedOperation:
         for name, callback in (("fuser_forward", on_forward), ("fuser_backward", on_backward)):
             if callback is not None:
-                vars(op)[name] = _calling(op, getattr(op, name), callback)
+                vars(op)[name] = types.MethodType(_calling(getattr(op, name), callback), op)
         return op
 
     fusion = case.subject.fusion
@@ -231,8 +232,9 @@ def watched(case: Case, on_forward: OnForward | None = None, on_backward: OnBack
     return case.with_(subject=case.subject._replace(fusion=function_watched))
 
 
-def _calling(op: FusedOperation, plain: Any, callback: Any) -> Any:
-    def call(ctxs: Any, tensor: Any, **given: Any) -> Any:
+def _calling(plain: Any, callback: Any) -> Any:
+    @functools.wraps(plain)
+    def call(op: FusedOperation, ctxs: Any, tensor: Any, **given: Any) -> Any:
         result = plain(ctxs, tensor, **given)
         callback(op, ctxs, tensor, result)
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -37,12 +38,15 @@ class FusionSuite:
             :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains, each a list
             of :class:`Op`.
+        thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen, which takes minutes;
+            default: whether the environment has ``OPFUSE_THOROUGH=1``.
     """
 
     plugin: ClassVar[str] = ""
     limits: ClassVar[Mapping[str, str]] = {}
     makers: ClassVar[Mapping[type, Callable[[int], Any]]] = {}
     examples: ClassVar[Mapping[str, Sequence[Sequence[Op]]]] = {}
+    thorough: ClassVar[bool] = os.environ.get("OPFUSE_THOROUGH", "") not in ("", "0")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test per check of the plugin, per tier, and per fusion and check."""
@@ -122,7 +126,9 @@ class FusionSuite:
         cache: Any = cls.__dict__.get("_cache")
         if cache is None:
             cls._cache = cache = functools.cache(  # type: ignore[attr-defined]
-                lambda subject, device: make_chains(subject, device, cls.makers, cls.examples.get(subject.name, ()))
+                lambda subject, device: make_chains(
+                    subject, device, cls.makers, cls.examples.get(subject.name, ()), cls.thorough
+                )
             )
         return cache(subject, device)  # type: ignore[no-any-return]
 

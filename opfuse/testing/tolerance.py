@@ -15,8 +15,14 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 }
 """``(rtol, atol)`` per dtype. The relative one is held against the largest value, since most results are sums."""
 
-ROWS: tuple[tuple[int, ...], ...] = ((3,), (), (1,), (127,), (129,), (2, 3), (2, 1, 3), (2, 16), (0,), (2, 0))
-"""Leading dimensions worth testing: inputs of one to four dimensions, odd row counts, and no rows."""
+ROWS: tuple[tuple[int, ...], ...] = (
+    *((3,), (), (1,), (63,), (65,), (127,), (129,), (255,), (257,)),
+    *((2, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
+)
+"""Leading dimensions worth testing: inputs of one to four dimensions, row counts beside those of tiles, and no rows."""
+
+MORE_ROWS: tuple[tuple[int, ...], ...] = ((31,), (33,), (511,), (513,), (1023,), (1025,), (2047,), (4097,), (3, 43))
+"""More of them, for who has the time."""
 
 
 def tolerance(dtype: torch.dtype, *, gemm: bool = False) -> tuple[float, float]:

@@ -63,7 +63,7 @@ def test_the_base_is_abstract():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", [*ELEMENTWISE, *GATED, Mish])
+@pytest.mark.parametrize("op", [*ELEMENTWISE, *GATED, Mish, lambda: ops.GELU(approximate="none")])
 def test_helpers_for_fusions(near, op, dtype):
     """forward_value and backward_value are the op; derivative is the derivative of value."""
     act = op()
@@ -204,10 +204,53 @@ def test_arguments_of_later_releases(op):
 
 
 @pytest.mark.parametrize("op", SCALED)
-def test_scaled_arguments_of_later_releases(op):
-    op(activation_recompute_in_mlp=False)
-    with pytest.raises(NotImplementedError, match=f"{op.__name__}: activation_recompute_in_mlp=True"):
-        op(activation_recompute_in_mlp=True)
+def test_activation_recompute_in_mlp_changes_no_number(op):
+    x, scales, results = torch.randn(3, 4), torch.randn(3), []
+    for recompute in (False, True):
+        scaled, leaves = op(activation_recompute_in_mlp=recompute), [x.clone().requires_grad_(), scales.clone()]
+        assert scaled.activation_recompute_in_mlp is recompute
+        y = scaled(*leaves)
+        results.append((y.detach(), torch.autograd.grad(y.sum(), leaves[0])[0]))
+    assert all(map(torch.equal, *results))
+    with pytest.raises(TypeError, match=f"{op.__name__} expected a bool as activation_recompute_in_mlp, got 1"):
+        op(activation_recompute_in_mlp=1)
+
+
+SCALED_NUMBERS = [("ScaledClampedQGeGLU", {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.3}),
+                  ("ScaledSiTUGLU", {"beta1": 0.5, "beta2": 0.7})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "numbers"), SCALED_NUMBERS)
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_scaled_backward_uses_the_numbers_of_the_forward(name, numbers, others):
+    op, results = getattr(ops, name)(**numbers), []
+    chain = opfuse.Sequential(*[ops.SiLU()] * others, op)
+    x, scales = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    for change in (False, True):
+        leaves = [x.clone().requires_grad_(), scales.clone().requires_grad_()]
+        y = chain(*leaves)
+        for number in numbers if change else ():
+            setattr(op.activation, number, 2.0)
+        results.append(torch.autograd.grad(y.sum(), leaves))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("before", [ops.Identity, ops.SiLU, lambda: ops.Linear(4, 4, dtype=torch.float64)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_gradient_of_scales_out_of_a_channel(near, before, trains):
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "scales", output_to_caller=False)
+    scaled = ops.ScaledSReLU().set_extra_input_channel(0, "scales")
+    first = before()
+    chain = opfuse.Sequential(first, fork, ops.Reshape((3, 4, 1)), scaled)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=trains)
+    y = chain(x)
+    z = first(x)
+    expected = torch.relu(z) ** 2 * z
+    near(y, expected.unsqueeze(-1))
+    if y.requires_grad:
+        wanted = [t for t in (x, *first.parameters()) if t.requires_grad]
+        for got, grad in zip(*[torch.autograd.grad(t.sum(), wanted) for t in (y, expected)], strict=True):
+            near(got, grad)
 
 
 @pytest.mark.parametrize("op", SCALED)
@@ -273,3 +316,317 @@ def test_repr():
     assert repr(ops.SwiGLU(glu_interleave_size=2)) == "SwiGLU(glu_interleave_size=2)"
     assert "limit=7.0, alpha=1.702, glu_linear_offset=1.0" in repr(ops.ScaledClampedQGeGLU())
     assert repr(ops.SiTUGLU()) == "SiTUGLU(beta1=4.0, beta2=25.0)"
+
+
+class Squares:
+    """A mixin: another function for any activation."""
+
+    def value(self, x):
+        return x * x
+
+    def derivative(self, x):
+        return 2 * x
+
+
+def with_formulas(base):
+    """A subclass with a function of its own."""
+    return type(f"Square{base.__name__}", (base,), {"value": Squares.value, "derivative": Squares.derivative})
+
+
+def mixed_in(base):
+    """A subclass that gets its function from a mixin."""
+    return type(f"Square{base.__name__}", (Squares, base), {})
+
+
+def below(base):
+    """A subclass of such a subclass."""
+    return type("Below", (with_formulas(base),), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("derive", [with_formulas, mixed_in, below])
+@pytest.mark.parametrize("base", [*ELEMENTWISE, *GATED])
+def test_a_subclass_computes_its_own_function(compare, base, derive, dtype):
+    op = derive(base)()
+    x = torch.randn(3, 8, dtype=torch.float64).to(dtype).requires_grad_()
+    if not op.gated:
+        compare(op, lambda x, p: x * x, x)
+        return
+    clamped = {ops.ClampedSwiGLU: lambda b: b.clamp(-7, 7) + 1, ops.SiTUGLU: lambda b: 25 * torch.tanh(b / 25)}
+    linear = clamped.get(base, lambda b: b)
+    compare(op, lambda x, p: x[:, :4] ** 2 * linear(x[:, 4:]), x)
+
+
+def test_other_parts_of_a_gated_activation(compare):
+    class Halved(ops.SwiGLU):
+        def linear_value(self, b):
+            return b / 2
+
+        def linear_derivative(self, b):
+            return torch.full_like(b, 0.5)
+
+    class Swapped(ops.ReGLU):
+        def split(self, x):
+            b, a = super().split(x)
+            return a, b
+
+        def join(self, a, b):
+            return super().join(b, a)
+
+    x = torch.randn(3, 8, requires_grad=True)
+    compare(Halved(), lambda x, p: F.silu(x[:, :4]) * x[:, 4:] / 2, x)
+    compare(Swapped(), lambda x, p: torch.relu(x[:, 4:]) * x[:, :4], x)
+
+
+def test_what_a_class_gives_for_speed_stands_for_its_own_function():
+    called = []
+
+    class Fast(Squares, ops.Activation):
+        def forward_value(self, x):
+            called.append("forward")
+            return x.square()
+
+        def backward_value(self, grad_output, x, *, out=None):
+            called.append("backward")
+            return torch.mul(grad_output, 2 * x, out=out)
+
+        def device_functions(self):
+            return "value", "derivative"
+
+    class Same(Fast):
+        """Adds nothing."""
+
+    class Other(Fast):
+        value, derivative = Mish.value, Mish.derivative
+
+    class Template(ops.Activation):
+        """Gives a way for whatever function its subclasses have."""
+
+        def forward_value(self, x):
+            called.append("template")
+            return self.value(x)
+
+    class Filled(Squares, Template):
+        pass
+
+    x = torch.randn(3, requires_grad=True)
+    for op, expected in ((Fast, ["forward", "backward"]), (Same, ["forward", "backward"]), (Other, [])):
+        called.clear()
+        op()(x).sum().backward()
+        assert called == expected
+    assert Same().device_functions() == ("value", "derivative") and Other().device_functions() is None
+    torch.testing.assert_close(Other()(x), F.mish(x))
+    called.clear()
+    Filled()(x)
+    assert called == ["template"]
+
+
+def test_deterministic():
+    class Said(Squares, ops.GELU):
+        deterministic = True
+
+    class Drawing(ops.ReLU):
+        def op_forward(self, ctx, input_, **quantizers):
+            return super().op_forward(ctx, input_ + torch.rand_like(input_), **quantizers)
+
+    class Renamed(ops.GELU):
+        pass
+
+    class Again(Said):
+        value = Mish.value
+
+    assert all(op.deterministic for op in (*ELEMENTWISE, *GATED, Said, Renamed))
+    unknown = (Mish, MishGLU, Drawing, Again, mixed_in(ops.SwiGLU), below(ops.SiLU))
+    assert not any(op.deterministic for op in unknown)
+
+
+@pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU, Mish])
+@pytest.mark.parametrize("name", ["value", "derivative", "forward_value", "backward_value"])
+def test_a_formula_is_replaced_by_a_subclass_only(op, name):
+    with pytest.raises(RuntimeError, match=rf"{op.__name__}\.{name} cannot be replaced on one op, .* write a subclass"):
+        setattr(op(), name, torch.relu)
+
+
+class Leaky(ops.Activation):
+    """Has a number of its own."""
+
+    def __init__(self, slope=0.1):
+        super().__init__()
+        self.slope = slope
+
+    def value(self, x):
+        return torch.where(x > 0, x, self.slope * x)
+
+    def derivative(self, x):
+        return torch.where(x > 0, 1.0, self.slope).to(x.dtype)
+
+
+class LeakyByClass(Squares, ops.Activation):
+    """Has it on its class."""
+
+    slope = 0.1
+    value, derivative = Leaky.value, Leaky.derivative
+
+
+class LeakyGLU(ops.GatedActivation):
+    value, derivative = Leaky.value, Leaky.derivative
+    slope = 0.1
+
+
+NUMBERS = [
+    (Leaky, {"slope": 0.5}),
+    (LeakyByClass, {"slope": 0.5}),
+    (LeakyGLU, {"slope": 0.5}),
+    (ops.ClampedSwiGLU, {"limit": 0.1}),
+    (ops.ClampedSwiGLU, {"alpha": 0.1}),
+    (ops.ClampedSwiGLU, {"glu_linear_offset": 0.1}),
+    (lambda: ops.ClampedSwiGLU(glu_interleave_size=2), {"limit": 0.1, "alpha": 3.0}),
+    (ops.SiTUGLU, {"beta1": 0.1}),
+    (ops.SiTUGLU, {"beta2": 0.1}),
+]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("build", "numbers"), NUMBERS)
+def test_a_backward_uses_the_numbers_of_its_forward(build, numbers, alone):
+    op = build()
+    run = op if alone else opfuse.Sequential(ops.ConstantScale(1.0), op)
+    x = torch.randn(3, 8, requires_grad=True)
+    grads = []
+
+    def backward(y):
+        x.grad = None
+        y.sum().backward()
+        grads.append(x.grad)
+
+    backward(run(x))
+    first = run(x)
+    for name, number in numbers.items():
+        setattr(op, name, number)
+    second = run(x)
+    backward(second)
+    backward(first)
+    assert torch.equal(grads[2], grads[0]) and not torch.equal(grads[1], grads[0])
+    backward(run(x))
+    assert torch.equal(grads[3], grads[1])
+
+
+def test_numbers_for_other_ops():
+    op = ops.ClampedSwiGLU()
+    before = op.numbers_of()
+    assert dict(before) == {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+    assert op.with_numbers(before) is op
+    op.limit = 0.5
+    old = op.with_numbers(before)
+    assert (op.limit, old.limit, type(old)) == (0.5, 7.0, ops.ClampedSwiGLU)
+    op.limit = 7.0
+    assert op.with_numbers(before) is op
+
+
+def test_what_has_no_numbers_pays_nothing():
+    op = ops.SwiGLU(glu_interleave_size=2)
+    op.layer = 3  # a mark that somebody puts on a module is no number of its function
+    assert op.numbers_of() == () and op.context_names == ()
+    assert all(op().context_names == () for op in (*ELEMENTWISE, Mish))
+
+
+def test_what_is_fixed():
+    for op, name in ((ops.GELU(), "approximate"), (ops.SwiGLU(), "glu_interleave_size")):
+        text = rf"{type(op).__name__}\.{name} is fixed, and is .*: make another {type(op).__name__}"
+        with pytest.raises(RuntimeError, match=text):
+            setattr(op, name, None)
+
+
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_class_that_runs_itself(calls_super):
+    class Own(ops.ClampedSwiGLU):
+        def op_forward(self, ctx, input_, **quantizers):
+            if calls_super:
+                return super().op_forward(ctx, input_, **quantizers)
+            ctx.save_for_backward(input_)
+            return self.forward_value(input_)
+
+    chain = opfuse.Sequential(ops.Linear(4, 8), Own(limit=0.5)).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(ops.ClampedSwiGLU(limit=0.5)(chain[0](x)).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(chain(x).sum(), x)[0], expected)
+
+
+class Modes(ops.Activation):
+    scale = 2.0
+
+    def __init__(self, mode=None):
+        super().__init__()
+        self.mode, self.factors = mode, (1.0, 3.0)
+
+    def factor(self):
+        return self.scale * self.factors[self.mode == "big"] * (5 if self.training else 1) + getattr(self, "late", 0.0)
+
+    def value(self, x):
+        return x * self.factor()
+
+    def derivative(self, x):
+        return torch.full_like(x, self.factor())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda op: setattr(op, "mode", "big"),
+        lambda op: setattr(op, "factors", (7.0, 7.0)),
+        lambda op: op.eval(),
+        lambda op: setattr(op, "late", 3.0),
+        lambda op: setattr(op, "scale", 4.0),
+        lambda op: setattr(type(op), "scale", 4.0),
+    ],
+    ids=["string", "tuple", "eval", "late", "instance", "class"],
+)
+def test_what_is_no_number_may_change_too(change):
+    class Own(Modes):
+        value, derivative = Modes.value, Modes.derivative
+
+    op, x = Own("small"), torch.randn(3, requires_grad=True)
+    y = op(x)
+    change(op)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 10.0))
+    y = op(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, op.factor()))
+
+
+def test_the_two_forms_of_gelu(compare):
+    x = torch.linspace(-9, 9, 41, dtype=torch.float64, requires_grad=True)
+    for form in ("none", "tanh"):
+        compare(ops.GELU(approximate=form), lambda x, p, form=form: F.gelu(x, approximate=form), x)
+    assert repr(ops.GELU(approximate="none")) == "GELU(approximate='none')"
+    with pytest.raises(ValueError, match="GELU expected approximate to be 'tanh' or 'none', got 'erf'"):
+        ops.GELU(approximate="erf")
+
+
+def test_gelu_for_another_gate(compare):
+    class Gate(ops.GatedActivation):
+        value, derivative, gate_gradient = ops.GELU.value, ops.GELU.derivative, ops.GELU.backward_value
+
+    x = torch.randn(3, 8, requires_grad=True)
+    compare(Gate(), lambda x, p: F.gelu(x[:, :4], approximate="tanh") * x[:, 4:], x)
+
+
+@pytest.mark.parametrize("name", ["value", "derivative", "forward_value"])
+def test_the_formulas_of_a_class_stay(name):
+    with pytest.raises(RuntimeError, match=f"GELU.{name} cannot be replaced, .*: write a subclass"):
+        setattr(ops.GELU, name, lambda self, x: -x)
+
+
+def test_the_formulas_of_a_class_of_your_own_may_change():
+    class Own(ops.Activation):
+        def value(self, x):
+            return x
+
+        def derivative(self, x):
+            return torch.ones_like(x)
+
+    op, x = Own(), torch.randn(3, requires_grad=True)
+    op(x)
+    Own.value, Own.derivative = lambda self, x: 2 * x, lambda self, x: torch.full_like(x, 2)
+    y = op(x)
+    torch.testing.assert_close(y, 2 * x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 2))

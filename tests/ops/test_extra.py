@@ -66,6 +66,16 @@ def test_in_place_adds_into_a_gradient_of_its_own(call):
             assert ran.backward(dy, None)[0] is dy
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_of_two_dtypes_are_added_in_the_wider_one(call, in_place, dtypes):
+    grad, extra = [torch.full((2, 3), 1 / 3).to(dtype) for dtype in dtypes]
+    expected = grad + extra
+    ran = call(ops.MakeExtraOutput(in_place=in_place), torch.randn(2, 3), owns=True)
+    dx, _, _ = ran.backward(grad, extra)
+    assert dx.dtype is torch.float32 and torch.equal(dx, expected)
+
+
 def test_extra_output_shares_memory_without_grad():
     x = randn(2, 3, requires_grad=False)
     y, extra = opfuse.Sequential(ops.MakeExtraOutput())(x)
@@ -200,7 +210,7 @@ def test_ops_with_extras_run_in_a_fuser_only(op):
         op().op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
     with pytest.raises(RuntimeError, match=f"{op.__name__} has extra tensors: call fuser_backward"):
         op().op_backward(ctx, x)
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match=rf"{op.__name__} expected in_place as a keyword: {op.__name__}\(in_place=True\)"):
         op(True)
     assert repr(op(in_place=True)) == f"{op.__name__}(in_place=True)"
     with pytest.raises(TypeError, match="does not take the keyword argument 'unknown'"):

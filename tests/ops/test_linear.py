@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -162,12 +163,32 @@ def test_bad_sizes(build):
         ops.Bias(-3)
 
 
+@pytest.mark.parametrize("integer", [numpy.int64, numpy.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_sizes_of_other_integer_types(integer):
+    linear, bias = ops.Linear(integer(3), integer(2)), ops.Bias(integer(2))
+    norm, gated = ops.LayerNorm(integer(3)), ops.SwiGLU(glu_interleave_size=integer(1))
+    reshape = ops.Reshape((integer(4), -1))
+    sizes = [linear.in_features, linear.out_features, *linear.basic_ops[0].weight.shape, bias.in_features]
+    sizes += [norm.in_features, *norm.normalized_shape, gated.glu_interleave_size, *reshape.shape]
+    assert sizes == [3, 2, 2, 3, 2, 3, 3, 1, 4, -1] and {type(size) for size in sizes} == {int}
+    assert opfuse.Sequential(norm, linear, bias, gated, reshape)(torch.ones(4, 3)).shape == (4, 1)
+
+
+@pytest.mark.parametrize("bad", [True, numpy.bool_(True), torch.tensor(True), 3.0, "3", None], ids=repr)
+def test_what_is_no_whole_number(bad):
+    with pytest.raises(TypeError, match="BasicLinear expected a whole number as in_features"):
+        ops.Linear(bad, 2)
+    with pytest.raises(TypeError, match="Bias expected a whole number as size"):
+        ops.Bias(bad)
+    with pytest.raises(TypeError, match="LayerNorm expected a whole number as normalized_shape"):
+        ops.LayerNorm((bad,))
+
+
 REFUSED = [
     ({"tensor_parallel_mode": "column"}, "tensor_parallel_mode='column'", "tensor parallelism"),
     ({"tensor_parallel_mode": "row"}, "tensor_parallel_mode='row'", "tensor parallelism"),
     ({"sequence_parallel": True}, "sequence_parallel=True", "sequence parallelism"),
     ({"rng_state_tracker_function": dict}, "rng_state_tracker_function=<class 'dict'>", "tensor parallelism"),
-    ({"accumulate_into_main_grad": True}, "accumulate_into_main_grad=True", "main_grad"),
 ]
 
 
@@ -311,3 +332,66 @@ def test_signatures_are_those_of_init():
 def test_data_parallel_replicas_are_refused():
     with pytest.raises(RuntimeError, match="not of torch.nn.DataParallel's replicas"):
         ops.Linear(3, 2)._replicate_for_data_parallel()
+
+
+# Checkpoints of Transformer Engine: `te.ops.Linear` saves its basic ops, and every basic op an extra state
+
+
+def te_checkpoint(chain, extra=b""):
+    """The state dict that the same chain made of ``te.ops`` writes."""
+    state = {}
+    for name, module in chain.named_modules():
+        for leaf, value in module.named_parameters(recurse=False):
+            index = {"weight": 0, "bias": 1}[leaf]
+            where = f"{name}.basic_ops.{index}" if isinstance(module, ops.Linear) else name
+            state[f"{where}.{leaf}".removeprefix(".")] = value.detach().clone()
+        if isinstance(module, opfuse.BasicOperation):
+            state[f"{name}._extra_state".removeprefix(".")] = torch.tensor(list(extra), dtype=torch.uint8)
+    return state
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_checkpoint_of_transformer_engine_loads(bias):
+    def make():
+        middle = [ops.GELU(), ops.LayerNorm(8), ops.BasicLinear(8, 4), ops.Bias(4)]
+        return opfuse.Sequential(ops.RMSNorm(4), ops.Linear(4, 8, bias=bias), *middle)
+
+    ours, theirs = make(), make()
+    state = te_checkpoint(theirs)
+    assert {"1.basic_ops.0.weight", "1.basic_ops.0._extra_state", "2._extra_state", "5.bias"} <= set(state)
+    ours.load_state_dict(state)
+    assert "1.basic_ops.0.weight" in state  # the caller's dict is as it was
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    ours.load_state_dict(state, assign=True)
+    alone = ops.Linear(4, 8, bias=bias)
+    alone.load_state_dict(te_checkpoint(theirs[1]))
+    assert torch.equal(alone.weight, theirs[1].weight)
+
+
+def test_what_a_checkpoint_of_transformer_engine_must_not_hold():
+    chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU())
+    with pytest.raises(RuntimeError, match=r"1\._extra_state is pickled FP8 state of Transformer Engine, .* drop the key"):
+        chain.load_state_dict(te_checkpoint(chain, b"\x80\x04N."), strict=False)
+    without = opfuse.Sequential(ops.Linear(4, 4, bias=False), ops.GELU())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*basic_ops\.1\.bias"):
+        without.load_state_dict(te_checkpoint(chain))
+    both = {**te_checkpoint(chain), "0.weight": torch.zeros(4, 4)}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*basic_ops\.0\.weight"):
+        chain.load_state_dict(both)
+
+
+def test_an_op_with_an_extra_state_of_its_own_gets_it():
+    class Counting(ops.Identity):
+        count = 3
+
+        def get_extra_state(self):
+            return self.count
+
+        def set_extra_state(self, state):
+            self.count = state
+
+    one, other = Counting(), Counting()
+    one.count = 5
+    other.load_state_dict(one.state_dict())
+    assert other.count == 5

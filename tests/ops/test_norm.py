@@ -76,8 +76,7 @@ def test_autocast_does_not_round_the_input(op):
     x = 1000 + torch.randn(2, 64)
     with torch.autocast("cpu", torch.bfloat16):
         y = op(64)(x)
-    assert y.dtype is torch.bfloat16
-    torch.testing.assert_close(y.float(), op(64)(x), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(y, op(64)(x))
 
 
 def test_large_weights_gradient_sums_in_fp32(near):
@@ -150,3 +149,61 @@ def test_what_rms_norm_saves(call, needs):
     assert [entry is not None for entry in ran.saved] == [True, needs[0], True]
     dx, (dw,), _ = ran.backward(torch.ones(3, 4))
     assert ((dx is not None), (dw is not None)) == needs
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("op", [ops.LayerNorm, ops.RMSNorm])
+def test_a_backward_uses_the_scale_of_its_forward(op, alone):
+    norm = op(8, zero_centered_gamma=True)
+    run = norm if alone else opfuse.Sequential(ops.ConstantScale(1.0), norm)
+    with torch.no_grad():
+        norm.weight.normal_()
+    x = torch.randn(3, 8, requires_grad=True)
+    weights = torch.randn(3, 8)
+    grads = []
+    for changed in (False, True):
+        norm.zero_centered_gamma = True
+        y = run(x)
+        norm.zero_centered_gamma = not changed
+        grads.append(torch.autograd.grad((y * weights).sum(), x)[0])
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), NORMS)
+def test_without_parameters(ours, theirs):
+    ours, theirs = ours(6, elementwise_affine=False, eps=1e-5), theirs(6, elementwise_affine=False, eps=1e-5)
+    assert not ours.state_dict() and not ours.param_names and ours.weight is None
+    ours.load_state_dict(theirs.state_dict())
+    ours.reset_parameters()
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert "elementwise_affine=False" in repr(ours)
+    with pytest.raises(ValueError, match="expected elementwise_affine=True for zero_centered_gamma=True, got False"):
+        type(ours)(6, elementwise_affine=False, zero_centered_gamma=True)
+
+
+def test_layer_norm_without_bias():
+    ours, theirs = ops.LayerNorm(6, bias=False), nn.LayerNorm(6, bias=False)
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
+    assert ours.bias is None and "bias=False" in repr(ours)
+    ours.reset_parameters()
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours.weight.requires_grad_(False)
+    x.requires_grad_()
+    torch.testing.assert_close(*(torch.autograd.grad(norm(x).square().sum(), x)[0] for norm in (ours, theirs)))
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_what_norms_save_without_a_bias(call, needs):
+    ran = call(
+        ops.LayerNorm(4, bias=False), torch.randn(3, 4), input_requires_grad=needs[0], param_requires_grad=needs[1]
+    )
+    assert [entry is not None for entry in ran.saved] == [True, needs[0], True, True]
+    dx, (dw,), _ = ran.backward(torch.ones(3, 4))
+    assert ((dx is not None), (dw is not None)) == needs
+    for op in (ops.LayerNorm, ops.RMSNorm):
+        ran = call(op(4, elementwise_affine=False), torch.randn(3, 4))
+        assert [entry is None for entry in ran.saved[:2]] == [False, True]
+        dx, grads, _ = ran.backward(torch.ones(3, 4))
+        assert dx is not None and grads == ()

@@ -63,6 +63,7 @@ def rms_norm(x, weight, eps):
 # name: (op, reference, features of the input)
 POINTWISE = {
     "GELU": (ops.GELU, lambda x, p: gelu(x), 6),
+    "GELU by erf": (lambda: ops.GELU(approximate="none"), lambda x, p: 0.5 * x * (1 + torch.erf(x / 2**0.5)), 6),
     "QGELU": (ops.QGELU, lambda x, p: x * torch.sigmoid(1.702 * x), 6),
     "ReLU": (ops.ReLU, lambda x, p: x.clamp(min=0), 6),
     "SReLU": (ops.SReLU, lambda x, p: x.clamp(min=0) ** 2, 6),
@@ -107,6 +108,21 @@ WITH_PARAMETERS = {
     "LayerNorm centered": (
         lambda dtype: ops.LayerNorm(6, dtype=dtype, eps=0.1, zero_centered_gamma=True),
         lambda x, p: layer_norm(x, 1 + p["weight"], p["bias"], 0.1),
+        6,
+    ),
+    "LayerNorm no bias": (
+        lambda dtype: ops.LayerNorm(6, bias=False, zero_centered_gamma=True, dtype=dtype),
+        lambda x, p: layer_norm(x, 1 + p["weight"], 0, 1e-5),
+        6,
+    ),
+    "LayerNorm bare": (
+        lambda dtype: ops.LayerNorm(6, elementwise_affine=False, eps=0.1, dtype=dtype),
+        lambda x, p: layer_norm(x, 1, 0, 0.1),
+        6,
+    ),
+    "RMSNorm bare": (
+        lambda dtype: ops.RMSNorm(6, elementwise_affine=False, dtype=dtype),
+        lambda x, p: rms_norm(x, 1, 1e-5),
         6,
     ),
     "RMSNorm": (lambda dtype: ops.RMSNorm(6, dtype=dtype), lambda x, p: rms_norm(x, p["weight"], 1e-5), 6),
@@ -175,6 +191,35 @@ def rounding(name, reference, dtype):
     return twice
 
 
+@pytest.mark.parametrize("rows", [(7,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if "Linear" not in name])
+def test_by_blocks(monkeypatch, compare, call, name, dtype, rows):
+    """As large tensors are computed on a CPU: two rows at a time."""
+    op, reference, width = make(name, dtype)
+    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
+    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 2 * width)
+    extras = extras_of(name, rows, dtype)
+    x = randn(*rows, width, dtype=dtype)
+    y = compare(op, reference, x, *extras)
+    grad = torch.ones((), dtype=dtype).expand(y.shape)
+    compare(op, reference, x, *extras, grad=grad)
+    for param in op.parameters():
+        compare(op, reference, x, *extras)
+        param.requires_grad_(False)
+    if name in POINTWISE and not name.startswith("Dropout"):
+        given = randn(*y.shape, dtype=dtype, requires_grad=False)
+        kept = call(op, x.detach()).backward(given.clone())[0]
+        assert torch.equal(call(op, x.detach(), owns=True).backward(given)[0], kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["GELU", "QGELU", "SwiGLU", "QGEGLU", "SiTUGLU", "L2Normalization"])
+def test_a_large_tensor(compare, name, dtype):
+    op, reference, _ = make(name, dtype)
+    compare(op, reference, randn(601, 1024, dtype=dtype))
+
+
 LAYOUTS = {
     "transposed": lambda rows, width, dtype: randn(width, rows, dtype=dtype).t(),
     "strided": lambda rows, width, dtype: randn(rows, 2 * width, dtype=dtype)[:, ::2],
@@ -226,7 +271,7 @@ def test_no_grad(near, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast(compare, name, dtype):
-    """Linear and activations compute in autocast's dtype; norms in fp32 from the input as it comes."""
+    """Linear and activations compute in autocast's dtype; norms give fp32, from the input as it comes."""
     op, reference, width = make(name)  # parameters in fp32
     reference = rounding(name, reference, torch.bfloat16)
     exact = ("Norm", "Identity", "Quantize", "Dropout", "Bias", "ConstantScale")
@@ -235,8 +280,9 @@ def test_autocast(compare, name, dtype):
     extras = extras_of(name, (5,), dtype)
     keeps = any(kind == name.split()[0] for kind in ("Identity", "Quantize", "Dropout", "Bias", "ConstantScale"))
     through = torch.bfloat16 if rounds else None
-    y = compare(op, reference, x, *extras, autocast=torch.bfloat16, through=through, dtype=torch.bfloat16, gemm=True)
-    assert y.dtype is (dtype if keeps else torch.bfloat16)
+    coarsest = dtype if "Norm" in name else torch.bfloat16
+    y = compare(op, reference, x, *extras, autocast=torch.bfloat16, through=through, dtype=coarsest, gemm=True)
+    assert y.dtype is (dtype if keeps else torch.float32 if "Norm" in name else torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["Linear", "GELU", "SwiGLU", "LayerNorm", "RMSNorm"])

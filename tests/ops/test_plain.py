@@ -16,6 +16,20 @@ def test_constant_scale():
             ops.ConstantScale(bad)
 
 
+@pytest.mark.parametrize("op", [ops.ConstantScale(3.0), ops.Dropout(0.5), ops.Dropout(0.0), ops.Dropout(1.0)])
+@pytest.mark.parametrize("others", [0, 2])
+def test_the_backward_uses_the_number_of_the_forward(op, others):
+    name = "scale" if isinstance(op, ops.ConstantScale) else "p"
+    before, chain = getattr(op, name), opfuse.Sequential(*[ops.ReLU()] * others, op)
+    for value in (before, 0.25):
+        setattr(op, name, value)
+        x = torch.rand(4, 8, requires_grad=True) + 1
+        y = chain(x)
+        setattr(op, name, 0.75)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y / x).detach())  # all of them are linear
+    setattr(op, name, before)
+
+
 def test_identity_passes_the_tensor_itself():
     x = torch.ones(2)
     assert ops.Identity()(x).data_ptr() == x.data_ptr()
@@ -58,8 +72,9 @@ def test_reshape_arguments():
         ops.Reshape((-1, -1))
     with pytest.raises(ValueError, match="Reshape expected"):
         ops.Reshape((-2, 3))
-    with pytest.raises(TypeError, match="Reshape expected whole numbers"):
-        ops.Reshape((1.5,))
+    for bad in ((1.5,), (2, "2"), (True, 4)):
+        with pytest.raises(TypeError, match="Reshape expected whole numbers"):
+            ops.Reshape(bad)
     with pytest.raises(RuntimeError, match="shape"):
         ops.Reshape((5,))(torch.ones(4))
     assert repr(ops.Reshape([2, -1])) == "Reshape(shape=(2, -1))"
@@ -115,6 +130,8 @@ def test_dropout_saves_a_bool_mask(call):
 def test_dropout_arguments(p):
     with pytest.raises(ValueError, match="Dropout expected a probability p between 0 and 1"):
         ops.Dropout(p)
+    with pytest.raises(TypeError, match="Dropout expected a real number as p, got '0.5'"):
+        ops.Dropout("0.5")
     assert repr(ops.Dropout(0.25)) == "Dropout(p=0.25)"
 
 

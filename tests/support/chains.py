@@ -32,15 +32,20 @@ class Forwarding(opfuse.FusedOperation):
         for op in reversed(self.basic_ops):
             self.grad_input = self.grad_input if op.grad_input == "same" else op.grad_input
 
+    def run_one(self, op, ctxs, input_, **given):
+        return op.fuser_forward(ctxs, input_, **given)
+
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **quantizers):
         channels, outputs = {}, []
         each = zip(self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs, strict=True)
         for op, ctx, extras, kwargs in each:
             extras = [channels[c] if e is None else e for e, c in zip(extras, op._extra_input_channels, strict=True)]
-            input_, (given,) = op.fuser_forward(
-                [ctx], input_, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **quantizers
+            flows = ctx.requires_grad and not torch.compiler.is_compiling()
+            input_, (given,) = self.run_one(
+                op, [ctx], input_, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **quantizers
             )
-            channels.update(zip(op._extra_output_channels, given, strict=True))
+            inside = [t.detach().requires_grad_() if flows else t for t in given]  # as the fuser marks them
+            channels.update(zip(op._extra_output_channels, inside, strict=True))
             outputs.append(given)
         return input_, outputs
 

@@ -42,19 +42,26 @@ def wrap(chain, how):
     return torch.compile(wrapped, backend="aot_eager") if how.endswith("compiled") else wrapped
 
 
-def worker(rank, file, variant):
+def worker(rank, file):
     warnings.simplefilter("ignore")
+    with gloo.member(rank, 2, file):
+        for variant in fusing.VARIANTS:
+            torch._dynamo.reset()
+            with fusing.fusions(variant):
+                for how in WRAPPINGS:
+                    train(rank, how, f"{variant}, {how}")
+
+
+def train(rank, how, name):
     batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
-    with gloo.member(rank, 2, file), fusing.fusions(variant):
-        for how in WRAPPINGS:
-            chain, plain = models()
-            plain(batch).square().mean().backward()
-            model = wrap(chain, how)
-            optimizer = torch.optim.AdamW(chain.parameters())
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(batch[rank * 4 : rank * 4 + 4]).square().mean().backward()
-            for got, expected in zip(chain.parameters(), plain.parameters(), strict=True):
-                grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
-                torch.testing.assert_close(grad, expected.grad, msg=lambda text, how=how: f"{how}: {text}")
-            optimizer.step()
+    chain, plain = models()
+    plain(batch).square().mean().backward()
+    model = wrap(chain, how)
+    optimizer = torch.optim.AdamW(chain.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(batch[rank * 4 : rank * 4 + 4]).square().mean().backward()
+    for got, expected in zip(chain.parameters(), plain.parameters(), strict=True):
+        grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
+        torch.testing.assert_close(grad, expected.grad, msg=lambda text: f"{name}: {text}")
+    optimizer.step()

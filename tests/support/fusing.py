@@ -25,9 +25,7 @@ class ActivationBias(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         bias, act = basic_op_ctxs
-        (x,) = act.saved_tensors
-        reusable = act.owns_grad_output and not self.basic_ops[1].gated
-        dx = self.basic_ops[1].backward_value(grad_output, x, out=grad_output if reusable else None)
+        dx, _ = self.basic_ops[1].op_backward(act, grad_output)
         return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
 
 

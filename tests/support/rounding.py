@@ -23,6 +23,7 @@ class RoundingQuantizer(opfuse.Quantizer):
 
     def __init__(self, recipe: Rounding) -> None:
         self.recipe = recipe
+        self.state_names = type(self).state_names if recipe.levels else ()
         self.amax = torch.ones(1)
         self.uses = torch.zeros(1, dtype=torch.int64)
 

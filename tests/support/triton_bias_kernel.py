@@ -26,7 +26,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 def bias_activation(x, bias, dtype, form):
     """``(sum, result)`` of ``bias + x`` and its activation."""
-    x = x.contiguous()
+    x, bias = x.contiguous(), bias.contiguous()
     hidden, y = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
     if x.numel():
         grid = (triton.cdiv(x.numel(), 1024),)

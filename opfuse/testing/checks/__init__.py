@@ -1,11 +1,12 @@
 """The checks, in the order in which their answers help most: what a later one finds may be due to an earlier one."""
 
-from . import features, memory, planning, values  # noqa: F401  # each adds its checks
+from . import calls, features, memory, planning, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
 ORDER = """condition pattern same_plan runs unmodified_inputs saved_state unmodified_gradients output gradients
-recompute aliasing requires_grad grad_input repeatable interleaved follows_values nan_and_inf errors
-together neighbours refusals saved_bytes released without_grad autocast gradcheck recipe deepcopy checkpoint
+recompute aliasing requires_grad grad_input autocast repeatable interleaved growing follows_values keeps_numbers
+nan_and_inf magnitude errors together neighbours subclasses refusals saved_bytes released versions generator threads
+without_grad gradcheck recipe deepcopy checkpoint
 opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..cases import Case
+from ...contexts import _CORE_OPTIONS, options
+from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import describe
-from ..running import Failure, Result, backward, forward, fused, only, watched
+from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
 from .registry import check, plain, surrounded
 from .values import aliases
 
@@ -69,6 +70,9 @@ def unmodified_gradients(case: Case) -> None:
         wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
         torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
     _unchanged({**before, **saved}, "backward")
+    if "debug" in _CORE_OPTIONS:  # the core looks at what is between two steps too
+        with only(case.subject), options(debug=True), blamed():
+            backward(case, forward(case))
 
 
 def _shared(result: Result) -> set[tuple[str, str]]:
@@ -173,29 +177,67 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = {id(tensor) for tensor in tree_leaves((args, kwargs))}  # what is only written into is not made here
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and id(tensor) not in given:
                 self.tensors.append((weakref.ref(tensor), f"a tensor of shape {tuple(tensor.shape)} made by {func}"))
         return result
+
+    def still_there(self, known: set[int]) -> Iterator[str]:
+        """What of it is still referenced, and by what, but for memory that is known."""
+        for reference, what in self.tensors:
+            if (tensor := reference()) is not None and tensor.untyped_storage()._cdata not in known:
+                holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"frame", "list"}
+                yield f"{what} is still referenced, by {', '.join(sorted(holders)) or 'a list'},"
 
 
 @check(plain)
 def released(case: Case) -> None:
-    """When the results are dropped, so is all that was made for them, and the input."""
+    """What is kept for the backward is seen by saved-tensor hooks, and dropped with the results, as is the input."""
     fused(case, grads=False)
+    gc.freeze()  # what was there before need not be looked at
+    try:
+        _released(case)
+    finally:
+        gc.unfreeze()
+
+
+def _released(case: Case) -> None:
     with only(case.subject):
+        built = case.build()
+        weights = backward(case, forward(case, built=built)).weights  # what is made once may stay
+        _all_is_seen(built)
         births = Births()
         for _ in range(2):
-            result = case.build()
-            given = result.inputs()
-            births.tensors.append((weakref.ref(given[0]), "the input"))
             with births:
-                outputs = result(*given)
-                wanted = [leaf for leaf in result.leaves.values() if leaf.requires_grad]
-                grads = torch.autograd.grad(outputs, wanted, case.weights(outputs), allow_unused=True)
-            del result, given, outputs, wanted, grads
+                outputs = built(*built.inputs())
+                wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
+                grads = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+            del outputs, wanted, grads
+        gc.collect()
+        for what in births.still_there(_memory(built.leaves.values())):
+            raise Failure(f"{what} after the backward")
+        births.tensors.append((weakref.ref(built.leaves["input"]), "the input"))
+        del built, weights
     gc.collect()
-    for reference, what in births.tensors:
-        if (tensor := reference()) is not None:
-            holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"frame", "list"}
-            raise Failure(f"{what} is still referenced after the backward, by {', '.join(sorted(holders)) or 'a list'}")
+    for what in births.still_there(set()):
+        raise Failure(f"{what} after the chain is gone")
+
+
+def _all_is_seen(built: Built) -> None:
+    """Raise if the forward keeps a tensor that no saved-tensor hook sees."""
+    births, seen, given = Births(), set[int](), built.inputs()
+
+    def keep(tensor: Tensor) -> Tensor:
+        seen.update(_memory([tensor]))
+        return tensor
+
+    with births, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = built(*given)
+    for what in births.still_there(seen | _memory([*given, *outputs, *built.leaves.values()])):
+        hint = "give it to save_for_backward, or neither offloading nor version checks see it"
+        raise Failure(f"{what} after the forward, and no saved-tensor hook has seen it: {hint}")
+
+
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}

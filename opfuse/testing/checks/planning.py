@@ -79,17 +79,20 @@ def refusals(case: Case) -> None:
             return trace
         return None
 
+    wanted = _refusing_returns(fusion.when)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         for ops, env in itertools.product(_any_chains(case), environments(case.device)):
+            if seen and all(seen.intersection(lines) for _, lines in wanted):
+                break
             try:
                 fusion.when(ops, env)
             except Exception:  # the check of the condition is there for that
                 continue
     finally:
         sys.settrace(before)
-    for text, lines in _refusing_returns(fusion.when):
+    for text, lines in wanted:
         if not seen.intersection(lines):
             hint = "if only an option or another machine does, test that yourself and declare a limit"
             raise Failure(f"no case shows the refusal in line {lines[0]} of its condition: {text}; {hint}")
@@ -167,6 +170,50 @@ def neighbours(case: Case) -> None:
             _unlike(case.with_(ops=rest), f"its pattern without {op.cls.__name__}")
         more = (*case.ops[:number], Op(built_in.ConstantScale, 3.0), *case.ops[number:])
         _unlike(case.with_(ops=more), f"its pattern with a ConstantScale before {op.cls.__name__}")
+
+
+@check(lambda chains: chains.all if chains.thorough else chains.plain)
+def subclasses(case: Case) -> None:
+    """With an op of a derived class, which computes something else, it gives that too, or is not used."""
+    for number, op in enumerate(case.ops):
+        if _by_protocol(case.subject.fusion, op.cls):
+            for what, cls in _overriding(op.cls):
+                derived = Op(cls, *op.args, **dict(op.kwargs))
+                what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
+                try:
+                    _unlike(case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what)
+                except Failure as failure:
+                    hint = "ask opfuse.computes_as(op, cls) before you stand for a class by name"
+                    raise Failure(f"{failure}; {hint}") from failure
+
+
+def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
+    """Classes derived from one of ops, each with other methods that give twice what they gave."""
+
+    def twice(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            out = kwargs.pop("out", None)
+            result = getattr(super(self.own, self), name)(*args, **kwargs)
+            if result is None:  # a derivative that is 1 everywhere
+                return torch.full_like(args[0], 2.0)
+            return 2 * result if out is None else out.copy_(2 * result)
+
+        return method
+
+    pairs = [("fuser_forward", "fuser_backward")]
+    if issubclass(cls, built_in.Activation):
+        pairs += [("value", "derivative"), ("forward_value", "backward_value"), ("op_forward", "op_backward")]
+    if issubclass(cls, built_in.GatedActivation):
+        pairs.append(("linear_value", "linear_derivative"))
+    for names in pairs:
+        if names[0].startswith("fuser"):
+            derived = _derived(cls)
+        else:
+            derived = type(
+                f"Own{names[0].title().replace('_', '')}{cls.__name__}", (cls,), {n: twice(n) for n in names}
+            )
+            derived.own = derived  # type: ignore[attr-defined]
+        yield " and ".join(names), derived
 
 
 def _by_protocol(fusion: Any, cls: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from ...fusion import PASSES
 from ..cases import LAYOUTS, Case, Op
 from ..generate import Chains, neighbours
-from ..tolerance import ROWS
+from ..tolerance import MORE_ROWS, ROWS
 
 
 class Check(NamedTuple):
@@ -21,7 +22,7 @@ class Check(NamedTuple):
         run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the case.
         cases: The cases to run it on, plainest first.
         kinds: For which fusions.
-        slow: Whether it compiles, and is left out where kernels are interpreted.
+        slow: Whether it compiles, or calls from several threads, and is left out where kernels are interpreted.
     """
 
     name: str
@@ -69,8 +70,9 @@ def every(chains: Chains) -> Iterable[Case]:
 
 
 def evaluating(chains: Chains) -> Iterator[Case]:
-    """The chains with an op that depends on it, in evaluation mode."""
-    return (case.with_(training=False) for case in chains.all if case.has_modes)
+    """In evaluation mode: chains whose ops look at it, and one per structure, since the fusion may."""
+    plain = set(chains.all if chains.thorough else chains.plain)
+    return (case.with_(training=False) for case in chains.all if case in plain or case.has_modes)
 
 
 def surrounded(chains: Chains) -> Iterator[Case]:
@@ -92,23 +94,32 @@ def numeric(chains: Chains) -> Iterator[Case]:
         if case.before or case.after:
             yield case
     for case in chains.plain:
-        yield from (case.with_(rows=rows) for rows in ROWS)
+        yield from (case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if chains.thorough else ()))
         yield from (case.with_(rows=(5,), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
+        yield from (case.with_(params=layout) for layout in ("strided", "transposed", "sliced"))
         yield from (case.with_(rows=rows, dtype=torch.bfloat16) for rows in ((127,), MANY_ROWS))
         yield case.with_(rows=MANY_ROWS)
         yield case.with_(wide=True, dtype=torch.bfloat16)
+    yield from chains.models
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    if chains.thorough:
+        yield from (case.with_(rows=(2, 5), layout=layout) for case in chains.all for layout in LAYOUTS)
+        yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
     yield from evaluating(chains)
     yield from chains.residual
 
 
-def frozen(chains: Chains) -> Iterator[Case]:
-    """One chain per structure, with each single leaf frozen, all but one, and all before the last."""
-    for case in surrounded(chains):
+def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
+    """One chain per structure and number of dimensions, with each leaf frozen, all but one, and all before the last."""
+    ranks = ((), (2, 3), (2, 1, 3)) if chains.thorough else ((), (2, 3)) if every_rank else ()
+    dimensions = (case.with_(rows=rows) for case in chains.plain for rows in ranks)
+    for case in itertools.chain(surrounded(chains), dimensions):
         names = case.leaf_names()
         sets = [(), *((name,) for name in names), *(tuple(n for n in names if n != kept) for kept in names)]
         sets += [tuple(names[:-1])]
+        if chains.thorough:
+            sets += [chosen for count in range(len(names)) for chosen in itertools.combinations(names, count)]
         yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
 
 

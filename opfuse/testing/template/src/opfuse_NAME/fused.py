@@ -18,7 +18,7 @@ class BiasActivation(FusedOperation):
         super().__init__(basic_ops)
         from . import kernels  # now that the fusion is used: this imports Triton
 
-        self._kernel = kernels.bias_activation
+        self._kernel, self._known = kernels.bias_activation, kernels.known(basic_ops[1])  # for as long as this plan
 
     def fuser_forward(self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
         """The output, and no extra outputs. Leaves for the backward what the ops would."""
@@ -26,9 +26,10 @@ class BiasActivation(FusedOperation):
         (bias,) = bias_ctx.params  # of this call: never self.basic_ops[0].bias
         dtype = ctx.dtype or input_.dtype  # autocast may ask for another one
         keep = ctx.requires_grad and ctx.input_requires_grad
-        output, hidden = self._kernel(input_, bias, self.basic_ops[1], dtype=dtype, keep=keep)
-        if ctx.requires_grad:
-            ctx.save_for_backward(hidden)  # as Activation does; Bias saves nothing
+        activation: Any = self.basic_ops[1]
+        output, hidden = self._kernel(input_, bias, activation, self._known, dtype=dtype, keep=keep)
+        if ctx.requires_grad:  # leave what the activation does: its input, and its numbers if it has any
+            activation.operand(ctx, hidden if keep else output)
         return output, [(), ()]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from opfuse import computes_as
 from opfuse.ops import GELU, ReLU, SiLU
 
 try:
@@ -23,26 +24,32 @@ except ImportError:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel computes in."""
 
-ACTIVATIONS = {ReLU: "relu", SiLU: "silu", GELU: "gelu"}
-"""What the kernel calls the activations it knows: these classes, not what is derived."""
+FORMS = ("relu", "silu", "gelu tanh", "gelu none")
+"""What the kernel calls the activations it knows."""
+
+
+def known(activation: Any) -> str | None:
+    """What the kernel calls an activation; None: it does not know it, such as a GELU that overrides ``value``."""
+    if computes_as(activation, GELU):
+        return f"gelu {activation.approximate}"
+    return next((name for cls, name in ((ReLU, "relu"), (SiLU, "silu")) if computes_as(activation, cls)), None)
 
 
 def bias_activation(
-    x: Tensor, bias: Tensor, activation: Any, *, dtype: torch.dtype, keep: bool
+    x: Tensor, bias: Tensor, activation: Any, name: str | None, *, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``."""
-    if runs_on_triton(x, bias, activation, dtype):
-        return _launch(x, bias, ACTIVATIONS[type(activation)], keep)
+    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``; ``name``: see :func:`known`."""
+    if name is not None and runs_on_triton(x, bias, dtype):
+        return _launch(x, bias, name, keep)
     hidden = (x + bias).to(x.dtype).to(dtype)
     return activation.forward_value(hidden), hidden if keep else None
 
 
-def runs_on_triton(x: Tensor, bias: Tensor, activation: Any, dtype: torch.dtype) -> bool:
+def runs_on_triton(x: Tensor, bias: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel takes this call, rather than the twin."""
     return (
         triton is not None
         and x.device.type == ("cpu" if is_interpreted() else "cuda")
-        and type(activation) in ACTIVATIONS
         and x.dtype is dtype
         and {x.dtype, bias.dtype} <= set(DTYPES)
         and {type(x), type(bias)} <= {Tensor, Parameter}  # subclasses have their ways
@@ -101,6 +108,8 @@ if triton is not None:
             y = tl.where(h < 0, 0.0, h)  # keeps NaN, which tl.maximum loses
         elif ACTIVATION == "silu":
             y = h * tl.sigmoid(h)
+        elif ACTIVATION == "gelu none":
+            y = 0.5 * h * (1 + tl.erf(0.7071067811865476 * h))
         else:  # GELU in its tanh form, since (1 + tanh(u)) / 2 = sigmoid(2 u)
             y = h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
         tl.store(y_ptr + at, y.to(x.dtype), inside)

@@ -1,0 +1,145 @@
+"""Where a chain is cut: at ops that run through their own ``__call__``, since that does more than the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .op import BasicOperation, FusedOperation, FusibleOperation, op_class
+from .routing import Routing, Slot, flatten
+
+if TYPE_CHECKING:
+    from .fuser import OperationFuser
+
+_LIBRARY = BasicOperation.forward, FusedOperation.forward
+_CALL = "__call__", "_call_impl"
+
+
+def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks of a module's call, by kind."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
+    """For each module whether its call runs hooks."""
+    return [bool(any(hook_dicts(module))) for module in modules]
+
+
+def hook_kinds(module: nn.Module) -> str:
+    """The kinds of hooks that a module's call runs, in words; ``""`` if there are none."""
+    kinds = ("forward", "forward pre-", "backward", "backward pre-")
+    return " and ".join(kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks)
+
+
+def why_apart(op: nn.Module) -> str:
+    """Why an op must run through its own ``__call__``; ``""`` if it need not.
+
+    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter, say), or one that
+    was set on the instance or on its class.
+    """
+    if hooks := hook_kinds(op):
+        return f"has {hooks} hooks"
+    return f"has a {name} of its own" if (name := own_call(op)) else ""
+
+
+def own_call(op: nn.Module) -> str:
+    """``"__call__"`` or ``"forward"``, whichever of an op is not the library's; ``""`` if both are."""
+    if any(getattr(type(op), name) is not getattr(nn.Module, name) for name in _CALL):
+        return "__call__"
+    return "" if "forward" not in vars(op) and type(op).forward in _LIBRARY else "forward"
+
+
+class Part(NamedTuple):
+    """A part of a cut chain.
+
+    Attributes:
+        run: A fuser, or the op that runs through its own ``__call__``.
+        start, stop: Which basic ops of the chain.
+        inputs: The extra inputs it takes, of the chain's slots.
+        outputs: The extra outputs it gives.
+    """
+
+    run: OperationFuser | FusibleOperation
+    start: int
+    stop: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+class Cut(NamedTuple):
+    """Stands where the program would be, for a chain that is cut."""
+
+    parts: tuple[Part, ...]
+    row_facts: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
+    is_special: bool = True
+
+
+def cut(
+    ops: Sequence[FusibleOperation],
+    routing: Routing,
+    apart: Sequence[FusibleOperation],
+    fuser: Callable[[Sequence[FusibleOperation]], OperationFuser],
+) -> Cut:
+    """Cut a chain at some of its ops.
+
+    Args:
+        ops: The chain, as the user wrote it.
+        routing: Where its extra tensors go.
+        apart: Which of the ops, or of their basic ops, run through their own ``__call__``.
+        fuser: Makes the fuser of a run between them.
+    """
+    single: list[FusibleOperation] = []
+    for op in ops:
+        single += [op] if op in apart or isinstance(op, BasicOperation) else flatten([op])
+    runs: list[Any] = []
+    for alone, group in groupby(single, lambda op: op in apart):
+        run = list(group)
+        runs += [(op, [op]) for op in run] if alone else [(fuser(run), run)]
+    parts, start = [], 0
+    for run, of_run in runs:
+        stop = start + len(flatten(of_run))
+        inputs = [
+            (i, k)
+            for i in range(start, stop)
+            for k in range(routing.ops[i].num_extra_inputs)
+            if (i, k) not in routing.sources or routing.sources[i, k][0] < start
+        ]
+        outputs = [(i, k) for i in range(start, stop) for k in range(routing.ops[i].num_extra_outputs)]
+        parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
+        start = stop
+    return Cut(tuple(parts))
+
+
+def run_cut(
+    cut: Cut, routing: Routing, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None
+) -> Any:
+    """Run the parts one after the other; a channel between two parts carries its tensor, with its gradient.
+
+    Args:
+        cut: The parts.
+        routing: Of the whole chain.
+        input: Input of the first part.
+        extra_inputs: The extra inputs that no channel feeds.
+        kwargs: Keyword arguments per basic op, or None.
+    """
+    x: Any = input
+    given: dict[Slot, Any] = dict(zip(routing.external_inputs, extra_inputs, strict=True))
+    made: dict[Slot, Any] = {}
+    for run, start, stop, inputs, outputs in cut.parts:
+        extras = [given[slot] if slot in given else made[routing.sources[slot]] for slot in inputs]
+        here: dict[str, Any] = {}
+        if kwargs is not None and any(kwargs[start:stop]):
+            one = isinstance(run, BasicOperation)
+            here = kwargs[start] if one else {"basic_op_kwargs": list(kwargs[start:stop])}
+        result = run(x, *extras, **here)
+        x, *more = result if isinstance(result, tuple) else (result,)
+        if len(more) != len(outputs):
+            who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
+            raise RuntimeError(f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}")
+        made.update(zip(outputs, more, strict=True))
+    public = [made[slot] for slot in routing.public_outputs]
+    return (x, *public) if public else x

@@ -1,0 +1,328 @@
+"""Checks of several calls: one after the other, one inside the other, in threads, and of what changes between them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...plugins import manager
+from ..cases import Built, Case
+from ..generate import Chains
+from ..reference import compare_grads, compare_results, describe
+from ..running import Declined, Failure, Plans, Result, backward, both, forward, fused, only, separate
+from .registry import check, evaluating, plain, surrounded
+
+R = TypeVar("R")
+
+
+@check(surrounded)
+def repeatable(case: Case) -> None:
+    """The same chain gives bitwise the same twice, and the right thing in every call."""
+    expected, truth = separate(case), separate(case, torch.float64)
+    with only(case.subject), Plans() as plans:
+        built = case.build()
+        results = [backward(case, forward(case, built=built)) for _ in range(3)]
+    plans.require(case)
+    for call, got in enumerate(results):
+        try:
+            compare_results(case, got, expected, truth)
+        except Failure as failure:
+            raise Failure(f"in call {call + 1}, {failure}") from failure
+        pairs: list[Any] = [("the output", got.outputs[0], results[0].outputs[0])]
+        pairs += [(f"the gradient of {describe(case, n)}", g, results[0].grads[n]) for n, g in got.grads.items()]
+        for what, one, first in pairs:
+            if one is not None and first is not None and not torch.equal(one, first):
+                raise Failure(f"{what} differs in its last bits between call 1 and call {call + 1} of the same")
+
+
+def _calls(case: Case, times: Sequence[int], dtype: torch.dtype | None = None) -> Iterator[tuple[Case, Built]]:
+    """Calls of one chain: its rows that many times, and other values in each."""
+    chain = case.build(dtype)
+    for number, count in enumerate(times):
+        one = case.with_(rows=tuple(count * size for size in case.rows[:1]) + case.rows[1:])
+        fresh = {name: leaf for name, leaf in one.build(dtype).leaves.items() if "." not in name}
+        for leaf in fresh.values():
+            leaf.data.mul_((1.0, -2.5, 1.75)[number % 3])
+        yield one, chain._replace(leaves={**chain.leaves, **fresh})
+
+
+def _compare_calls(case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[Result]]) -> None:
+    """Hold what ``run`` gives for the calls against the separate ops; a failure says which call is wrong."""
+
+    def step(dtype: torch.dtype | None = None) -> list[Result]:
+        return run(list(_calls(case, times, dtype)))
+
+    for one, _ in _calls(case, times):
+        separate(one)
+    with only():
+        truth = step(case.exact)
+    got, expected = both(case, step)
+    for number, (one, _) in enumerate(_calls(case, times)):
+        try:
+            compare_results(one, got[number], expected[number], truth[number])
+        except Failure as failure:
+            raise Failure(f"in number {number + 1}, {failure}") from failure
+
+
+@check(plain)
+def interleaved(case: Case) -> None:
+    """Forwards of one chain with other values, one with fewer rows, then their backwards: none disturbs another."""
+
+    def run(calls: list[tuple[Case, Built]]) -> list[Result]:
+        results = [forward(one, built=built) for one, built in calls]
+        return [backward(one, result) for (one, _), result in zip(calls, results, strict=True)]
+
+    try:
+        _compare_calls(case, (2, 2, 1), run)
+    except Failure as failure:
+        raise Failure(f"with 3 forwards before their backwards, {failure}") from failure
+
+
+@check(plain)
+def growing(case: Case) -> None:
+    """Calls of one chain, later ones with many more rows: nothing is left of the size of the first."""
+    try:
+        _compare_calls(
+            case, (1, 43, 2, 171), lambda calls: [backward(one, forward(one, built=built)) for one, built in calls]
+        )
+    except Failure as failure:
+        hint = "what depends on the number of rows belongs into the call"
+        raise Failure(f"with 1, 43, 2 and 171 times the rows one after the other, {failure}; {hint}") from failure
+
+
+# What is changed between calls, or between forward and backward
+
+
+def _with_constants(chains: Chains) -> Iterator[Case]:
+    """One chain per structure, and one for every class of ops that has numbers."""
+    yield from chains.plain
+    seen: set[tuple[type, ...]] = set()
+    for case in chains.all:
+        ops = case.basic_ops()
+        classes = tuple({type(op) for op in ops if _numbers(op)})
+        if classes and (chains.thorough or classes not in seen or case.draws):
+            seen.add(classes)
+            yield case
+
+
+def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """The numbers on the ops that decide what they compute, with others to put there."""
+    found: list[tuple[nn.Module, str, Any]] = []
+    for op in chain.modules():
+        for name, value in vars(op).items():
+            if isinstance(value, float) and value:
+                found.append((op, name, 0.5 if name == "eps" else value / 2))
+            elif name == "zero_centered_gamma":
+                found.append((op, name, not value))
+    return found
+
+
+def _renumber(chain: nn.Module) -> None:
+    for op, name, value in _numbers(chain):
+        setattr(op, name, value)
+
+
+def _values_followed(chains: Chains) -> Iterator[Case]:
+    yield from _with_constants(chains)
+    for case in chains.plain:
+        yield case.with_(autocast=torch.bfloat16)
+        yield case.with_(training=False)
+
+
+@check(_values_followed)
+def follows_values(case: Case) -> None:
+    """Parameters, and numbers on the ops, are read at every call: who changes them sees the change."""
+
+    def step() -> list[Result]:
+        built, results = case.build(), list[Result]()
+        changes: tuple[Callable[[Tensor], Tensor], ...]
+        changes = (lambda data: data, lambda data: data.mul_(-1.5), lambda data: data * 0.75)
+        for change in changes:  # as fused optimizers do, where no version moves; then to another address
+            for param in built.chain.parameters():
+                param.data = change(param.data)
+            if len(results) == 2:
+                _renumber(built.chain)
+            with torch.no_grad():
+                results.append(forward(case, built=built))
+            results.append(backward(case, forward(case, built=built)))
+        return results
+
+    got, expected = both(case, step)
+    for number, one in enumerate(got):
+        try:
+            compare_results(case, one, expected[number], expected[number])
+        except Failure as failure:
+            where = "after its parameters and numbers were changed, "
+            raise Failure(f"{where}{'' if number % 2 else 'under no_grad, '}{failure}") from failure
+
+
+@check(_with_constants)
+def keeps_numbers(case: Case) -> None:
+    """The backward uses the numbers (scale, p, limit, eps, ...) that its forward used, whatever was set since."""
+
+    def step(change: bool = True) -> Result:
+        result = forward(case)
+        if change:
+            _renumber(result.built.chain)
+        return backward(case, result)
+
+    with only():
+        expected = step(change=False)
+        try:
+            compare_grads(case, step(), expected, expected)
+        except Failure:
+            raise Declined("the separate ops' own backward uses numbers that were set after the forward") from None
+    got, _ = both(case, step)
+    try:
+        compare_grads(case, got, expected, expected)
+    except Failure as failure:
+        hint = "leave numbers on the context in the forward, and read them there in the backward"
+        raise Failure(f"with numbers of its ops changed between forward and backward, {failure}; {hint}") from failure
+
+
+@check(plain, kinds=("forward", "joint"))
+def versions(case: Case) -> None:
+    """A tensor that is changed in place before the backward is an error, or makes no difference to the gradient."""
+    expected, truth = separate(case), separate(case, torch.float64)
+    fused(case, grads=False)
+    names = [name for name in expected.built.leaves if name not in expected.built.writable]
+
+    def step(name: str) -> Result | None:
+        """The gradients, or None if autograd refuses."""
+        built = case.build()
+        given = dict(zip([n for n in built.leaves if "." not in n], [t * 1 for t in built.inputs()], strict=True))
+        outputs = built(*given.values())
+        result = Result(built, list(given.values()), outputs)
+        try:
+            with torch.no_grad():
+                given.get(name, built.leaves[name]).add_(1.0)
+            return backward(case, result)
+        except RuntimeError:
+            return None
+
+    for name in names:
+        for subject in (None, case.subject):
+            with only(subject):
+                got = step(name)
+            try:
+                if got is not None:
+                    compare_grads(case, got, expected, truth)
+            except Failure as failure:
+                if subject is None:
+                    break  # nor do the separate ops notice
+                what = f"where {describe(case, name)} is changed in place between forward and backward, {failure}"
+                raise Failure(f"{what}; save what the op got, not a copy of it over the same memory") from failure
+
+
+def _drawing(chains: Chains) -> Iterator[Case]:
+    yield from (case for case in chains.all if chains.thorough or case in chains.plain or case.draws)
+    yield from evaluating(chains)
+
+
+@check(_drawing)
+def generator(case: Case) -> None:
+    """Whatever is drawn after its forward, and after its backward, is what comes after the separate ops."""
+
+    def step() -> list[Tensor]:
+        built, states = case.build(), []
+        device = built.leaves["input"].device
+        cuda = device.type == "cuda"
+        with torch.random.fork_rng([device] if cuda else []):
+            torch.manual_seed(0)
+            result = Result(built, built.inputs(), ())
+            outputs = built.chain(*result.given)
+            result.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            states.append(torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state())
+            backward(case, result)
+            states.append(torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state())
+        return states
+
+    got, expected = both(case, step)
+    for when, mine, other in zip(("forward", "backward"), got, expected, strict=True):
+        if not torch.equal(mine, other):
+            raise Failure(
+                f"its {when} leaves torch's generator in another state than the separate ops do: draw what they draw, "
+                "nothing where they draw nothing, and never seed it"
+            )
+
+
+# Threads
+
+
+class _Turns:
+    """Lets two threads take turns, line by line, in code that is neither torch's, nor opfuse's, nor Python's own."""
+
+    _OURS = {"torch", "opfuse"} | sys.stdlib_module_names
+
+    def __init__(self) -> None:
+        self.condition, self.turn, self.running = threading.Condition(), 0, 2
+
+    def hand_over(self, me: int) -> None:
+        """Let the other thread go on, and wait for it, but not for long: it may wait for a lock that this one has."""
+        with self.condition:
+            self.turn = 1 - me
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self.turn == me or self.running < 2, 0.1)
+
+    def run(self, me: int, call: Callable[[], None]) -> None:
+        """A thread's body."""
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            if frame.f_globals.get("__name__", "").partition(".")[0] in self._OURS:
+                return None
+            if event == "line":
+                self.hand_over(me)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+            with self.condition:
+                self.running -= 1
+                self.condition.notify_all()
+
+
+@check(plain, slow=True)  # Triton's interpreter serves one thread at a time
+def threads(case: Case) -> None:
+    """Two threads that call one chain, each with values of its own, get each their own results."""
+    if case.draws:
+        raise Declined("threads share torch's generator")
+    fused(case)
+    with only():
+        pairs = list(_calls(case, (1, 1)))
+        expected = [backward(one, forward(one, built=built)) for one, built in pairs]
+    results: list[Any] = [None, None]
+    with only(case.subject):
+        settings, turns = manager.scope.settings, _Turns()
+
+        def call(me: int) -> None:
+            manager.scope.settings = settings  # those of this thread
+            one, built = pairs[me]
+            try:
+                for _ in range(2):
+                    results[me] = backward(one, forward(one, built=built))
+            except Exception as error:
+                results[me] = error
+
+        call(0)  # what is planned is planned
+        bodies = [threading.Thread(target=turns.run, args=(me, functools.partial(call, me))) for me in (0, 1)]
+        for body in bodies:
+            body.start()
+        for body in bodies:
+            body.join()
+    for me, got in enumerate(results):
+        hint = "keep nothing of a call on the fused op"
+        if isinstance(got, Exception):
+            raise Failure(f"called from two threads it raises {type(got).__name__}: {got}; {hint}") from got
+        try:
+            compare_results(case, got, expected[me], expected[me])
+        except Failure as failure:
+            raise Failure(f"called from two threads, {failure}; {hint}") from failure
