@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import faulty
+import faulty_axes
 import faulty_distributions
+import faulty_fresh
 import faulty_values  # noqa: F401  # adds to the faults
 import pytest
 import sound
@@ -17,6 +19,8 @@ import torch
 import opfuse
 from opfuse import testing
 from opfuse.testing.processes import PLUGIN_CHECKS
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +78,13 @@ def test_checks_that_an_earlier_one_would_spare(check, register):
         testing.run(check, plain_case(name))
 
 
+def test_a_failure_of_gradcheck_is_reported_as_what_it_is(register):
+    fault = faulty.FAULTS["DoublesAGradient"]
+    register(name="faulty", backward_fusions=[fault.make()])
+    with pytest.raises(testing.Failure, match="^Jacobian .*: compare its backward with its forward"):
+        testing.run("gradcheck", plain_case("DoublesAGradient"))
+
+
 def test_a_sound_fusion_beside_a_wrong_one(register):
     faults = [faulty.FAULTS[name] for name in ("DoublesAGradient", "IsWrongInHalfPrecision")]
     sound_one = opfuse.Fusion([opfuse.ops.BasicLinear, opfuse.ops.Bias], faulty.Forward, name="sound")
@@ -84,8 +95,36 @@ def test_a_sound_fusion_beside_a_wrong_one(register):
         testing.run("together", case)
 
 
+CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_text())
+
+
+@pytest.mark.parametrize("fault", faulty_axes.FAULTS, ids=lambda fault: fault.name)
+def test_wrong_along_an_axis(no_plugins, fault):
+    subject = testing.Subject("faulty", fault.kind, fault.fusion)
+    recorded = CAUGHT["after"]["found"][fault.name]["caught by"]
+    outcome = testing.run_all(testing.CHECKS[recorded], testing.make_chains(subject))
+    assert outcome.failure is not None, "not caught"
+
+
+def test_threads_see_each_other(no_plugins):
+    (fault,) = (fault for fault in faulty_axes.FAULTS if fault.axis == "threads")
+    subject = testing.Subject("faulty", fault.kind, fault.fusion)
+    with pytest.raises(testing.Failure, match="called from two threads, the output .*; keep nothing of a call"):
+        testing.run("threads", testing.make_chains(subject).plain[0])
+
+
+def test_how_many_faults_are_caught():
+    axes = {fault.axis for fault in faulty_axes.FAULTS}
+    assert len(axes) == 12 and axes == {fault.axis for fault in faulty_fresh.FAULTS}
+    counts = {label: (record["caught"], record["faults"]) for label, record in CAUGHT.items()}
+    assert counts["after"][0] == counts["after"][1] == counts["before"][1] == len(faulty_axes.FAULTS)
+    assert counts["fresh"][1] == len(faulty_fresh.FAULTS) >= 12 and counts["fresh"][0] >= 0.8 * counts["fresh"][1]
+
+
 def test_every_check_is_seen_to_fail():
-    assert {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together"} == set(testing.CHECKS)
+    seen = {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together", "threads"}
+    seen |= {entry["caught by"] for entry in CAUGHT["after"]["found"].values()}
+    assert seen == set(testing.CHECKS)
     assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(PLUGIN_CHECKS)
 
 
@@ -98,7 +137,7 @@ def test_no_false_alarm(seed, register):
 def test_more_seeds_were_checked():
     record = json.loads((pathlib.Path(__file__).parent / "false_alarms.json").read_text())
     assert record["seeds"] >= 200 and record["false alarms"] == []
-    assert record["checks"] == len(testing.CHECKS)
+    assert record["checks"] == list(testing.CHECKS)
 
 
 # What only shows in a process of its own
@@ -177,7 +216,8 @@ def test_the_suite_under_pytest(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     environ["OPFUSE_FUSION_LIMIT"] = "0"  # no check is about that
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_suites.py"]
+    once = "not test_plugin or TestSound or TestAbsent"  # the checks of a plugin start many processes
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", once, "test_suites.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     lines = re.findall(r"^(PASSED|FAILED|SKIPPED).*", done.stdout, re.MULTILINE)
     assert len(lines) > 80, done.stdout + done.stderr

@@ -15,6 +15,8 @@ from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, separate
 
+pytestmark = pytest.mark.alone
+
 CODE = """
 import sys, opfuse
 assert not [name for name in sys.modules if name.split('.')[0] == 'pytest' or name.startswith('opfuse.testing')]
@@ -281,3 +283,30 @@ def test_arguments_are_not_only_the_usual_ones():
     assert made(ops.Dropout) == {((3,), 0.0), ((3,), 0.5)}
     for cls in (ops.ScaledClampedQGeGLU, ops.ClampedSwiGLU):
         assert made(cls) == {((3,),), ((3,), "glu_interleave_size"), ((3,), "limit", "alpha", "glu_linear_offset")}
+
+
+def test_the_thorough_mode_has_every_case_of_the_quick_one_and_more():
+    made = [testing.make_chains(subject(ops.BasicLinear, ops.Bias), thorough=thorough) for thorough in (False, True)]
+    for name, check in testing.CHECKS.items():
+        quick, thorough = ({str(case) for case in check.cases(chains)} for chains in made)
+        assert quick <= thorough, name
+    for suite in (testing.FusionSuite, type("Thorough", (testing.FusionSuite,), {"thorough": True})):
+        assert suite.chains(subject(ops.Bias), "cpu").thorough is suite.thorough
+
+
+def test_widths_of_models_on_either_side_of_a_product():
+    found = {case.ops[0].args for case in testing.make_chains(subject(ops.BasicLinear, ops.Bias)).models}
+    assert found == {args for width in (768, 1536, 4096) for args in ((width, 8), (8, width))}
+    assert {case.ops[0].args for case in testing.make_chains(subject(ops.RMSNorm)).models} == {(768,), (1536,), (4096,)}
+
+
+def test_layouts_of_parameters_and_of_a_summed_gradient():
+    ops_ = (testing.Op(ops.BasicLinear, 8, 12), testing.Op(ops.Bias, 12))
+    case = testing.Case(subject(ops.BasicLinear), ops_, rows=(2, 5), layout="summed", params="transposed")
+    built, plain = case.build(), case.with_(layout="contiguous", params="contiguous").build()
+    assert built.leaves["0.weight"].stride() == (1, 12) and built.leaves["input"].is_contiguous()
+    assert all(torch.equal(leaf, plain.leaves[name]) for name, leaf in built.leaves.items())
+    (weight,) = case.weights(built())
+    assert weight.shape == (2, 5, 12) and set(weight.stride()) == {0}
+    strided = case.with_(params="strided").build().leaves
+    assert strided["1.bias"].stride() == (2,) and torch.equal(strided["1.bias"], plain.leaves["1.bias"])

@@ -234,7 +234,7 @@ class IgnoresWhatNeedsAGradient(Backward):
         return dx, [dw, (self.grad_bias(grad_output),)], extras
 
 
-@faulty("requires_grad", "the gradient of the input .*None", "backward", BasicLinear, Bias)
+@faulty("requires_grad", "fuser_backward gave None as the gradient of its input", "backward", BasicLinear, Bias)
 class ForgetsTheInputOfAFrozenWeight(Backward):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output)
@@ -251,6 +251,7 @@ class DropsAnExtraOutput(opfuse.FusedOperation):
 @faulty("output", "extra output 0 is wrong by", "forward", MakeExtraOutput, ConstantScale)
 class GivesTheWrongExtraOutput(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        basic_op_ctxs[1].scale = self.basic_ops[1].scale
         y = input_ * self.basic_ops[1].scale
         return y, [(y.clone(),), ()]
 
@@ -258,14 +259,14 @@ class GivesTheWrongExtraOutput(opfuse.FusedOperation):
 @faulty("gradients", "the gradient of the input is wrong by", "backward", MakeExtraOutput, ConstantScale)
 class DropsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        return grad_output * self.basic_ops[1].scale, [(), ()], [(), ()]
+        return grad_output * basic_op_ctxs[1].scale, [(), ()], [(), ()]
 
 
 @faulty("gradients", "raised .*NoneType", "backward", MakeExtraOutput, ConstantScale)
 class NeedsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         ((extra,), _) = basic_op_grad_extra_outputs
-        return extra + grad_output * self.basic_ops[1].scale, [(), ()], [(), ()]
+        return extra + grad_output * basic_op_ctxs[1].scale, [(), ()], [(), ()]
 
 
 @faulty("output", "(?s)the output is wrong by.*layout='", "forward", GELU)
@@ -283,7 +284,7 @@ class IgnoresStridesOfTheGradient(opfuse.FusedOperation):
         return self.basic_ops[0].backward_value(dense, basic_op_ctxs[0].saved_tensors[0]), [()], [()]
 
 
-@faulty("output", r"(?s)wrong by.*rows=\((127|129),\)", "forward", BasicLinear, Bias)
+@faulty("output", r"(?s)wrong by.*rows=\((63|65|127|129|255|257),\)", "forward", BasicLinear, Bias)
 class LeavesTheLastRow(Forward):
     def spoil(self, y, x):
         y[128:] = y[64:127] = 0
@@ -332,17 +333,6 @@ class ForgetsTheOptionalBias(opfuse.FusedOperation):
         y = F.linear(x, weight)
         self.basic_ops[-1].operand(basic_op_ctxs[-1], y + (basic_op_ctxs[1].params[0] if len(basic_op_ctxs) > 2 else 0))
         return F.gelu(y, approximate="tanh"), [()] * len(basic_op_ctxs)
-
-
-@faulty(
-    "neighbours",
-    "(?s)a subclass of BasicLinear that computes something else.*wrong by",
-    "forward",
-    Subclasses(BasicLinear),
-    Bias,
-)
-class TakesASubclassItCannotRun(Forward):
-    pass
 
 
 class _LinearGelu(opfuse.FusedOperation):
@@ -409,6 +399,7 @@ class IgnoresTheRecipe(Forward):
 @faulty("unmodified_inputs", "its forward modifies the input", "forward", ConstantScale, ReLU)
 class WritesIntoItsInput(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        basic_op_ctxs[0].scale = self.basic_ops[0].scale
         scaled = input_.mul_(self.basic_ops[0].scale)
         act = self.basic_ops[1]
         return act.forward_value(act.operand(basic_op_ctxs[1], scaled)), [(), ()]
@@ -461,7 +452,7 @@ class ClaimsAFreshGradient(opfuse.FusedOperation):
         return grad_output, [(db,)], [()]
 
 
-@faulty("released", "the input is still referenced after the backward", "forward", BasicLinear, Bias)
+@faulty("released", "the input is still referenced, by .* after the chain is gone", "forward", BasicLinear, Bias)
 class KeepsItsInput(Forward):
     kept: ClassVar[list] = []
 
@@ -545,8 +536,8 @@ class SwallowsErrors(Forward):
         try:
             return super().fuser_forward(basic_op_ctxs, input_)
         except RuntimeError:
-            return Forwarding.fuser_forward(
-                self, basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()], basic_op_kwargs=[{}, {}],
+            return Forwarding(self.basic_ops).fuser_forward(
+                basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()], basic_op_kwargs=[{}, {}],
                 prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
             )  # fmt: skip
 

@@ -96,6 +96,7 @@ class Norm(opfuse.FusedOperation):
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + (self.eps or norm.eps))
         if ctx.requires_grad:
             ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
+            ctx.zero_centered_gamma = norm.zero_centered_gamma
         scale = ctx.params[0].to(x.dtype) + norm.zero_centered_gamma
         return (x * rstd * scale).to(ctx.dtype or input_.dtype), [()]
 
@@ -131,7 +132,12 @@ class ReadsTheBiasOnce(Forward):
         return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
 
 
-@faulty("follows_values", "after its parameters and numbers were changed, the output", "forward", L2Normalization)
+@faulty(
+    "follows_values",
+    "after its parameters and numbers were changed, (under no_grad, )?the output",
+    "forward",
+    L2Normalization,
+)
 class ReadsEpsOnce(opfuse.FusedOperation):
     def __init__(self, basic_ops):
         super().__init__(basic_ops)
@@ -148,7 +154,9 @@ class ReadsEpsOnce(opfuse.FusedOperation):
         return (x * rstd).to(ctx.dtype or input_.dtype), [()]
 
 
-@faulty("follows_values", "after its parameters and numbers were changed, the output", "joint", Dropout)
+@faulty(
+    "follows_values", "after its parameters and numbers were changed, (under no_grad, )?the output", "joint", Dropout
+)
 class ReadsTheProbabilityOnce(opfuse.FusedOperation):
     def __init__(self, basic_ops):
         super().__init__(basic_ops)
@@ -164,3 +172,27 @@ class ReadsTheProbabilityOnce(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         (mask,) = basic_op_ctxs[0].saved_tensors
         return grad_output * 1 if mask is None else grad_output * mask / (1 - self.p), [()], [()]
+
+
+class Tempered(opfuse.BasicOperation):
+    """A scale whose backward uses the number that the forward used."""
+
+    saved_names, context_names = (), ("temperature",)
+
+    def __init__(self, temperature=2.0):
+        super().__init__()
+        self.temperature = temperature
+
+    def op_forward(self, ctx, input_, **unused):
+        if ctx.requires_grad:
+            ctx.temperature = self.temperature
+        return input_ / self.temperature
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output / ctx.temperature, ()
+
+
+@faulty("keeps_numbers", "between forward and backward, the gradient of the input is wrong", "backward", Tempered)
+class ReadsTheNumberInItsBackward(opfuse.FusedOperation):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output / self.basic_ops[0].temperature, [()], [()]
