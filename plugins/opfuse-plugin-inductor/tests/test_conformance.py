@@ -1,6 +1,7 @@
 """The plugin against the contract."""
 
 import pytest
+from opfuse_inductor import kernels
 
 import opfuse
 from opfuse.testing import FusionSuite
@@ -15,6 +16,8 @@ class TestConformance(FusionSuite):
     plugin = "inductor"
 
     @pytest.fixture(autouse=True)
-    def _as_traced_and_however_small(self):
+    def _as_traced_and_however_small(self, monkeypatch):
+        """The checks share what was traced, which takes most of the time."""
+        monkeypatch.setattr(kernels, "CACHE_SIZE", 1 << 16)
         with opfuse.options(**{"inductor.backend": "eager", "inductor.min_elements": 0, "inductor.min_passes": 0}):
             yield

@@ -150,6 +150,8 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
     count = len(plans())
     for chain, rows in ((first, (7,)), (second, (3,)), (second, (2, 5)), (copy.deepcopy(first), (4,))):
         step(chain, torch.randn(*rows, 12))
+    type("Another", (ops.SiLU,), {"value": lambda self, x: x})  # which is no change to what these compute
+    step(opfuse.Sequential(ops.RMSNorm(12, eps=1e-3), ops.SiLU()), torch.randn(3, 12))
     assert len(plans()) == count
     step(other, torch.randn(3, 12))
     assert len(plans()) == count + 1
@@ -414,7 +416,7 @@ def test_a_linear_behind_a_compiled_run():
     for shape in ((7, 16), (2, 5, 16)):
         compare(chain, torch.randn(shape), options=SMALL)
     with opfuse.options(**SMALL):
-        text = " ".join(str(opfuse.explain(chain, torch.randn(7, 16, requires_grad=True))).split())
+        text = " ".join(opfuse.explain(chain, torch.randn(7, 16, requires_grad=True)).details.split())
     assert text.count("an op behind it does not keep its input") == 2
 
 
@@ -442,7 +444,7 @@ def test_what_does_not_compile_runs_as_it_was_traced(monkeypatch):
     with pytest.warns(opfuse.PluginWarning, match="does not compile the .* of Bias.*no such instruction"):
         compare(chain, x, options=SMALL)
     with opfuse.options(**SMALL):
-        text = " ".join(str(opfuse.explain(chain, x.requires_grad_())).split())
+        text = " ".join(opfuse.explain(chain, x.requires_grad_()).details.split())
     assert "Inductor does not compile this, which runs as traced: forward, backward" in text
 
 
@@ -535,10 +537,61 @@ def test_a_compilation_is_announced_and_reported(monkeypatch, caplog):
     chain, x = opfuse.Sequential(ops.RMSNorm(28), ops.SwiGLU()), torch.randn(3, 28, requires_grad=True)
     monkeypatch.setattr(kernels, "PATIENCE", 0.0)
     with opfuse.options(**TRACED), caplog.at_level(logging.INFO, "opfuse.inductor"):
-        assert "nothing was compiled" in str(opfuse.explain(chain, x[:1]))
+        assert "nothing was compiled" in opfuse.explain(chain, x[:1]).details
         chain(x).sum().backward()
         report = opfuse.explain(chain, x)
     assert "compiling the forward of RMSNorm + SwiGLU" in caplog.text
     assert "compiled the backward of RMSNorm + SwiGLU in " in caplog.text
-    assert "RMSNorm + SwiGLU: time spent tracing and compiling in this" in str(report)
+    assert "RMSNorm + SwiGLU: time spent tracing and compiling in this" in report.details
     assert ", backward " in report.calls[0].notes[0]
+
+
+# Autocast, and numbers that change between the passes
+
+FORK = lambda: ops.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False)  # noqa: E731
+JOIN = lambda: ops.AddExtraInput().set_extra_input_channel(0, "r")  # noqa: E731
+UNDER_AUTOCAST = {
+    "a linear behind": (lambda: [ops.RMSNorm(16), ops.Linear(16, 8)], torch.bfloat16),
+    "an activation behind": (lambda: [ops.RMSNorm(16), ops.SwiGLU()], torch.bfloat16),
+    "nothing behind": (lambda: [ops.Bias(16), ops.L2Normalization()], torch.float32),
+    "pre-norm": (lambda: [FORK(), ops.RMSNorm(16), ops.Linear(16, 16), ops.GELU(), JOIN()], None),  # the input's
+    "post-norm": (lambda: [FORK(), ops.Linear(16, 16), ops.GELU(), JOIN(), ops.RMSNorm(16)], torch.float32),
+    "a fork behind": (lambda: [ops.RMSNorm(16), FORK(), ops.Linear(16, 16), JOIN(), ops.RMSNorm(16)], torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_norms_under_autocast(name, dtype):
+    make, given = UNDER_AUTOCAST[name]
+    chain, x = opfuse.Sequential(*make()), torch.randn(6, 16).to(dtype)
+    results = []
+    for selection in ("", "inductor", None):
+        with using(selection), torch.autocast("cpu", torch.bfloat16):
+            results.append(step(chain, x))
+    expected, *others = results
+    assert expected[0].dtype is (given or dtype)
+    for got in (pair for other in others for pair in zip(other, expected, strict=True)):
+        torch.testing.assert_close(*got, rtol=0.03, atol=0.03 * got[1].abs().max().item())
+
+
+@pytest.mark.parametrize("options", [TRACED, {"inductor.min_elements": 10**9}], ids=["traced", "one by one"])
+def test_the_backward_uses_the_numbers_of_the_forward(options):
+    scaled = ops.ScaledClampedQGeGLU(limit=0.5)
+    chain = opfuse.Sequential(
+        ops.Bias(32), ops.ClampedSwiGLU(limit=0.5), ops.ConstantScale(3.0), ops.Dropout(0.5), scaled
+    )
+    x, scales = torch.randn(6, 32), torch.randn(6)
+    with using(""):
+        expected = step(chain, x, scales, seed=3)
+    leaves = [t.clone().requires_grad_() for t in (x, scales)]
+    torch.manual_seed(3)
+    with opfuse.options(**options):
+        y = chain(*leaves)
+    for op in (chain[1], scaled.activation):
+        op.limit, op.alpha, op.glu_linear_offset = 5.0, 0.1, 3.0
+    chain[2].scale, chain[3].p = -1.0, 0.9
+    weights = torch.linspace(-1, 1, y.numel()).view_as(y)
+    found = [y, *torch.autograd.grad(y, [*leaves, *chain.parameters()], weights)]
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)

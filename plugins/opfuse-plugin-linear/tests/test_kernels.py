@@ -201,7 +201,7 @@ def test_the_gradient_of_a_bias_is_a_new_tensor(lead):
     assert got.numel() == OUT and (not dy.numel() or got.data_ptr() != dy.data_ptr())
 
 
-@pytest.mark.parametrize("name, form, function", [("gelu", "tanh", gelu), ("swish", "", F.silu)])
+@pytest.mark.parametrize("name, form, function", [("gelu", "tanh", gelu), ("gelu", "none", F.gelu), ("swish", "", F.silu)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
 @pytest.mark.parametrize("lead", [(ROWS,), (4, ROWS // 4)], ids=str)
 @needs_onednn
@@ -217,7 +217,7 @@ def test_activations_in_the_epilogue(name, form, function, dtype, lead):
     assert kernels.linear_activation(x[..., :3, :], w, b, name, form) is None or dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("name, form", [("gelu", "tanh"), ("swish", "")])
+@pytest.mark.parametrize("name, form", [("gelu", "tanh"), ("gelu", "none"), ("swish", "")])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
 @needs_onednn
 def test_the_epilogue_keeps_nan_and_large_values(name, form, dtype):

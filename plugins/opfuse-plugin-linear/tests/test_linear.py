@@ -110,10 +110,14 @@ def run(fn, params, inputs, selection="linear"):
     return differentiate(outputs, [*inputs, *params])
 
 
+def incoming(outputs):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+
+
 def differentiate(outputs, wanted):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(2)
-    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+    grads = incoming(outputs)
     kept = [g.clone() for g in grads]
     wanted = [t if t.requires_grad else None for t in wanted]
     result = iter(torch.autograd.grad(outputs, [t for t in wanted if t is not None], grads))
@@ -173,6 +177,24 @@ def test_a_frozen_start_uses_no_backward_fusion_there():
     check(fused, separate, torch.float32)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_go_to_main_grad(case, autocast):
+    chain, inputs = case.chain(), case.inputs()
+    weights = [op.weight for op in chain.modules() if isinstance(op, ops.BasicLinear)]
+    expected = run(under_autocast(chain) if autocast else chain, weights, inputs, "")
+    for op in chain.modules():
+        if isinstance(op, ops.BasicLinear):  # what its constructor does with accumulate_into_main_grad=True
+            op.accumulates_grads, op.weight.main_grad = True, torch.zeros_like(op.weight, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in inputs]
+    outputs = (under_autocast(chain) if autocast else chain)(*inputs)
+    check_plan(case, chain, inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, incoming(outputs))
+    assert not any(weight.grad is not None for weight in weights)
+    found = [*[y.detach() for y in outputs], *[x.grad for x in inputs], *[weight.main_grad for weight in weights]]
+    check(found, expected, torch.bfloat16 if autocast else torch.float32)
+
+
 # Memory that belongs to others
 
 
@@ -214,11 +236,26 @@ def test_a_scaled_gradient_is_overwritten_only_if_the_chain_owns_it():
         for ctx in ctxs:
             ctx.owns_grad_output, ctx.saved_tensors = owns, ()
         ctxs[0].saved_tensors = torch.randn(3, IN), basic[0].weight.detach()
+        ctxs[1].scale = 0.5
         dy = torch.randn(3, OUT)
         kept = dy.clone()
         dx, ((dw,), _), _ = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=[(), ()])
         check([dx, dw], [kept @ basic[0].weight.detach() / 2, kept.T @ ctxs[0].saved_tensors[0] / 2], torch.float32)
         assert torch.equal(dy, kept) != owns
+
+
+@pytest.mark.parametrize("backward", ["linear", ""])
+@pytest.mark.parametrize("name", ["scale", "scale+add"])
+def test_the_backward_uses_the_scale_of_the_forward(monkeypatch, name, backward):
+    if not backward:  # the op's own, behind a forward that is fused
+        monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: True)
+    chain, inputs = CASES[name].chain(), CASES[name].inputs()
+    assert fused_steps(chain, *inputs)[1] == (["linear+scale"] if backward else [])
+    inputs, params = [x.requires_grad_() for x in inputs], list(chain.parameters())
+    expected = differentiate(chain(*inputs), [*inputs, *params])
+    y = chain(*inputs)
+    chain[1].scale = 7.0
+    check(differentiate(y, [*inputs, *params]), expected, torch.float32)
 
 
 @pytest.mark.parametrize("middle", [[], [ops.ConstantScale(2.0)]], ids=["plain", "scaled"])
@@ -256,6 +293,185 @@ def test_an_extra_input_out_of_a_channel(in_place):
     params = list(chain.parameters())
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert torch.equal(x, kept)
+
+
+# What stands for an op
+
+
+class Doubled(ops.SiLU):
+    """Another function than its parent's, by its formulas."""
+
+    def value(self, x):
+        return 2 * torch.nn.functional.silu(x)
+
+    def derivative(self, x):
+        return 2 * super().derivative(x)
+
+
+class DoubledPasses(ops.GELU):
+    """The same by its passes."""
+
+    def op_forward(self, ctx, input_, **unused):
+        return 2 * super().op_forward(ctx, input_, **unused)
+
+    def op_backward(self, ctx, grad_output):
+        dx, grads = super().op_backward(ctx, grad_output)
+        return 2 * dx, grads
+
+
+class Learned(ops.Activation):
+    """It has a parameter."""
+
+    saved_names = ("input", "slope")
+
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.tensor(1.5))
+
+    def value(self, x):
+        return x * x * self.slope
+
+    def derivative(self, x):
+        return 2 * x * self.slope
+
+    def op_forward(self, ctx, input_, **unused):
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_, ctx.params[0])
+        return input_ * input_ * ctx.params[0]
+
+    def op_backward(self, ctx, grad_output):
+        x, slope = ctx.saved_tensors
+        return grad_output * 2 * x * slope, ((grad_output * x * x).sum(),)
+
+
+class OneSided(Learned):
+    """It gives the gradient of its parameter, and leaves the forward to its parent."""
+
+    saved_names = ("input",)
+    op_forward = ops.Activation.op_forward
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * 2 * x * self.slope, ((grad_output * x * x).sum(),)
+
+
+class Steep(ops.BasicLinear):
+    """Another product."""
+
+    def op_forward(self, ctx, input_, **unused):
+        return 3 * super().op_forward(ctx, input_, **unused)
+
+    def op_backward(self, ctx, grad_output):
+        return super().op_backward(ctx, 3 * grad_output)
+
+
+def carrying(op):
+    """An op of a known class that carries a method of its own."""
+    known = op.op_forward
+    op.op_forward = lambda *args, **kwargs: -known(*args, **kwargs)
+    known_backward = op.op_backward
+    op.op_backward = lambda ctx, dy: known_backward(ctx, -dy)
+    return op
+
+
+NOT_COVERED = {
+    "passes": (lambda: [linear(), DoubledPasses()], "DoubledPasses overrides op_forward"),
+    "parameter": (lambda: [linear(), Learned()], "Learned overrides op_forward"),
+    "parameter, backward": (lambda: [linear(), OneSided()], "OneSided overrides op_backward"),
+    "instance": (lambda: [linear(), carrying(ops.GELU())], "this GELU has its own op_forward"),
+    "linear": (lambda: [Steep(IN, OUT), ops.Bias(OUT), ops.SiLU()], None),
+    "instance, linear": (
+        lambda: [carrying(ops.BasicLinear(IN, OUT)), ops.Bias(OUT), ops.SiLU()],
+        "this BasicLinear has its own op_forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 4096])
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_an_op_that_overrides_its_passes_keeps_them(name, rows, monkeypatch):
+    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    make, reason = NOT_COVERED[name]
+    chain, x = Case(make).chain(), torch.randn(rows, IN)
+    params = list(chain.parameters())
+    check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
+    with torch.no_grad():
+        results = []
+        for selection in ("linear", ""):
+            with opfuse.plugins.using(selection):
+                results.append(chain(x))
+        check(results[:1], results[1:], torch.float32)
+    assert reason is None or reason in opfuse.explain(chain, x.requires_grad_()).details
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 4096])
+def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch):
+    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    chain, x = Case(lambda: [linear(), Doubled()]).chain(dtype), torch.randn(rows, IN, dtype=dtype)
+    params = list(chain.parameters())
+    forward, backward = fused_steps(chain, x.clone().requires_grad_())
+    assert forward == backward == [BACK]
+
+    def expected(x):
+        hidden = torch.nn.functional.linear(x, chain[0].weight, chain[0].bias)
+        return 2 * torch.nn.functional.silu(hidden)
+
+    check(run(chain, params, [x]), run(expected, params, [x], ""), dtype)
+    with torch.no_grad():
+        check([chain(x)], [expected(x)], dtype)
+
+
+class Noisy(ops.Activation):
+    """Draws anew at each call."""
+
+    def value(self, x):
+        return x * torch.rand_like(x)
+
+    def derivative(self, x):
+        return torch.ones_like(x)
+
+
+@pytest.mark.parametrize("act", [Noisy, CubicActivation, ops.GELU])
+def test_what_is_not_known_to_be_deterministic_is_not_computed_again(act):
+    chain, x = mlp(act(), (6, 8, 8)), torch.randn(5, 6, requires_grad=True)
+    with torch.no_grad():
+        chain[2].weight.copy_(torch.eye(8))
+    with opfuse.options(**{"linear.recompute": True}):
+        y, sizes = kept(chain, x)
+        text = " ".join(opfuse.explain(chain, x).details.split())
+    known = act is ops.GELU
+    assert sizes == [30, 40] + [40] * (not known)
+    assert (f"since {act.__name__} does not declare itself deterministic" in text) != known
+    (dw,) = torch.autograd.grad(y[:, 0].sum(), chain[2].weight)
+    torch.testing.assert_close(dw[0], (y - chain[2].bias).sum(0).detach())  # the sum of what came into the linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 4096])
+def test_both_forms_of_gelu(rows, dtype, monkeypatch):
+    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    for form in ("tanh", "none"):
+        chain = Case(lambda form=form: [linear(), ops.GELU(approximate=form)]).chain(dtype)
+        x = 3 * torch.randn(rows, IN, dtype=dtype)
+        with torch.no_grad():
+            hidden = torch.nn.functional.linear(x.double(), chain[0].weight.double(), chain[0].bias.double())
+            check([chain(x)], [torch.nn.functional.gelu(hidden, approximate=form)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 4096])
+@pytest.mark.parametrize("name", ["bias", "act", "add", "scale"])
+def test_tangents_pass(name, rows, dtype, monkeypatch):
+    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    chain, inputs = CASES[name].chain(dtype).requires_grad_(False), CASES[name].inputs((rows, IN), dtype)
+    found = []
+    for selection in ("linear", ""):
+        with opfuse.plugins.using(selection), torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(x, x.cos()) for x in inputs]
+            found.append(torch.autograd.forward_ad.unpack_dual(chain(*duals)).tangent)
+    check(found[:1], found[1:], dtype)
+    assert found[0] is not None and found[0].any()
 
 
 # Around the chain
@@ -311,7 +527,7 @@ def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
             report = opfuse.explain(chain, torch.randn(3, IN, dtype=dtype))
             used = faster and dtype is torch.float32
             assert [row["fusion"] for row in report.to_dict()["backward"]] == ([BACK] if used else [None, None])
-            assert ("it would do what the ops do one by one" in str(report)) != used
+            assert ("it would do what the ops do one by one" in report.details) != used
             gelu = CASES["act"].chain(dtype)
             back = BACK if used else "activation+bias"
             assert fused_steps(gelu, torch.randn(3, IN, dtype=dtype)) == ([BACK], [back])
@@ -421,7 +637,7 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
         assert fused_steps(chain, x)[0] == fused[0]
     params = list(chain.parameters())
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
-    assert "the backward needs the activation's input" in str(opfuse.explain(chain, x))
+    assert "the backward needs the activation's input" in opfuse.explain(chain, x).details
     with opfuse.options(**{"linear.recompute": "yes"}):
         with pytest.raises(TypeError, match="'linear.recompute' of the plugin linear: expected bool such as False, got 'yes'"):
             chain(x)

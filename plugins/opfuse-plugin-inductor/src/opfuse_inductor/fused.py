@@ -35,11 +35,11 @@ from opfuse.ops import (
 )
 
 from . import kernels, opfuse_options
+from .reads import Reads, Unreadable, undisturbed
 
 DEFAULTS = opfuse_options()
 
 _TENSORS = {Tensor, Parameter}
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 class CompiledRun(FusedOperation):
@@ -64,9 +64,7 @@ class CompiledRun(FusedOperation):
         self._dropouts = [(i, op, ratios[i]) for i, op in enumerate(self._ops) if isinstance(op, Dropout)]
         self._ratios = ratios
         self._scales = [op for op in self._ops if isinstance(op, ConstantScale)]
-        self._settings = [(values, name) for op in self._ops for values, name in settings_of(op)]
-        self._structure = tuple(op_class(op) for op in self._ops), tuple(self._sources.items())
-        self._structure += (tuple([name for _, name in self._settings]),)
+        self._look()
         simple = [type(op).fuser_forward is BasicOperation.fuser_forward for op in self._ops]
         self._simple = [(op.op_forward, op.op_backward) if s else None for op, s in zip(self._ops, simple, strict=True)]
         self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
@@ -74,12 +72,19 @@ class CompiledRun(FusedOperation):
         self._flags: tuple[kernels.Flags, ...] = ()
         self._lets_go = False
         self._latest: tuple[Any, kernels.Plan | None] = (None, None)
+        self._apart = ""
         self._numbers: tuple[Any, list[Tensor]] = (None, [])
         self.grad_input = grad_input_of(self._ops)  # type: ignore[misc]
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         self._backend, self._min_elements = option(env, "inductor.backend"), option(env, "inductor.min_elements")
+
+    def _look(self) -> None:
+        """Find out what the ops read, and what makes kernels equal."""
+        self._reads = Reads(self._ops)
+        classes = tuple(op_class(op) for op in self._ops)
+        self._structure = classes, tuple(self._sources.items()), self._reads.names, self._reads.functions
 
     # Forward
 
@@ -104,14 +109,19 @@ class CompiledRun(FusedOperation):
         masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p] if self._dropouts else ()
         if not self._takes(basic_op_ctxs, input_, extras, params) or (masked and not input_.is_contiguous()):
             return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+        numbers_read = self._reads.current()
+        if numbers_read is None:  # there are other things to read than there were
+            self._look()
+            numbers_read = self._reads.current()
         key = (
+            self._structure,
+            numbers_read,
             input_.dtype,
             input_.device,
             width,
             torch.get_num_threads(),
             tuple([param.dtype for param in params]),
             tuple([(extra.dtype, extra.requires_grad) for extra in extras]),
-            tuple([values[name] for values, name in self._settings]),
         )
         latest, plan = self._latest
         if key != latest:
@@ -154,7 +164,7 @@ class CompiledRun(FusedOperation):
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
 
     def _make_plan(self, key: Any, ctxs: Sequence[Any], params: Sequence[Tensor]) -> kernels.Plan | None:
-        dtype, device, width, _, _, of_extras, _ = key
+        dtype, device, width, *_, of_extras = key[2:]
         if not self._flags:
             self._flags = tuple(kernels.Flags.of(ctx) for ctx in ctxs)
         of_params = [[kernels.Spec(p.dtype, shape=tuple(p.shape)) for p in ctx.params] for ctx in ctxs]
@@ -169,29 +179,26 @@ class CompiledRun(FusedOperation):
         numbers = [[number] if isinstance(op, ConstantScale) else [] for op in self._ops]
         given = kernels.Given(of_params, extras, masks, numbers)
 
-        def make() -> kernels.Plan:
+        def make() -> kernels.Plan | str:
             wanted = {slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants}
             wanted |= {i for i, op in enumerate(self._ops) if any(op._extra_input_channels)}
-            run = kernels.Run(self._ops, self._sources, self._flags, wanted)
             title = " + ".join(op_class(op).__name__ for op in self._ops)
-            return kernels.Plan(
-                run, title, (self._structure, key), kernels.Spec(dtype, width), given, device, self._backend
-            )
+            try:
+                run = kernels.Run(self._ops, self._sources, self._flags, wanted)
+                options = run, title, key, kernels.Spec(dtype, width), given, device, self._backend
+                return kernels.Plan(*options) if self._reads.stock else undisturbed(lambda: kernels.Plan(*options))
+            except Unreadable as error:  # it does what it should, and cannot be done once for all
+                return str(error)
+            except Exception as error:  # an op that cannot be traced, or that refuses this input: then it does so again
+                names = ", ".join(type(op).__name__ for op in self._ops)
+                outcome = f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced"
+                warnings.warn(PluginWarning(f"{outcome}: {type(error).__name__}: {error}"), stacklevel=3)
+                return f"it cannot be traced ({type(error).__name__})"
 
-        plan: kernels.Plan | None = None
-        try:
-            plan = kernels.cached(("plan", self._structure, key, self._flags, self._backend), make)
-        except Exception as error:  # an op that cannot be traced, or that refuses this input: then it does so again
-            names = ", ".join(type(op).__name__ for op in self._ops)
-            warnings.warn(
-                PluginWarning(
-                    f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced: "
-                    f"{type(error).__name__}: {error}"
-                ),
-                stacklevel=2,
-            )
-        self._latest = key, plan
-        return plan
+        plan = self._reads.refusal or kernels.cached(("plan", key, self._flags, self._backend), make)
+        self._apart = plan if isinstance(plan, str) else ""
+        self._latest = key, None if self._apart else plan
+        return self._latest[1]
 
     def _numbers_on(self, device: torch.device) -> list[Tensor]:
         """The scales as tensors, so that another scale needs no other kernel."""
@@ -240,13 +247,13 @@ class CompiledRun(FusedOperation):
         compiled = getattr(basic_op_ctxs[0], "compiled", None)
         if compiled is None:
             return self._one_by_one_backward(basic_op_ctxs, grad_output, grads)
-        plan, shape, _ = compiled
+        plan, shape, numbers = compiled
         rows = shape.numel()
         saved = self._saved(basic_op_ctxs, plan, rows)
         dy = matrix(grad_output, rows)
         grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
         owns_dy = basic_op_ctxs[-1].owns_grad_output
-        found = plan.backward(saved, dy, grads, self._numbers_on(dy.device), rows, owns_dy)
+        found = plan.backward(saved, dy, grads, numbers, rows, owns_dy)
         if len(shape) != 1:
             for name, grad in found.items():
                 if name == "x" or name[0] == "extra":
@@ -301,7 +308,7 @@ class CompiledRun(FusedOperation):
         """What ``opfuse.explain`` adds: the time that was spent compiling, and what is not kept."""
         plan = self._latest[1]
         if plan is None:
-            return "nothing was compiled, the ops ran one by one"
+            return "nothing was compiled, the ops ran one by one" + (f": {self._apart}" if self._apart else "")
         times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
         failed = [name for name, of_pass in plan.kernels.items() if any(k.failed for k in of_pass)]
@@ -345,46 +352,6 @@ def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
         for k, channel in enumerate(op._extra_input_channels)
         if channel in producers
     }
-
-
-def settings_of(op: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where the numbers and switches are that a kernel of this op depends on: attributes, by dictionary and name."""
-    values = vars(op)
-    foreign = not type(op).__module__.startswith("opfuse.ops")
-    ignored = {"param_names"} if foreign or isinstance(op, Dropout) else {"param_names", "training"}
-    ignored |= {"scale"} if isinstance(op, ConstantScale) else set()
-    found = [(values, name) for name in sorted(own_names(op) - ignored) if _is_plain(values[name])]
-    for cls in foreign_classes(op):
-        attributes: Any = vars(cls)
-        found += [(attributes, n) for n in sorted(attributes) if n[:2] != "__" and _is_plain(attributes[n])]
-    for child in op.children():
-        found += settings_of(child)
-    return found
-
-
-def foreign_classes(op: Any) -> list[type]:
-    """Those of its classes that another package wrote."""
-    if type(op).__module__.startswith("opfuse.ops"):
-        return []
-    return [c for c in type(op).__mro__ if c.__module__.partition(".")[0] not in ("opfuse", "torch", "builtins", "abc")]
-
-
-def own_names(op: Any) -> set[str]:
-    """The attributes that are not every op's."""
-    return set(vars(op)) - (_COMMON - {"training"})
-
-
-_COMMON = set(vars(Identity()))
-
-
-def _is_state(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is an object that may change: no number, no method, no descriptor."""
-    special = name.startswith(("__", "_abc_"))
-    return not (special or _is_plain(value) or callable(value) or hasattr(value, "__get__"))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def grad_input_of(ops: Sequence[Any]) -> str:
@@ -440,17 +407,7 @@ def _unfit(ops: Sequence[Any]) -> str | None:
             return f"{name} normalizes over {len(op.normalized_shape)} dimensions, it takes one"
         if op.feature_ratio is None and not isinstance(op, (RMSNorm, Bias)):
             return f"{name} does not declare its feature_ratio"
-        if type(op).__module__.startswith("opfuse.ops"):
-            continue
-        if isinstance(op, (Activation, ScaledActivation)) and (op.param_names or list(op.buffers())):
-            return f"{name} has tensors of its own, which a compiled function would take for constants"
-    for part in [module for op in ops for module in op.modules()]:
-        opaque = sorted(n for n in own_names(part) if not _is_plain(vars(part)[n]))
-        opaque += [n for cls in foreign_classes(part) for n, v in vars(cls).items() if _is_state(n, v)]
-        if opaque and not type(part).__module__.startswith("opfuse.ops"):
-            which = f"{op_class(part).__name__}.{opaque[0]}"
-            return f"{which} is no plain number, which a compiled function would take for a constant"
-    return None
+    return Reads(ops).refusal
 
 
 def passes(op: Any, device: str = "cpu") -> int:
@@ -463,7 +420,7 @@ def passes(op: Any, device: str = "cpu") -> int:
         return 5
     if isinstance(op, (GatedActivation, ScaledActivation)):
         return 3
-    if device == "cpu" and op_class(op) is GELU:
+    if device == "cpu" and op_class(op) is GELU and op.approximate == "tanh":
         return 3  # PyTorch's kernel computes a slow tanh
     return 1 if op_class(op) in (GELU, SiLU, ReLU, Bias, ConstantScale, AddExtraInput) else 2
 

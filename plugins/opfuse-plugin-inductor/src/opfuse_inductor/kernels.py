@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opfuse import BasicOperation, OperationContext, PluginWarning
+from opfuse import BasicOperation, OperationContext, PluginWarning, computes_as
 from opfuse.op import ModuleCache
 from opfuse.ops import (
     AddExtraInput,
@@ -42,6 +42,7 @@ from opfuse.ops import (
 )
 from opfuse.ops._common import wide
 
+from .reads import Unreadable
 from .tracing import HINT, Spec, fake, faked, prune, trace
 
 logger = logging.getLogger("opfuse.inductor")
@@ -78,7 +79,7 @@ class NotCompiled(RuntimeError):
 
 
 class Kernel:
-    """A function of tensors, traced and compiled when it is first called.
+    """A function of tensors, traced once, and compiled when it is first called, from what was traced.
 
     Args:
         title: What messages call it.
@@ -105,12 +106,20 @@ class Kernel:
         self.names: tuple[Any, ...] = ()
         self.in_place = self.failed = False
         self.of: Any = ()
-        self._function, self._specs, self._device, self._backend = function, tuple(specs), device, backend
+        self._specs, self._device, self._backend = tuple(specs), device, backend
         self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
         self._by_rows: dict[int, Callable[..., Any]] = {}
         self._threads = torch.get_num_threads()
+
+        def named(*tensors: Tensor) -> list[Tensor]:
+            result = function(*tensors)
+            self.names = tuple(result)
+            return list(result.values())
+
         with announced(title, self):
-            graph, _, _ = trace(self._named, self._specs, device, HINT)
+            graph, _, env = trace(named, specs, device, HINT)
+        if env.guards:
+            raise Unreadable(f"it depends on the number of rows ({env.guards[0].expr})")
         self.used, self.slots = prune(graph)
         self._graph = graph
 
@@ -118,11 +127,6 @@ class Kernel:
     def compiled(self) -> bool:
         """Whether it has been called."""
         return bool(self._variants)
-
-    def _named(self, *tensors: Tensor) -> list[Tensor]:
-        result = self._function(*tensors)
-        self.names = tuple(result)
-        return list(result.values())
 
     def __call__(self, tensors: Sequence[Tensor | None], rows: int) -> list[Any]:
         """What the function gives.
@@ -169,21 +173,23 @@ class Kernel:
     def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
         if self._backend == "eager" or (self.slots and all(is_input for is_input, _ in self.slots)):
             return lambda rows: True, lambda args: self._graph(*args[1:])
-        graph, fakes, env = trace(self._named, self._specs, self._device, hint, decompose=True)
-        used, slots = prune(graph)
-        assert (used, slots) == (self.used, self.slots)
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner
+        specs = [self._specs[i] for i in self.used]
+        graph, inputs, env = trace(self._graph, specs, self._device, hint, decompose=True)
+        used, slots = prune(graph)  # which was done before
+        assert used == tuple(range(len(specs))) and slots == tuple((False, i) for i in range(len(slots)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
+            from torch._inductor import config
+            from torch._inductor.compile_fx import compile_fx_inner
 
-        inputs = [fakes[i] for i in used]
         # Inductor's cache on disk keeps those guards that it can write in terms of numbers among the inputs
-        rows = next(fake.shape[0] for i, fake in zip(used, inputs, strict=True) if self._specs[i].shape is None)
+        rows = next(fake.shape[0] for spec, fake in zip(specs, inputs, strict=True) if spec.shape is None)
         with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
             graph.graph.placeholder("rows").meta["val"] = rows
         graph.recompile()
         with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
             with config.patch({"cpp.threads": self._threads}), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
+                warnings.simplefilter("ignore", DeprecationWarning)
                 run: Any = compile_fx_inner(graph, [rows, *inputs])
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
         return lambda rows: all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards), run
@@ -269,7 +275,7 @@ class Run:
         for i, op in enumerate(ops):
             twin = twin_of(op)
             if isinstance(op, ScaledActivation):  # traced tensors do not tell; those out of a channel count as wanted
-                vars(twin)["_extra_input_channels"] = ["wanted" if i in wanted else None]
+                vars(twin)["wants_gradient"] = lambda scales, answer=i in wanted: answer
             self.ops.append(twin)
 
     def forward(
@@ -283,7 +289,7 @@ class Run:
             passed.inputs[i], passed.contexts[i] = x, ctx
             if isinstance(op, Dropout):
                 (mask,) = given.masks[i] or (None,)
-                ctx.to_save = (mask if ctx.input_requires_grad else None,)
+                ctx.to_save, ctx.p = (mask if ctx.input_requires_grad else None,), op.p
                 x = x if mask is None else x * mask * (1 / (1 - op.p) if op.p < 1 else 0.0)
             elif isinstance(op, MakeExtraOutput):
                 passed.extras[i, 0] = x
@@ -330,8 +336,6 @@ class Run:
                     elif grad is not None:
                         grads[source] = grad if grads.get(source) is None else grads[source] + grad
             else:
-                if isinstance(op, ConstantScale):
-                    vars(op)["scale"] = given.scales[i][0]
                 dy, of_params = op.op_backward(ctx, dy)
                 param_grads[i] = list(of_params or ())
         return dy, param_grads, extra_grads
@@ -343,7 +347,7 @@ def twin_of(op: Any) -> Any:
     modules = {name: twin_of(child) for name, child in op.named_children()}
     vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
     vars(twin).pop("_owner", None)
-    if getattr(type(op), "backward_value", None) is GatedActivation.backward_value:
+    if computes_as(op, GatedActivation, "backward_value"):
         vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
     return twin
 
@@ -438,7 +442,8 @@ class Plan:
                 [None if t is None else known.get(id(t), -1) for t in passed.contexts[i].to_save or ()]
                 for i in range(len(self._run.ops))
             ]
-            self._attributes = [dict(vars(ctx), params=(), to_save=None) for ctx in passed.contexts.values()]
+            left = [dict(vars(ctx), params=(), to_save=None) for ctx in passed.contexts.values()]
+            self._attributes = [{n: v for n, v in of.items() if not isinstance(v, Tensor)} for of in left]
             reading = [i for i, saved in enumerate(self._saved) if -1 in saved]
             self._start, self._stop = (reading[0], reading[-1] + 1) if reading else (0, 0)
             while self._start and isinstance(self._run.ops[self._start - 1], (Bias, ConstantScale, Identity)):
@@ -552,6 +557,8 @@ class Plan:
         for i, (saved, attributes) in enumerate(zip(self._saved, self._attributes, strict=True)):
             contexts[i] = ctx = OperationContext()
             vars(ctx).update(attributes)
+            if given.scales[i]:
+                ctx.scale = given.scales[i][0]
             ctx.to_save = tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
         if self._stop > self._start:
             made = dict(zip(self._carried, kept[1:], strict=False))

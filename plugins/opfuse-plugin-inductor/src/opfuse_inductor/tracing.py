@@ -15,6 +15,8 @@ from torch import Tensor
 
 from opfuse.ops._common import wide
 
+from .reads import Unreadable, drawing
+
 HINT = 4096
 """The number of rows that Inductor optimizes for first, whatever comes: the same code in every process."""
 
@@ -38,17 +40,35 @@ def trace(
         device: Theirs.
         hint: A number of rows, for decisions that depend on it.
         decompose: Into the operations that Inductor takes.
+
+    Raises:
+        Unreadable: The function draws random numbers.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with faked(hint) as (rows, env):
         fakes = [fake(spec, rows, device) for spec in specs]
-        table = {**select_decomp_table(), **DECOMPOSITIONS} if decompose else None
-        if table and device.type == "cpu" and all(wide(s.dtype) is not s.dtype for s in specs if s.width is not None):
-            table |= FOR_HALF_PRECISION
+        table = None
+        if decompose:
+            known = select_decomp_table()
+            half = all(wide(spec.dtype) is not spec.dtype for spec in specs if spec.width is not None)
+            ours = DECOMPOSITIONS | (FOR_HALF_PRECISION if device.type == "cpu" and half else {})
+            table = {**known, **{op: _first(mine, known.get(op)) for op, mine in ours.items()}}
         graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
+    if (drawn := drawing(graph)) is not None:
+        raise Unreadable(f"{drawn} draws random numbers, and a compiled function would draw others")
     return graph, fakes, env
+
+
+def _first(ours: Callable[..., Any], known: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A decomposition, and what it leaves by another one: Inductor refuses to meet what it would decompose."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        result = ours(*args, **kwargs)
+        return known(*args, **kwargs) if result is NotImplemented and known is not None else result
+
+    return decomposed
 
 
 def silu(x: Tensor) -> Tensor:
@@ -104,6 +124,7 @@ def faked(hint: int) -> Iterator[tuple[Any, Any]]:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
+    mode.cache_enabled = False  # it is there for models of many layers alike, and takes as long as the rest
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         rows = mode.from_tensor(torch.empty(hint, device="cpu"), symbolic_context=dynamic).shape[0]

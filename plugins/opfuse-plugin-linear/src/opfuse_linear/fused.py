@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses
+from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses, computes_as
 from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, SiLU
 
 from . import kernels
@@ -23,8 +23,12 @@ Its input is kept, so it cannot go into the matrix product: fusing saves a few m
 arithmetic, and a compiler of activations saves more.
 """
 
-_EPILOGUES = {GELU: ("gelu", "tanh"), SiLU: ("swish", "")}
-"""How oneDNN calls the activations that a matrix product can end with."""
+
+def _epilogue(act: Activation) -> tuple[str, str] | None:
+    """How oneDNN calls the activation at the end of a matrix product, if it can be there."""
+    if computes_as(act, GELU):
+        return "gelu", act.approximate
+    return ("swish", "") if computes_as(act, SiLU) else None
 
 
 # A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's is slow.
@@ -67,18 +71,24 @@ class ForwardLinearBias(FusedOperation):
 class ForwardLinearBiasActivation(FusedOperation):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
 
-    With the option ``linear.recompute`` the output is computed again in the backward, if the next op needs it there.
+    With the option ``linear.recompute`` the output is computed again in the backward, if the next op needs it there
+    and the activation is known to give the same again.
     """
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        self._parts = has_bias, act.operand, act.forward_value, _EPILOGUES.get(type(act)), no_extras
+        self._parts = has_bias, act.operand, act.forward_value, _epilogue(act), no_extras
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.recomputes = _recomputes(env) and not env.compiling
+        act = self.basic_ops[-1]
+        wanted = _recomputes(env) and not env.compiling
+        self.recomputes = wanted and act.deterministic
+        if wanted and not self.recomputes:
+            name = type(act).__name__
+            self.notes = f"its output is kept, since {name} does not declare itself deterministic"
         self._small, self._linear = kernels.for_small(env)
         if self.recomputes:
             self._small = 0
@@ -112,7 +122,10 @@ class ForwardLinearBiasActivation(FusedOperation):
     def fuser_recompute(self, basic_op_ctxs: Ctxs) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
         (x,) = basic_op_ctxs[-1].saved_tensors  # type: ignore[misc]
-        y: Tensor = self._parts[2](x)
+        act: Any = self.basic_ops[-1]
+        if "numbers" in act.context_names:
+            act = act.with_numbers(basic_op_ctxs[-1].numbers)
+        y: Tensor = act.forward_value(x)
         return y
 
 
@@ -141,6 +154,9 @@ class ForwardLinearAdd(FusedOperation):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         has_bias, scaling, check_extra, no_extras = self._parts
+        scale = scaling[0].scale if scaling else 1.0
+        if scaling and basic_op_ctxs[1].requires_grad:
+            basic_op_ctxs[1].scale = scale  # type: ignore[attr-defined]
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         extra: Any = basic_op_extra_inputs[-1][0]
@@ -149,7 +165,6 @@ class ForwardLinearAdd(FusedOperation):
             if check_extra(basic_op_ctxs[-1], extra, y.shape):
                 return extra.detach().add_(y), no_extras
             return kernels.added(y, extra), no_extras
-        scale = scaling[0].scale if scaling else 1.0
         if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
             return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
         if extra.dtype is not x.dtype or type(extra) not in kernels.PLAIN:
@@ -175,7 +190,7 @@ class BackwardLinear(FusedOperation):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         act, has_bias, no_extras = self._parts
-        dy = grad_output if act is None else act(basic_op_ctxs[-1], grad_output)[0]
+        dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
         x, weight = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
         grads: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
@@ -183,7 +198,7 @@ class BackwardLinear(FusedOperation):
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight)
         if act is None:
             return grad_input, ((grad_weight,), grads) if has_bias else ((grad_weight,),), no_extras
-        return grad_input, ((grad_weight,), grads, ()) if has_bias else ((grad_weight,), ()), no_extras
+        return grad_input, ((grad_weight,), grads, of_act) if has_bias else ((grad_weight,), of_act), no_extras
 
 
 class BackwardLinearScale(FusedOperation):
@@ -191,16 +206,12 @@ class BackwardLinearScale(FusedOperation):
 
     grad_input = "fresh"
 
-    def __init__(self, basic_ops: Sequence[Any]) -> None:
-        super().__init__(basic_ops)
-        self._parts = basic_ops
-
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         linear, last = basic_op_ctxs
-        dy, scale = grad_output, self._parts[1].scale
+        dy, scale = grad_output, last.scale  # type: ignore[attr-defined]
         if dy.is_cpu:  # cheaper than two scaled matrix products
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
         x, weight = linear.saved_tensors  # type: ignore[misc]
@@ -234,9 +245,9 @@ class BackwardActivationBias(FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        dy = self._act(basic_op_ctxs[1], grad_output)[0]
+        dy, of_act = self._act(basic_op_ctxs[1], grad_output)
         grad_bias = kernels.bias_grad(dy) if basic_op_ctxs[0].param_requires_grad[0] else None
-        return dy, ((grad_bias,), ()), ((), ())
+        return dy, ((grad_bias,), of_act), ((), ())
 
 
 def _plain_linear(ops: Any, env: Environment) -> bool | str:

@@ -137,7 +137,7 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         weight: The weight.
         bias: The bias, or None.
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
-        form: Which form of it: "tanh" for GELU.
+        form: Which form of it: "tanh" or "none" for GELU.
     """
     if not _use_onednn(x, weight, bias):
         return None
