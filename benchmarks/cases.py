@@ -12,7 +12,7 @@ from typing import Any
 from .chains import widths
 
 SUITES = {"cpu": ("cpu",), "quick": ("gpu-quick", "gpu-full"), "full": ("gpu-full",)}
-GOAL = re.compile(r"(?:([\w-]+)\.)?([\w-]+)([<>=])([\d.:/]+)(?:@(\w+))?")
+GOAL = re.compile(r"(?:([\w-]+)\.)?([\w/-]+)([<>=])([\d.:/]+)(?:@(\w+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Goal:
     """What a ratio should reach.
 
     Attributes:
-        versus: A provider; "sol": the share of the copy's bandwidth; "self": the subject's own number.
+        versus: A provider; "eager/hand": eager, or what is written by hand where that does not reach the goal against
+            eager; "sol": the share of the copy's bandwidth; "self": the subject's own number.
         goal, stretch, bound: The bar; what would be worth telling; what the hardware or the arithmetic allows.
         subject: Whose.
         cost: Smaller is better: the subject over the other. Else how many times faster the subject is.

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FP8_SCALE = 32.0
 GEMMS = ("linear", "matmul", "product")
+GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clampedswiglu")
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 
 
@@ -37,10 +38,10 @@ def parse(chain: str) -> list[Layer]:
 def widths(chain: str, width: int) -> list[int]:
     """The features before each layer and after the last one; ``width`` where no layer says."""
     layers = parse(chain)
-    first = next((layer.sizes[0] * (1 + (layers[0].name == "swiglu")) for layer in layers if layer.sizes), width)
+    first = next((layer.sizes[0] * (1 + (layers[0].name in GATED)) for layer in layers if layer.sizes), width)
     found = [first]
     for layer in layers:
-        last = found[-1] // 2 if layer.name == "swiglu" else found[-1]
+        last = found[-1] // 2 if layer.name in GATED else found[-1]
         found.append(layer.sizes[-1] if layer.sizes else last)
     return found
 
@@ -69,12 +70,31 @@ class Scale(nn.Module):
         return x * 0.5
 
 
+class Function(nn.Module):
+    """A function of one tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 class SwiGLU(nn.Module):
     """``silu(a) b`` over the two halves."""
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return F.silu(a) * b
+
+
+def over_halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A function of the two halves of the features."""
+    return lambda: Function(lambda x: function(*x.chunk(2, -1)))
+
+
+def clamped(a: Tensor, b: Tensor) -> Tensor:
+    """The gated activation of gpt-oss."""
+    a = a.clamp(max=7.0)
+    return a * torch.sigmoid(1.702 * a) * (b.clamp(-7.0, 7.0) + 1)
 
 
 class Cast(nn.Module):
@@ -119,6 +139,19 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "gelu": lambda: nn.GELU("tanh"),
     "swiglu": SwiGLU,
     "rmsnorm": lambda size: nn.RMSNorm(size, eps=1e-5),
+    "layernorm": nn.LayerNorm,
+    "l2norm": lambda: Function(lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "qgelu": lambda: Function(lambda x: x * torch.sigmoid(1.702 * x)),
+    "srelu": lambda: Function(lambda x: torch.relu(x).square()),
+    "glu": over_halves(lambda a, b: torch.sigmoid(a) * b),
+    "geglu": over_halves(lambda a, b: F.gelu(a, approximate="tanh") * b),
+    "qgeglu": over_halves(lambda a, b: a * torch.sigmoid(1.702 * a) * b),
+    "reglu": over_halves(lambda a, b: torch.relu(a) * b),
+    "sreglu": over_halves(lambda a, b: torch.relu(a).square() * b),
+    "situglu": over_halves(lambda a, b: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25)),
+    "clampedswiglu": over_halves(clamped),
     "scale": Scale,
     "identity": nn.Identity,
     "cast": Cast,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import opfuse
 
+from . import hand
 from .chains import FP8_SCALE, PLAIN, Cast, Layer, Work, parse, plain, widths
 from .steps import alone
 
@@ -108,13 +109,16 @@ def compile_max(work: Work, case: Any) -> Built:
 
 
 OPS = {"linear": "Linear", "bias": "Bias", "gelu": "GELU", "swiglu": "SwiGLU", "rmsnorm": "RMSNorm"}
+OPS |= {"layernorm": "LayerNorm", "l2norm": "L2Normalization", "qgelu": "QGELU", "relu": "ReLU", "srelu": "SReLU"}
+OPS |= {"silu": "SiLU", "glu": "GLU", "geglu": "GEGLU", "qgeglu": "QGEGLU", "reglu": "ReGLU", "sreglu": "SReGLU"}
+OPS |= {"situglu": "SiTUGLU", "clampedswiglu": "ClampedSwiGLU"}
 OPS |= {"identity": "Identity", "add": "AddExtraInput", "fork": "MakeExtraOutput"}
 
 
 def table(ops: Any) -> dict[str, Callable[..., Any]]:
     """The layers of a chain in fusible ops: opfuse's, or Transformer Engine's of the same names."""
     matmul = functools.partial(ops.Linear, bias=False)
-    named = {name: getattr(ops, of) for name, of in OPS.items()}
+    named = {name: getattr(ops, of) for name, of in OPS.items() if hasattr(ops, of)}
     return named | {"matmul": matmul, "product": matmul, "scale": lambda: ops.ConstantScale(0.5)}
 
 
@@ -292,6 +296,16 @@ def _blockwise(work: Work) -> Built:
     return product(work, quantize, multiply, unblocked(w, scale_w), lambda x: unblocked(*x))
 
 
+def by_hand(work: Work, case: Any) -> Built:
+    """A single op as an autograd function."""
+    names = [layer.name for layer in parse(work.chain)]
+    function = hand.alone(names[0]) if len(names) == 1 else None
+    if function is None:
+        raise Skip("nobody wrote this chain by hand")
+    model = work.fill(plain(work.chain))
+    return Built(Hand(lambda x: function(x, *model.parameters()), model))
+
+
 class Bare(torch.autograd.Function):
     """The floor of a chain's cost in Python: an autograd function that does nothing."""
 
@@ -330,4 +344,5 @@ PROVIDERS: dict[str, Callable[[Work, Any], Built]] = {
     "te": te,
     "library": library,
     "bare": bare,
+    "hand": by_hand,
 }

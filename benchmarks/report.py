@@ -255,9 +255,9 @@ def written(runs: list[Run]) -> tuple[str, str]:
         *listed(on_gpu),
     ]
     unknown += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)] if absent else []
-    single = [row for row in rows if row["id"] not in ("L1", "C4")]
+    single = [row for row in rows if row["id"] not in ("L1", "L3", "C4")]
     behind, met = (table(row for row in single if row["pass"] is wanted) for wanted in (False, True))
-    many = [row for row in rows if row["id"] in ("L1", "C4") and row["value"] is not None]
+    many = [row for row in rows if row["id"] in ("L1", "L3", "C4") and row["value"] is not None]
     for name in sorted({row["id"] for row in many}):
         of = [row for row in many if row["id"] == name]
         values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
@@ -268,13 +268,27 @@ def written(runs: list[Run]) -> tuple[str, str]:
     slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
     parts = {"unknown": unknown, "behind": behind, "met": met, "runs": [f"- {where(run)}" for run in runs]}
     parts["unfused"] = ["| chain | ratio |", "|---|---|", *slow]
+    parts["alone"] = alone([row for row in rows if row["id"] == "L3"])
     parts = {name: "\n".join(lines) for name, lines in parts.items()}
     return PAGE.read_text(encoding="utf-8").format(**parts), digest(pictured(runs))
 
 
+def alone(rows: list[Row]) -> list[str]:
+    """A table of single ops: over eager, over an autograd function by hand, and whether the goal is met."""
+    lines = ["| op | over PyTorch | over by hand | noise | goal | |", "|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: row["case"]):
+        beside = row.get("beside") or {}
+        over = [beside.get(f"opfuse-off / {name}") for name in ("eager", "hand")]
+        cells = [f"{value:.2f}" if value else "" for value in over]
+        noise = f"±{row['noise']:.0%}" if row["noise"] else ""
+        state = row["reason"] or ("met" if row["pass"] else "missed")
+        lines.append(f"| {row['case']} | {cells[0]} | {cells[1]} | {noise} | {row['goal']} | {state} |")
+    return lines
+
+
 def unfused(run: Run) -> list[tuple[str, float]]:
     """How many times faster than eager a chain is with all plugins off."""
-    timed = [row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "O1")]
+    timed = [row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "L3", "O1")]
     times = {(row["case"], row["provider"]): row["median_us"] for row in timed}
     found = [(case, times.get((case, "eager")), mine) for (case, name), mine in times.items() if name == "opfuse-off"]
     return [(case, plain / mine) for case, plain, mine in found if plain]
@@ -282,7 +296,7 @@ def unfused(run: Run) -> list[tuple[str, float]]:
 
 def pictured(runs: list[Run]) -> list[Row]:
     """The rows in the page's picture."""
-    rows = [row for run in runs for row in run["ratios"] if row["id"] != "L1" and row["value"] is not None]
+    rows = [row for run in runs for row in run["ratios"] if row["id"] not in ("L1", "L3") and row["value"] is not None]
     return sorted(rows, key=lambda row: row["id"])
 
 

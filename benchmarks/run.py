@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import sys
@@ -85,7 +86,7 @@ class Harness:
         return {name: values for name, values in numbers.items() if not isinstance(values, Skip)}
 
     def _wanted(self, case: Case) -> list[str]:
-        needed = {name for goal in case.goals for name in (goal.subject, goal.versus)}
+        needed = {name for goal in case.goals for name in (goal.subject, *goal.versus.split("/"))}
         if not case.chain.endswith(("cast", "castt")):
             needed |= {"eager"} | ({"opfuse-off"} if not case.recipe else set())
         elif case.metric == "inference":
@@ -193,6 +194,8 @@ class Harness:
         made |= {"metric": case.metric, "goal": goal.goal, "stretch": goal.stretch, "bound": goal.bound}
         made |= {"cost": goal.cost, "exact": goal.exact}
         made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
+        if "/" in goal.versus:
+            return self._either(case, goal, rows, samples)
         for name in (goal.subject, goal.versus):
             if name not in ("self", "sol") and name not in samples:
                 status = rows.get(name, {}).get("status", "not asked for")
@@ -217,6 +220,19 @@ class Harness:
             floor = max(floor, measure.unrest(mine, samples[goal.versus]))
         beyond = None if alone or floor is None else abs(value - 1) > 2 * floor  # what a claim needs
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
+
+    def _either(self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]) -> Row:
+        """A goal against the first of two, or the second where that does not reach it; with all three numbers."""
+        first, second = goal.versus.split("/")
+        pairs = {(goal.subject, first), (goal.subject, second), (second, first)}
+        single = {
+            (mine, other): self._ratio(case, dataclasses.replace(goal, subject=mine, versus=other), rows, samples)
+            for mine, other in pairs
+        }
+        beside = {f"{mine} / {other}": row["value"] for (mine, other), row in single.items()}
+        at_most = single[second, first]["pass"] is False
+        best = single[goal.subject, second if at_most and not single[goal.subject, first]["pass"] else first]
+        return best | {"beside": beside}
 
 
 def near(row: Row) -> bool:

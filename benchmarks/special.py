@@ -5,6 +5,7 @@ Each function takes the case and the device, and gives the numbers by provider: 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from opfuse import ops
 
 from .cases import Case
 from .chains import TOLERANCE, Work, error, several
-from .measure import around, capture, cpu_timer, launch_us, sample_rounds, saved_bytes
-from .providers import NotBuilt, Skip, with_opfuse
+from .measure import around, capture, cpu_timer, launch_us, sample_rounds, saved_bytes, steps
+from .providers import NotBuilt, Skip, by_hand, with_opfuse
 from .record import ROOT
 from .steps import alone
 
@@ -51,6 +52,18 @@ def in_place(case: Case, device: torch.device) -> Numbers:
     passes["opfuse again"] = passes["opfuse"]
     timers = {name: cpu_timer([step], before=lambda: dy.copy_(grad)) for name, step in passes.items()}
     return sample_rounds({name: (sample, torch.no_grad) for name, sample in timers.items()}, case.rounds or 15, 2)
+
+
+def over_hand(case: Case, device: torch.device) -> Numbers:
+    """What the forward and backward of an op take more than those of an autograd function by hand; L3."""
+    work = Work(case.chain, case.rows, case.width, case.dtype, device)
+    built = {"opfuse": with_opfuse(work, dataclasses.replace(case, unfused=True), ""), "hand": by_hand(work, case)}
+    timers = {
+        name: (cpu_timer(steps(each, work, "forward+backward")), lambda each=each: around(each, "forward+backward"))
+        for name, each in built.items()
+    }
+    samples = sample_rounds(timers, case.rounds, 2)
+    return {"opfuse": [a - b for a, b in zip(samples["opfuse"], samples["hand"], strict=True)]}
 
 
 def saved_as_planned(case: Case, device: torch.device) -> Numbers:

@@ -14,6 +14,10 @@ class _Saved:
 
     left: dict[int, Any]
     saved_tensors: tuple[Any, ...] = ()
+    attributes: tuple[Any, ...] = ()
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Nothing is materialized here."""
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -47,6 +51,8 @@ def alone(
     tensors = list(model.parameters())
     for index, start, stop in program.saving:
         ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
+    for (index, name), value in zip(program.leaving, saved.attributes, strict=True):
+        setattr(ctxs[index], name, value)
     if program.keeping:
         _restore_contexts(ctxs, saved.left, saved.saved_tensors)
     for index, first, last in program.params:  # last: what is restored may have lost them

@@ -1,0 +1,201 @@
+"""The Python of small chains in this checkout against another one, in alternating processes on one core.
+
+python benchmarks/pairs.py OTHER_CHECKOUT
+python benchmarks/pairs.py checks
+
+The first of two checkouts to run changes from pair to pair. What is printed is the median of the ratios of the pairs,
+this checkout over the other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise).
+``checks`` prints what each of the checks costs that a call makes beside its work, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SAMPLES, SECONDS = 40, 0.005
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=pathlib.Path, help="a checkout of another commit")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--core", type=int, default=None, help="default: the last one")
+    options = parser.parse_args()
+    core = options.core if options.core is not None else max(os.sched_getaffinity(0))
+    other = options.other.resolve()
+    if not (other / "opfuse" / "__init__.py").is_file():
+        parser.error(f"{other} is no checkout of opfuse")
+    pairs = []
+    for number in range(options.pairs):
+        first, second = (ROOT, other) if number % 2 else (other, ROOT)
+        pairs.append({where: child(where, core) for where in (first, second)})
+    print(f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}")
+    for name in pairs[0][ROOT]:
+        ratios = sorted(pair[ROOT][name] / pair[other][name] for pair in pairs)
+        low, high = interval(ratios)
+        before, after = (statistics.median(pair[where][name] for pair in pairs) for where in (other, ROOT))
+        middle = statistics.median(ratios)
+        print(f"{name:34} {before:8.2f} -> {after:8.2f} us  {middle:.3f}x  [{low:.3f}, {high:.3f}]")
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """A 95 % interval of the median of sorted numbers, by the ranks of a binomial distribution."""
+    count, chance, rank = len(ratios), 0.0, 0
+    while chance + math.comb(count, rank) / 2**count <= 0.025:
+        chance += math.comb(count, rank) / 2**count
+        rank += 1
+    return ratios[max(rank - 1, 0)], ratios[min(count - rank, count - 1)]
+
+
+def cpu() -> str:
+    """The model of the CPU."""
+    for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def child(checkout: pathlib.Path, core: int) -> dict[str, float]:
+    """The numbers of a checkout, from a process of its own: microseconds a call, by case."""
+    paths = [checkout, *checkout.glob("plugins/*/src")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = ["taskset", "-c", str(core), sys.executable, __file__, "child"]
+    out = subprocess.run(command, env=env, cwd=checkout, check=True, stdout=subprocess.PIPE, text=True).stdout
+    numbers: dict[str, Any] = json.loads(out)
+    assert pathlib.Path(numbers.pop("opfuse")) == checkout / "opfuse", "another opfuse than that of the checkout"
+    return numbers
+
+
+def measure() -> dict[str, Any]:
+    """The cases O1 and O2, as in cases.txt."""
+    import torch
+
+    import opfuse
+    from opfuse import ops
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    chains = {
+        "O1": opfuse.Sequential(*[ops.Identity() for _ in range(4)]),
+        "O2": opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)),
+    }
+    grad = torch.randn(4, 16)
+    numbers: dict[str, Any] = {"opfuse": str(pathlib.Path(opfuse.__file__).parent)}
+    gc.freeze()  # torch's objects: to look through them before each sample would take longer than the samples
+    for name, chain in chains.items():
+        for plugins in ("", None)[: 1 if name == "O1" else 2]:
+            x = torch.randn(4, 16, requires_grad=True)
+            title = name if plugins is None else f"{name} unfused"
+            with opfuse.plugins.using(plugins):
+                numbers[f"{title} forward"] = timed(functools.partial(chain, x))
+                numbers[f"{title} forward+backward"] = timed(lambda c=chain, x=x: c(x).backward(grad))
+    return numbers
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Microseconds a call takes: the least of some samples, since others only wait for something else."""
+    for _ in range(10):
+        call()  # the first one plans
+    count, seconds = 1, 0.0
+    while seconds < SECONDS:
+        count *= 2
+        seconds = sample(call, count)
+    return min(sample(call, count) for _ in range(SAMPLES)) / count * 1e6
+
+
+def sample(call: Callable[[], Any], count: int) -> float:
+    """Seconds that ``count`` calls take."""
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    seconds = time.perf_counter() - start
+    gc.enable()
+    return seconds
+
+
+CHECKS = {
+    "forward: the dictionaries of hooks of 4 ops are those looked at before": (
+        "all(map(is_, map(hooks, dicts), found))",
+        "dicts = [vars(op) for op in chain]; hooks = fuser._FORWARD_HOOKS; found = [hooks(d) for d in dicts]",
+    ),
+    "forward: no method or declaration of an op was replaced (in the key)": ("ops.Identity.changes", ""),
+    "forward: no forward-mode AD": ("forward_ad._current_level >= 0", ""),
+    "forward: a parameter is where it was": ("where['_parameters'].get('weight')", "where = vars(ops.Bias(4))"),
+    "forward: nothing special about the program": ("program.is_special", ""),
+    "forward: an op gave a tensor": (
+        "isinstance(x, kinds)",
+        "kinds = torch.Tensor, opfuse.quantization.QuantizedTensor; x = torch.ones(4)",
+    ),
+    "forward: a fused op gave a tuple that begins with one": (
+        "try:\n  y, extra = result if type(result) is tuple else None\nexcept ValueError: pass\nisinstance(y, kinds)",
+        "result = x, [()]; kinds = torch.Tensor, opfuse.quantization.QuantizedTensor",
+    ),
+    "forward: no numbers to hand on, no gradients to put away": ("program.leaving; program.accumulating", ""),
+    "forward: no zeros for outputs without a gradient": ("node.set_materialize_grads(False)", "node = x.grad_fn"),
+    "backward: no gradient is batched": (
+        "x is not None and batched(x) or (extras and True)",
+        "batched, extras = execute.is_legacy_batchedtensor, ()",
+    ),
+    "backward: there is a gradient": ("x is None", ""),
+    "backward: an op gave a pair": (
+        "try:\n  y, grads = result if type(result) is tuple else None\nexcept ValueError: pass\nx is None and 1 > 2",
+        "result = x, ()",
+    ),
+    "backward: 4 ops without parameters gave no gradients": (
+        "for i in bare:\n  if grads[i]: pass",
+        "bare = program.bare",
+    ),
+}
+"""What a call looks at since it refuses what would be a wrong answer, as ``(statement, setup)``."""
+
+
+def checks() -> None:
+    """Print what each costs: the least of some samples, less what an empty statement costs."""
+    setup = """
+import torch, opfuse
+from operator import is_
+from torch.autograd import forward_ad
+from opfuse import execute, fuser, ops
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, dy): return dy
+chain = opfuse.Sequential(*[ops.Identity() for _ in range(4)])
+x = Function.apply(torch.ones(4, 4, requires_grad=True))
+chain(x)
+program = chain._module_groups[0]._last[1]
+grads = [()] * 4
+"""
+    print(f"{cpu()}, Python {platform.python_version()}")
+    nothing = min(timeit.repeat("pass", number=100_000, repeat=9))
+    for name, (statement, own) in CHECKS.items():
+        found = min(timeit.repeat(statement, f"{setup}\n{own}", number=100_000, repeat=9))
+        print(f"{name:80} {(found - nothing) * 1e4:6.0f} ns")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["child"]:
+        print(json.dumps(measure()))
+    elif sys.argv[1:] == ["checks"]:
+        checks()
+    else:
+        main()
