@@ -74,12 +74,15 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     return python
 
 
-def pytest(session: nox.Session, folder: pathlib.Path) -> None:
-    """Run the tests in ``folder`` against what is installed, which must not be the checkout."""
+def pytest(session: nox.Session, folder: pathlib.Path, *options: str) -> None:
+    """Run the tests in ``folder`` against what is installed, which must not be the checkout; a process per core."""
     check = "import opfuse, pathlib, sys; sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
     session.run("python", "-c", check, str(ROOT / "opfuse"))
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    session.run("python", "-m", "pytest", *config, str(folder), *session.posargs)
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    session.env["OMP_NUM_THREADS"] = "1"
+    parallel = ["-n", str(workers), "--dist", "worksteal"]
+    session.run("python", "-m", "pytest", *config, *parallel, *options, str(folder), *session.posargs)
 
 
 def show_plugins(session: nox.Session, python: str = "python") -> None:
@@ -113,10 +116,10 @@ def plugin(session: nox.Session, name: str) -> None:
 
 @nox.session(venv_params=ALONE)
 def together(session: nox.Session) -> None:
-    """The core's tests again, with every plugin installed: fusing never changes the answer."""
+    """The core's tests again, with every plugin installed, but those that hide it: fusing never changes the answer."""
     install(session, f"{ROOT}[examples]", *PLUGINS.values())
     show_plugins(session)
-    pytest(session, ROOT / "tests")
+    pytest(session, ROOT / "tests", "-m", "not alone")
 
 
 @nox.session(venv_params=ALONE)
