@@ -1,4 +1,4 @@
-"""Writes the pages and the picture that come from the code: hooks, contracts, plan.svg.
+"""Writes what comes from the code: the pages on hooks and contracts, a table in from-te-ops, plan.svg.
 
     python docs/generate.py
 
@@ -59,7 +59,8 @@ What dtype an entry has is in each op's description in the {{doc}}`reference`.
 
 An op of yours declares the same: `saved_names`, `context_names`, `grad_input` and `num_extra_inputs` or
 `num_extra_outputs` on the class. One that declares no `saved_names` runs like any other, and no fusion but its own
-author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row.
+author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
+with numbers of its own leaves them as `numbers`, which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
 """
 
 
@@ -96,6 +97,64 @@ def contracts():
 
 def code(names):
     return ", ".join(f"`{name}`" for name in names)
+
+
+TE = {  # every public name of te.ops, and what is to be said about it
+    "AddExtraInput": "",
+    "AllGather": "",
+    "AllReduce": "",
+    "BasicLinear": "no tensor parallelism, no overlapped communication",
+    "BasicOperation": "",
+    "Bias": "no tensor parallelism",
+    "ClampedSwiGLU": "",
+    "ConstantScale": "",
+    "Dropout": "the probability is `p`",
+    "FusedOperation": "",
+    "FusibleOperation": "",
+    "GEGLU": "",
+    "GELU": "",
+    "GLU": "",
+    "GroupedLinear": "use one `Linear` for each group",
+    "Identity": "",
+    "L2Normalization": "",
+    "LayerNorm": "`sm_margin` has no effect",
+    "Linear": "the bias does not start at zero; no tensor parallelism",
+    "MakeExtraOutput": "`in_place=True` only where nobody else holds the gradient",
+    "QGEGLU": "",
+    "QGELU": "",
+    "Quantize": "",
+    "RMSNorm": "`sm_margin` has no effect",
+    "ReGLU": "",
+    "ReLU": "",
+    "ReduceScatter": "",
+    "Reshape": "",
+    "SReGLU": "",
+    "SReLU": "",
+    "ScaledClampedQGeGLU": "",
+    "ScaledSReLU": "",
+    "ScaledSiTUGLU": "",
+    "ScaledSwiGLU": "",
+    "Sequential": "a `torch.nn.Sequential`; nested ones are fused too",
+    "SiLU": "",
+    "SiTUGLU": "",
+    "SwiGLU": "",
+    "fused": "fusions come from plugins",
+    "is_op_fuser_grouped_tensor_path_supported": "",
+    "register_backward_fusion": "returns a handle with `unregister()`",
+    "register_forward_backward_fusion": "returns a handle with `unregister()`",
+    "register_forward_fusion": "returns a handle with `unregister()`",
+}
+
+
+def from_te_ops():
+    """The page, with its table of names written anew."""
+    where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {name: f"opfuse.ops.{name}" for name in ops.__all__}
+    rows = [f"| `{name}` | {f'`{where[name]}`' if name in where else 'absent'} | {TE[name]} |" for name in sorted(TE)]
+    new = [name for name in ops.__all__ if name not in TE]
+    rows += ["", f"Only here, as bases of your own ops or as ops: {code(sorted(new))}."]
+    table = "\n".join(["| `te.ops` | Here | Differs |", "|---|---|---|", *rows])
+    page = (HERE / "from-te-ops.md").read_text(encoding="utf-8")
+    return re.sub(r"(from here \.\.\. -->\n).*?(<!-- \.\.\. to here)", rf"\1\n{table}\n\n\2", page, flags=re.DOTALL)
 
 
 class OneByOne(opfuse.FusedOperation):
@@ -160,7 +219,8 @@ def picture():
 
 def generated():
     """The text of every generated file, by name."""
-    return {"hooks.md": hooks(), "contracts.md": contracts(), "plan.svg": picture()}
+    pages = {"hooks.md": hooks(), "contracts.md": contracts(), "from-te-ops.md": from_te_ops()}
+    return pages | {"plan.svg": picture()}
 
 
 if __name__ == "__main__":

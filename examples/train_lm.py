@@ -15,7 +15,6 @@ import math
 import os
 import pathlib
 import pydoc_data.topics
-import re
 import statistics
 import sys
 import sysconfig
@@ -260,11 +259,6 @@ def agree(runs, validation):
     return good
 
 
-def readable(plan):
-    """The report of ``opfuse.explain`` without the candidates that were refused, mostly for a better fusion."""
-    return re.sub(r"\n  refused(\n    .*)+", "", str(plan))
-
-
 def table(runs, validation, inputs):
     """Print the numbers of every run, one column each."""
     rows = {
@@ -365,13 +359,13 @@ def main():
     inputs, _ = draw_batch(training, args, torch.Generator().manual_seed(0))
     with opfuse.plugins.using(args.plugins):
         plan = opfuse.explain(fused.model, inputs)
-    (args.out / "plan.txt").write_text(f"{plan}\n", encoding="utf-8")
+    (args.out / "plan.txt").write_text(f"{plan.details}\n", encoding="utf-8")
     validation = {name: run.validate(validating) for name, run in runs.items()}
-    print(f"\nThe plan of the fused run\n\n{readable(plan)}\n\nA sample of the fused run\n\n{fused.generate()}")
+    print(f"\nThe plan of the fused run\n\n{plan}\n\nA sample of the fused run\n\n{fused.generate()}")
     table(runs, validation, inputs)
     good = args.skip_unfused or agree(runs, validation)
     plot(runs, args.out / "loss.png")
-    print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan, with what was refused and why: {args.out / 'plan.txt'}")
+    print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan in detail: {args.out / 'plan.txt'}")
     if args.save:
         print(f"Checkpoint: {args.save}")
     return 0 if good else 1

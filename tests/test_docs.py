@@ -5,6 +5,7 @@ module that later blocks may import, and a ``text`` block right behind a block i
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -135,9 +136,22 @@ def generate():
     return module
 
 
-@pytest.mark.parametrize("name", ["hooks.md", "contracts.md", "plan.svg"])
+@pytest.mark.parametrize("name", ["hooks.md", "contracts.md", "from-te-ops.md", "plan.svg"])
 def test_what_is_generated_is_current(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], "run docs/generate.py"
+
+
+def test_the_table_of_names_knows_every_op():
+    """A name on it is one of te.ops, and one only here is told as such."""
+    page = (ROOT / "docs" / "from-te-ops.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (absent|`[\w.]+`) \|", page, re.MULTILINE))
+    (new,) = re.findall(r"^Only here, .*?: (.*)\.$", page, re.MULTILINE)
+    assert {*rows, *re.findall(r"`(\w+)`", new)} >= set(opfuse.ops.__all__)
+    absent = {name for name, where in rows.items() if where == "absent"}
+    assert absent == {"GroupedLinear", "fused", "is_op_fuser_grouped_tensor_path_supported"}
+    for name in set(rows) - absent:
+        path = rows[name].strip("`").split(".")[1:]
+        assert functools.reduce(getattr, path, opfuse).__name__ == name
 
 
 def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
