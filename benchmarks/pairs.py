@@ -1,10 +1,11 @@
-"""The Python of small chains in this checkout against another one, in alternating processes on one core.
+"""The Python of small chains in this checkout against another one, in processes that take turns on one core.
 
 python benchmarks/pairs.py OTHER_CHECKOUT
 python benchmarks/pairs.py checks
 
-The first of two checkouts to run changes from pair to pair. What is printed is the median of the ratios of the pairs,
-this checkout over the other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise).
+The two processes of a pair take turns of a few milliseconds, so that what slows the machine down slows both; which of
+them begins changes from pair to pair. What is printed is the median of the ratios of the pairs, this checkout over the
+other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise).
 ``checks`` prints what each of the checks costs that a call makes beside its work, in nanoseconds.
 """
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -41,10 +42,7 @@ def main() -> None:
     other = options.other.resolve()
     if not (other / "opfuse" / "__init__.py").is_file():
         parser.error(f"{other} is no checkout of opfuse")
-    pairs = []
-    for number in range(options.pairs):
-        first, second = (ROOT, other) if number % 2 else (other, ROOT)
-        pairs.append({where: child(where, core) for where in (first, second)})
+    pairs = [run_pair((ROOT, other) if number % 2 else (other, ROOT), core) for number in range(options.pairs)]
     print(f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}")
     for name in pairs[0][ROOT]:
         ratios = sorted(pair[ROOT][name] / pair[other][name] for pair in pairs)
@@ -71,19 +69,31 @@ def cpu() -> str:
     return platform.processor()
 
 
-def child(checkout: pathlib.Path, core: int) -> dict[str, float]:
-    """The numbers of a checkout, from a process of its own: microseconds a call, by case."""
-    paths = [checkout, *checkout.glob("plugins/*/src")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = ["taskset", "-c", str(core), sys.executable, __file__, "child"]
-    out = subprocess.run(command, env=env, cwd=checkout, check=True, stdout=subprocess.PIPE, text=True).stdout
-    numbers: dict[str, Any] = json.loads(out)
-    assert pathlib.Path(numbers.pop("opfuse")) == checkout / "opfuse", "another opfuse than that of the checkout"
+def run_pair(checkouts: tuple[pathlib.Path, pathlib.Path], core: int) -> dict[pathlib.Path, dict[str, float]]:
+    """The numbers of two checkouts, each from a process of its own: microseconds a call, by case."""
+    children = {checkout: start_child(checkout, core) for checkout in checkouts}
+    numbers: dict[pathlib.Path, dict[str, Any]] = {checkout: {} for checkout in checkouts}
+    while not all("opfuse" in found for found in numbers.values()):
+        for checkout, child in children.items():
+            print("go", file=child.stdin, flush=True)
+            numbers[checkout].update(json.loads(child.stdout.readline()))  # type: ignore[union-attr]
+    for checkout, child in children.items():
+        child.communicate()
+        where = pathlib.Path(numbers[checkout].pop("opfuse"))
+        assert where == checkout / "opfuse", f"{where} is not the opfuse of {checkout}"
     return numbers
 
 
-def measure() -> dict[str, Any]:
-    """The cases O1 and O2, as in cases.txt."""
+def start_child(checkout: pathlib.Path, core: int) -> subprocess.Popen[str]:
+    """Start the process that measures a checkout."""
+    paths = [checkout, *checkout.glob("plugins/*/src")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = ["taskset", "-c", str(core), sys.executable, __file__, "child"]
+    return subprocess.Popen(command, env=env, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    """The cases O1 and O2, as in cases.txt: after each turn, the best of a case so far."""
     import torch
 
     import opfuse
@@ -96,27 +106,27 @@ def measure() -> dict[str, Any]:
         "O2": opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)),
     }
     grad = torch.randn(4, 16)
-    numbers: dict[str, Any] = {"opfuse": str(pathlib.Path(opfuse.__file__).parent)}
     gc.freeze()  # torch's objects: to look through them before each sample would take longer than the samples
     for name, chain in chains.items():
         for plugins in ("", None)[: 1 if name == "O1" else 2]:
             x = torch.randn(4, 16, requires_grad=True)
             title = name if plugins is None else f"{name} unfused"
             with opfuse.plugins.using(plugins):
-                numbers[f"{title} forward"] = timed(functools.partial(chain, x))
-                numbers[f"{title} forward+backward"] = timed(lambda c=chain, x=x: c(x).backward(grad))
-    return numbers
+                for best in timed(functools.partial(chain, x)):
+                    yield {f"{title} forward": best}
+                for best in timed(lambda c=chain, x=x: c(x).backward(grad)):
+                    yield {f"{title} forward+backward": best}
+    yield {"opfuse": str(pathlib.Path(opfuse.__file__).parent)}
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Microseconds a call takes: the least of some samples, since others only wait for something else."""
-    for _ in range(10):
+def timed(call: Callable[[], Any]) -> Iterator[float]:
+    """Microseconds a call takes: the least of the samples so far, since others only wait for something else."""
+    for _ in range(200):
         call()  # the first one plans
-    count, seconds = 1, 0.0
-    while seconds < SECONDS:
-        count *= 2
-        seconds = sample(call, count)
-    return min(sample(call, count) for _ in range(SAMPLES)) / count * 1e6
+    count, best = max(int(SECONDS / sample(call, 200) * 200), 1), math.inf
+    for _ in range(SAMPLES):
+        best = min(best, sample(call, count) / count * 1e6)
+        yield best
 
 
 def sample(call: Callable[[], Any], count: int) -> float:
@@ -132,24 +142,32 @@ def sample(call: Callable[[], Any], count: int) -> float:
 
 
 CHECKS = {
-    "forward: the dictionaries of hooks of 4 ops are those looked at before": (
-        "all(map(is_, map(hooks, dicts), found))",
-        "dicts = [vars(op) for op in chain]; hooks = fuser._FORWARD_HOOKS; found = [hooks(d) for d in dicts]",
+    "forward: 4 ops have no hooks, wherever their dictionaries of hooks are now": (
+        """
+for op in dicts:
+    if op["_forward_hooks"] or op["_forward_pre_hooks"] or op["_backward_hooks"] or op["_backward_pre_hooks"]:
+        break
+""",
+        "dicts = [vars(op) for op in chain]",
     ),
     "forward: no method or declaration of an op was replaced (in the key)": ("ops.Identity.changes", ""),
     "forward: no forward-mode AD": ("forward_ad._current_level >= 0", ""),
     "forward: a parameter is where it was": ("where['_parameters'].get('weight')", "where = vars(ops.Bias(4))"),
     "forward: nothing special about the program": ("program.is_special", ""),
     "forward: an op gave a tensor": (
-        "isinstance(x, kinds)",
-        "kinds = torch.Tensor, opfuse.quantization.QuantizedTensor; x = torch.ones(4)",
+        "type(x) is not Tensor and not isinstance(x, kinds)",
+        "Tensor = torch.Tensor; kinds = Tensor, opfuse.quantization.QuantizedTensor; x = torch.ones(4)",
     ),
     "forward: a fused op gave a tuple that begins with one": (
         "try:\n  y, extra = result if type(result) is tuple else None\nexcept ValueError: pass\nisinstance(y, kinds)",
         "result = x, [()]; kinds = torch.Tensor, opfuse.quantization.QuantizedTensor",
     ),
+    "forward: 4 ops that declare to save nothing saved nothing": (
+        "for i in unsaved:\n  if contexts[i].to_save is not None: pass",
+        "unsaved, contexts = program.unsaved, program.new_contexts()",
+    ),
     "forward: no numbers to hand on, no gradients to put away": ("program.leaving; program.accumulating", ""),
-    "forward: no zeros for outputs without a gradient": ("node.set_materialize_grads(False)", "node = x.grad_fn"),
+    "forward: no zeros for outputs without a gradient": ("node.materialize_grads = False", "node = x.grad_fn"),
     "backward: no gradient is batched": (
         "x is not None and batched(x) or (extras and True)",
         "batched, extras = execute.is_legacy_batchedtensor, ()",
@@ -194,7 +212,8 @@ grads = [()] * 4
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["child"]:
-        print(json.dumps(measure()))
+        for _, found in zip(sys.stdin, measure(), strict=False):
+            print(json.dumps(found), flush=True)
     elif sys.argv[1:] == ["checks"]:
         checks()
     else:

@@ -22,6 +22,7 @@ any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
 Kwargs = Sequence[dict[str, Any]]
+_TENSORS = Tensor, QuantizedTensor
 
 
 def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, *tensors: Tensor) -> Any:
@@ -39,8 +40,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         The output, or ``(output, *extra_outputs)``.
     """
     try:
-        ctxs = program.unused.pop() if program.unused else program.new_contexts()
-    except IndexError:  # another thread was quicker
+        ctxs = program.unused.pop()
+    except IndexError:
         ctxs = program.new_contexts()
     for index, first, last in program.params:
         ctxs[index].params = tensors[first:last]
@@ -56,7 +57,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
                 next_op_input_quantizer=ctx.next_op_input_quantizer,
             )
-            if not isinstance(x, (Tensor, QuantizedTensor)):
+            if type(x) is not Tensor and not isinstance(x, _TENSORS):
                 _refuse_result(program, run, x)
             continue
         result = run(
@@ -71,7 +72,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             x, outputs = result if type(result) is tuple else _refuse_result(program, run, result)
         except ValueError:
             _refuse_result(program, run, result)
-        if not isinstance(x, (Tensor, QuantizedTensor)):
+        if not isinstance(x, _TENSORS):
             _refuse_result(program, run, result)
         if wired is not None:
             extras.keep(wired, outputs, x)  # type: ignore[union-attr]
@@ -85,6 +86,9 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             if to_save is None or len(to_save) != stop - start:
                 to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
+    for index in program.unsaved:
+        if ctxs[index].to_save is not None:
+            refuse_saved(program, index, ctxs[index])
     if func_ctx is not None:
         if program.leaving:
             func_ctx.attributes = _take_attributes(program, ctxs)
@@ -99,11 +103,8 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
             func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
         func_ctx.save_for_backward(*saved)
         func_ctx.program = program
-        if program.compiling:
-            for index in program.unsaved:  # other contexts do so themselves
-                refuse_saved(program.routing.name(index), ctxs[index].to_save)
-        else:
-            func_ctx.set_materialize_grads(False)
+        if not program.compiling:
+            func_ctx.materialize_grads = False  # what set_materialize_grads does
     if not program.compiling:
         for index, _, _ in program.params:
             ctxs[index].params = ()

@@ -8,15 +8,14 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from operator import is_, itemgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
-from .cutting import Cut, cut, has_hooks, hook_dicts, own_call, run_cut, why_apart
+from .cutting import Cut, cut, has_hooks, own_call, run_cut, why_apart
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .fusion import FusionLike
 from .op import FusedOperation, FusibleOperation, kwarg_names, op_class
@@ -28,8 +27,14 @@ from .scope import Environment, Options, Scope, Settings, checkpoint_frames
 
 _CACHE_SIZE = 64
 _not_traced: Any = torch.compiler.disable
-_FORWARD_HOOKS = itemgetter("_forward_hooks")
+_CPU = torch.device("cpu")
+_any_autocast = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
 _functorch_active = torch._C._are_functorch_transforms_active
+
+
+_ELSEWHERE: dict[str, Any] = {"_parameters": {}}
+"""Stands for the attributes of a module that is looked for anew at every call."""
 
 
 class OperationFuser:
@@ -72,15 +77,12 @@ class OperationFuser:
 
     def _capture(self) -> None:
         """Keep what every call looks at: looking up an attribute of a module is slow."""
-        self._op_dicts = [vars(op) for op in self.ops]
         self._unit_dicts = [vars(unit) for unit in self._units]
-        self._forward_hooks = [module["_forward_hooks"] for module in self._unit_dicts]
-        self._hooks = [hooks for unit in self._units for hooks in hook_dicts(unit)]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._routing.ops:
             for name in op.param_names or ():  # that of a module inside the op is looked for anew at every call
                 module, leaf = op.param_source(name)
-                self._params.append((None, op, name) if "." in name else (vars(module), module, leaf))
+                self._params.append((_ELSEWHERE, op, name) if "." in name else (vars(module), module, leaf))
 
     # The latest plan, in Transformer Engine's form
 
@@ -120,46 +122,53 @@ class OperationFuser:
             TypeError: The wrong type, dtype or device; an unknown keyword argument.
         """
         routing = self._routing
-        compiling = is_compiling()
-        if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
+        compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag  # is_compiling(), faster
+        if (type(input) is not Tensor and not isinstance(input, Tensor)) or len(extra_inputs) != self.num_extra_inputs:
             self._refuse(input, extra_inputs)
-        if not compiling and not all(map(is_, map(_FORWARD_HOOKS, self._unit_dicts), self._forward_hooks)):
-            self._capture()  # somebody replaced what an op holds
-        if any(hooked := has_hooks(self._units)) if compiling else any(self._hooks):
-            name = _cut_untraced(self, FusibleOperation.changes, *(hooked if compiling else has_hooks(self._units)))
+        training: list[bool] = []
+        for unit in self._unit_dicts if not compiling else [vars(unit) for unit in self._units]:
+            if unit["_forward_hooks"] or unit["_forward_pre_hooks"]:
+                break
+            if unit["_backward_hooks"] or unit["_backward_pre_hooks"]:
+                break
+            training.append(unit["training"])
+        if len(training) != len(self._units):
+            name = _cut_untraced(self, FusibleOperation.changes, *has_hooks(self._units))
             return run_cut(getattr(self, name), routing, input, extra_inputs, basic_op_kwargs)
+        if self._owner is not None:
+            training.append(self._owner.training)
         if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
             self._refuse(input, extra_inputs)
         tensors: list[Tensor] = []
-        for attributes, module, name in self._params:
-            param = None if compiling or attributes is None else attributes["_parameters"].get(name)
-            if param is None:
-                if attributes is None:
-                    module, name = module.param_source(name)
-                param = getattr(module, name)
-                if param is None:
-                    raise TypeError(f"{self._name()} expected a tensor as {type(module).__name__}.{name}, got None")
+        for attributes, _, name in self._params:
+            if compiling or (param := attributes["_parameters"].get(name)) is None:
+                tensors = self._read_params()
+                break
             tensors.append(param)
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
                 self._refuse(input, extra_inputs)
             tensors += extra_inputs
-        scope, device, autocast = manager.scope, input.device, None
-        if compiling or torch._C._is_any_autocast_enabled():
+        scope, autocast = manager.scope, None
+        device = _CPU if input.is_cpu else input.device  # to make one, and to compare it, takes longer than to ask
+        if compiling or _any_autocast():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
         settings = scope.settings
         if _functorch_active() or (forward_ad._current_level >= 0 and _any_dual(input, tensors)):
             settings = _differentiable(settings)
+        grads: tuple[bool, ...] | None = None
+        if torch.is_grad_enabled():
+            grads = (input.requires_grad, *[t.requires_grad for t in tensors]) if tensors else (input.requires_grad,)
         key = (
-            (input.requires_grad, *[t.requires_grad for t in tensors]) if torch.is_grad_enabled() else None,
+            grads,
             input.dtype,
             device,
             autocast,
-            tuple([op.training for op in self.ops] if compiling else [op["training"] for op in self._op_dicts]),
+            tuple(training),
             manager.generation,
             FusibleOperation.changes,
-            torch.are_deterministic_algorithms_enabled(),
+            torch.are_deterministic_algorithms_enabled() if compiling else _deterministic(),
             compiling,
             tuple([tuple(kwargs) for kwargs in basic_op_kwargs]) if basic_op_kwargs else None,
             tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
@@ -195,6 +204,18 @@ class OperationFuser:
             raise
 
     __call__ = run
+
+    def _read_params(self) -> list[Tensor]:
+        """The parameters, as attributes: some are computed, or were replaced."""
+        tensors: list[Tensor] = []
+        for attributes, module, name in self._params:
+            if attributes is _ELSEWHERE:
+                module, name = module.param_source(name)
+            tensor = getattr(module, name)
+            if tensor is None:
+                raise TypeError(f"{self._name()} expected a tensor as {type(module).__name__}.{name}, got None")
+            tensors.append(tensor)
+        return tensors
 
     # Planning
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,8 @@ class Program:
         self._context_classes: list[Any] = [
             OperationContext
             if env.compiling or i in keeping
-            else lent(tuple(declared(op, "context_names")), "" if names else op_class(op).__name__)
-            for i, (op, names) in enumerate(zip(routing.ops, saved, strict=True))
+            else lent(tuple(declared(op, "context_names")))
+            for i, op in enumerate(routing.ops)
         ]
 
     def _watched(self, step: Step, direction: str) -> Call:
@@ -200,27 +201,22 @@ class _Lent:
 _Lent.__name__ = "OperationContext of an op whose context_names declare nothing"  # as an AttributeError calls it
 
 
-def lent(names: tuple[str, ...], saves_nothing: str = "") -> type[_Lent]:
-    """The class of such a context.
+@functools.cache
+def lent(names: tuple[str, ...]) -> type[_Lent]:
+    """The class of such a context, which takes the op's ``context_names`` too.
 
-    Args:
-        names: The op's ``context_names``.
-        saves_nothing: What errors call an op that declares to save nothing; ``""``: it saves something.
+    The fewer classes there are, the faster an interpreter reads their attributes.
     """
-    if not names and not saves_nothing:
-        return _Lent
-    title = f"OperationContext of an op whose context_names declare {', '.join(names) or 'nothing'}"
-    members: dict[str, Any] = {"__slots__": names}
-    if saves_nothing:
-        members["to_save"] = property(lambda ctx: None, lambda ctx, tensors: refuse_saved(saves_nothing, tensors))
-    return type(title, (_Lent,), members)
+    title = f"OperationContext of an op whose context_names declare {', '.join(names)}"
+    return type(title, (_Lent,), {"__slots__": names}) if names else _Lent
 
 
-def refuse_saved(who: str, tensors: Any) -> None:
+def refuse_saved(program: Program, index: int, ctx: Any) -> None:
     """Refuse tensors that an op saves although it declares to save none."""
-    if tensors is not None and any(tensor is not None for tensor in tensors):
+    if any(tensor is not None for tensor in ctx.to_save):
         what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
-        raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")
+        raise RuntimeError(f"{program.routing.name(index)} {what}: they would be lost; declare their names, in order")
+    ctx.to_save = None
 
 
 def _accumulating(routing: Routing, env: Environment) -> tuple[tuple[int, int, int], ...]:

@@ -40,7 +40,7 @@ class Sequential(nn.Sequential):
 
     def _grouped(self) -> tuple[list[Any], Any]:
         """The groups; and, if there is one alone, what runs it."""
-        key = tuple(_contents(self))
+        key = list(_contents(self))
         if is_dynamo_compiling() or self._cache.key != key:
             _regroup(self, *key)
         return self._cache.value  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ class Sequential(nn.Sequential):
             TypeError: A keyword argument that an op does not take.
         """
         cache = self._cache
-        current = not is_dynamo_compiling() and cache.key == tuple(self._modules.values())
+        current = not is_dynamo_compiling() and cache.key == [*self._modules.values()]
         groups, run = cache.value if current else self._grouped()
         if run is not None and not op_kwargs:
             return run(input, *extra_inputs)
@@ -218,13 +218,13 @@ def _written(modules: Iterable[nn.Module]) -> list[str]:
 
 def _regroup(chain: Sequential, *key: Any) -> None:
     """Group the parts; while ``torch.compile`` traces, the call is a constant of the graph, guarded by ``key``."""
-    if chain._cache.key != key:
+    if chain._cache.key != list(key):
         groups: list[Any] = []
         for fusible, group in groupby(parts(chain)[0], lambda part: isinstance(part, FusibleOperation)):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
         alone = groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
-        chain._cache.value, chain._cache.key = (groups, alone), key
+        chain._cache.value, chain._cache.key = (groups, alone), list(key)
 
 
 _regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

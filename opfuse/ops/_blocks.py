@@ -16,13 +16,13 @@ BLOCK = 1 << 18
 LEAST = 1 << 19
 """How many numbers are worth it."""
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def tracing() -> bool:
     """Whether something else than torch's kernels runs what is called: then formulas are better than kernels."""
-    return is_dynamo_compiling() or _modes() > 0
+    return is_dynamo_compiling() or dispatch_modes() > 0
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:

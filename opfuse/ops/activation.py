@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext
-from ._blocks import blocks, in_blocks
+from ._blocks import blocks, dispatch_modes, in_blocks
 from ._common import Grads, PassThrough, cast, refuse, wide, widen
 
 _SHORTCUTS = {
@@ -246,28 +246,30 @@ def _newest(cls: type, names: set[str]) -> int:
     return next((i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))), len(cls.__mro__))
 
 
-def _backward_kernel(kernel: Any, *constants: Any) -> Callable[..., Tensor]:
-    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself."""
+def _backward_kernel(kernel: Any, *constants: Any, option: tuple[str, str] | None = None) -> Callable[..., Tensor]:
+    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself.
+
+    Args:
+        kernel: With the overloads ``default`` and ``grad_input``.
+        *constants: What it takes after the two tensors.
+        option: The name of a keyword argument that is an attribute of the op, and its value where the op has none.
+    """
     traced = kernel.default, kernel.grad_input
     eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
 
-    def backward_value(
-        self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None, **options: str
-    ) -> Tensor:
+    def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See :meth:`Activation.backward_value`."""
+        options = {} if option is None else {option[0]: getattr(self, *option)}
         tracing = is_dynamo_compiling()
         allocating, writing = traced if tracing else eager
         if out is None:
             return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
-        if not tracing and torch._C._len_torch_dispatch_stack() > 0:
+        if not tracing and dispatch_modes() > 0:
             # allow_mutation_on_saved_tensors knows no tensor to write into but one called "out"
             return out.copy_(allocating(grad_output, x, *constants, **options))
         return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]
 
     return backward_value
-
-
-_gelu_backward = _backward_kernel(torch.ops.aten.gelu_backward)
 
 
 class GELU(Activation):
@@ -300,24 +302,18 @@ class GELU(Activation):
 
     def value(self, x: Tensor) -> Tensor:
         """The function."""
-        return F.gelu(x, approximate=_gelu_form(self))
+        return F.gelu(x, approximate=getattr(self, "approximate", "tanh"))
 
     def derivative(self, x: Tensor) -> Tensor:
         """``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``; or ``Phi(x) + x phi(x)``."""
-        if _gelu_form(self) == "none":
+        if getattr(self, "approximate", "tanh") == "none":
             return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x * x)
 
     forward_value = value  # torch computes half precision in fp32 itself
-
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See :meth:`Activation.backward_value`."""
-        return _gelu_backward(self, grad_output, x, out=out, approximate=_gelu_form(self))
-
-
-def _gelu_form(op: Activation) -> str:
-    return getattr(op, "approximate", "tanh")  # other activations take GELU's methods for theirs
+    # the default is for other activations, which take GELU's methods for theirs
+    backward_value = _backward_kernel(torch.ops.aten.gelu_backward, option=("approximate", "tanh"))
 
 
 class QGELU(Activation):

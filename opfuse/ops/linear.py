@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, FusedOperation, OperationContext
-from ._common import Grads, cast, check_size, refuse, sum_rows
+from ._common import Grads, check_size, refuse, sum_rows
 from .basic_linear import BasicLinear
 
 
@@ -66,7 +66,7 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """The sum; saves nothing."""
         y = input_ + ctx.params[0]
-        return cast(y, input_.dtype)
+        return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
