@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -392,7 +392,7 @@ class OperationFuser:
         """Refuse tensors whose gradient would be lost, since only parameters and extra inputs have one."""
         for i, given in enumerate(kwargs):
             for name, value in given.items():
-                if isinstance(value, Tensor) and value.requires_grad:
+                if any(tensor.requires_grad for tensor in _tensors_in(value)):
                     who = f"{self._routing.name(i)} of {self._name()} got a tensor that requires grad as {name!r}"
                     raise TypeError(f"{who}, and a keyword argument gets no gradient: use an extra input, or detach it")
 
@@ -417,6 +417,15 @@ def _any_dual(input: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors carries a tangent of forward-mode AD, which a kernel would lose."""
     unpack: Any = forward_ad.unpack_dual
     return any(unpack(tensor).tangent is not None for tensor in (input, *tensors))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, list, tuple or dict, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
 
 
 def _differentiable(settings: Settings) -> Settings:

@@ -424,13 +424,14 @@ class Scaling(opfuse.BasicOperation):
         return grad_output * ctx.saved_tensors[0], ()
 
 
+@pytest.mark.parametrize("inside", [lambda scale: scale, lambda scale: [scale], lambda scale: {"a": (scale, 1)}])
 @pytest.mark.parametrize("leaf", [True, False])
-def test_a_tensor_as_keyword_argument_that_wants_a_gradient(leaf):
+def test_a_tensor_as_keyword_argument_that_wants_a_gradient(leaf, inside):
     chain, scale = opfuse.Sequential(ops.SiLU(), Scaling()), torch.tensor(2.0, requires_grad=leaf)
     x = torch.randn(3, 4, requires_grad=not leaf)
     given = scale if leaf else scale + x.sum()
     with pytest.raises(TypeError, match=r"op 1 \(Scaling\) .* 'scale', and a keyword argument gets no gradient"):
-        chain(x, op_kwargs={1: {"scale": given}})
+        chain(x, op_kwargs={1: {"scale": inside(given)}})
     with torch.no_grad():
         chain(x, op_kwargs={1: {"scale": given}})
     with opfuse.options(double_backward=True), pytest.raises(RuntimeError, match="not declared to be differentiable"):
