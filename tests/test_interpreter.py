@@ -126,7 +126,7 @@ def test_with_the_interpreter(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(support), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "error", "-p", "no:cacheprovider"]
-    command += [f"--rootdir={tmp_path}", str(HERE), "test_conformance.py"]
+    command += ["-c", str(HERE.parent.parent / "pyproject.toml"), f"--rootdir={tmp_path}", str(HERE), "test_conformance.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

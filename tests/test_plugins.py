@@ -602,7 +602,7 @@ def test_a_distribution_without_a_name(tmp_path, monkeypatch):
 
 def test_a_distribution_with_broken_metadata(tmp_path, monkeypatch):
     install(tmp_path, "opfuse-plugin-garbled", "\n[opfuse.v1]\nthis is no entry point\n", "0.2")
-    install(tmp_path, "opfuse-plugin-mine", entry_point("mine", "mine"), mine=PLUGIN)
+    install(tmp_path, "opfuse-plugin-mine", entry_point("mine", "beside"), beside=PLUGIN)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     found = list(metadata.distributions(path=[str(tmp_path)]))
     monkeypatch.setattr(metadata, "distributions", lambda: found)
