@@ -59,7 +59,8 @@ def test_nan_and_large_values_come_through(activation):
     x = torch.tensor([[float("nan"), float("inf"), 1e30, -1e30]], device=DEVICE)
     bias, name = torch.zeros(4, device=DEVICE), kernels.known(activation)
     y, _ = kernels.bias_activation(x, bias, activation, name, dtype=x.dtype, keep=False)
-    torch.testing.assert_close(y, activation.value(x), equal_nan=True)
+    right = activation.value(x.double()).to(x.dtype)  # in fp32, torch's GELU of infinity is NaN on some CPUs
+    torch.testing.assert_close(y, right, equal_nan=True)
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not kernels.is_interpreted(), reason="no GPU, and Triton does not interpret")
