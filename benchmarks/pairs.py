@@ -1,12 +1,14 @@
 """The Python of small chains in this checkout against another one, in processes that take turns on one core.
 
 python benchmarks/pairs.py OTHER_CHECKOUT
+python benchmarks/pairs.py OTHER_CHECKOUT --ops
 python benchmarks/pairs.py checks
 
 The two processes of a pair take turns of a few milliseconds, so that what slows the machine down slows both; which of
 them begins changes from pair to pair. What is printed is the median of the ratios of the pairs, this checkout over the
-other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise).
-``checks`` prints what each of the checks costs that a call makes beside its work, in nanoseconds.
+other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise). ``--ops`` measures every
+norm, activation and gated op alone instead of the chains O1 and O2. ``checks`` prints what each of the checks costs
+that a call makes beside its work, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,20 +38,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=pathlib.Path, help="a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--ops", action="store_true", help="each op alone, forward and backward, instead of O1 and O2")
     parser.add_argument("--core", type=int, default=None, help="default: the last one")
     options = parser.parse_args()
     core = options.core if options.core is not None else max(os.sched_getaffinity(0))
     other = options.other.resolve()
     if not (other / "opfuse" / "__init__.py").is_file():
         parser.error(f"{other} is no checkout of opfuse")
-    pairs = [run_pair((ROOT, other) if number % 2 else (other, ROOT), core) for number in range(options.pairs)]
+    what = "ops" if options.ops else "chains"
+    pairs = [run_pair((ROOT, other) if number % 2 else (other, ROOT), core, what) for number in range(options.pairs)]
     print(f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}")
     for name in pairs[0][ROOT]:
         ratios = sorted(pair[ROOT][name] / pair[other][name] for pair in pairs)
         low, high = interval(ratios)
         before, after = (statistics.median(pair[where][name] for pair in pairs) for where in (other, ROOT))
         middle = statistics.median(ratios)
-        print(f"{name:34} {before:8.2f} -> {after:8.2f} us  {middle:.3f}x  [{low:.3f}, {high:.3f}]")
+        print(f"{name:40} {before:8.2f} -> {after:8.2f} us  {middle:.3f}x  [{low:.3f}, {high:.3f}]")
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -69,9 +73,9 @@ def cpu() -> str:
     return platform.processor()
 
 
-def run_pair(checkouts: tuple[pathlib.Path, pathlib.Path], core: int) -> dict[pathlib.Path, dict[str, float]]:
+def run_pair(checkouts: Sequence[pathlib.Path], core: int, what: str) -> dict[pathlib.Path, dict[str, float]]:
     """The numbers of two checkouts, each from a process of its own: microseconds a call, by case."""
-    children = {checkout: start_child(checkout, core) for checkout in checkouts}
+    children = {checkout: start_child(checkout, core, what) for checkout in checkouts}
     numbers: dict[pathlib.Path, dict[str, Any]] = {checkout: {} for checkout in checkouts}
     while not all("opfuse" in found for found in numbers.values()):
         for checkout, child in children.items():
@@ -84,39 +88,61 @@ def run_pair(checkouts: tuple[pathlib.Path, pathlib.Path], core: int) -> dict[pa
     return numbers
 
 
-def start_child(checkout: pathlib.Path, core: int) -> subprocess.Popen[str]:
+def start_child(checkout: pathlib.Path, core: int, what: str) -> subprocess.Popen[str]:
     """Start the process that measures a checkout."""
     paths = [checkout, *checkout.glob("plugins/*/src")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = ["taskset", "-c", str(core), sys.executable, __file__, "child"]
+    command = ["taskset", "-c", str(core), sys.executable, __file__, "child", what]
     return subprocess.Popen(command, env=env, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def measure() -> Iterator[dict[str, Any]]:
-    """The cases O1 and O2, as in cases.txt: after each turn, the best of a case so far."""
+def measure(what: str) -> Iterator[dict[str, Any]]:
+    """What a child measures: after each turn, the best of a case so far."""
+    import torch
+
+    import opfuse
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.freeze()  # torch's objects: to look through them before each sample would take longer than the samples
+    for title, plugins, chain, x in small_chains() if what == "chains" else single_ops():
+        with opfuse.plugins.using(plugins):
+            grad = torch.randn_like(chain(x))
+            if what == "chains":
+                for best in timed(functools.partial(chain, x)):
+                    yield {f"{title} forward": best}
+            for best in timed(lambda c=chain, x=x, g=grad: c(x).backward(g)):
+                yield {f"{title} forward+backward": best}
+    yield {"opfuse": str(pathlib.Path(opfuse.__file__).parent)}
+
+
+def small_chains() -> Iterator[tuple[str, str | None, Any, Any]]:
+    """O1 and O2, as in cases.txt: title, selection of plugins, chain, input."""
     import torch
 
     import opfuse
     from opfuse import ops
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    chains = {
-        "O1": opfuse.Sequential(*[ops.Identity() for _ in range(4)]),
-        "O2": opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)),
-    }
-    grad = torch.randn(4, 16)
-    gc.freeze()  # torch's objects: to look through them before each sample would take longer than the samples
-    for name, chain in chains.items():
-        for plugins in ("", None)[: 1 if name == "O1" else 2]:
-            x = torch.randn(4, 16, requires_grad=True)
-            title = name if plugins is None else f"{name} unfused"
-            with opfuse.plugins.using(plugins):
-                for best in timed(functools.partial(chain, x)):
-                    yield {f"{title} forward": best}
-                for best in timed(lambda c=chain, x=x: c(x).backward(grad)):
-                    yield {f"{title} forward+backward": best}
-    yield {"opfuse": str(pathlib.Path(opfuse.__file__).parent)}
+    x = torch.randn(4, 16, requires_grad=True)
+    yield "O1 unfused", "", opfuse.Sequential(*[ops.Identity() for _ in range(4)]), x
+    for title, plugins in (("O2 unfused", ""), ("O2", None)):
+        yield title, plugins, opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)), x
+
+
+def single_ops() -> Iterator[tuple[str, str | None, Any, Any]]:
+    """The ops of L3 alone on 16 rows of 64 numbers, for which a call in Python takes most of the time."""
+    import torch
+
+    import opfuse
+    from opfuse import ops
+
+    norms = [(ops.RMSNorm, 64), (ops.LayerNorm, 64), (ops.L2Normalization,)]
+    names = "GELU QGELU ReLU SReLU SiLU GLU GEGLU QGEGLU ReGLU SReGLU SwiGLU SiTUGLU ClampedSwiGLU"
+    for dtype in (torch.float32, torch.bfloat16):
+        for cls, *size in [*norms, *[(getattr(ops, name),) for name in names.split()]]:
+            chain = opfuse.Sequential(cls(*size)).to(dtype)
+            x = torch.randn(16, 64, dtype=dtype, requires_grad=True)
+            yield f"{cls.__name__} {str(dtype).removeprefix('torch.')}", "", chain, x
 
 
 def timed(call: Callable[[], Any]) -> Iterator[float]:
@@ -211,8 +237,8 @@ grads = [()] * 4
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["child"]:
-        for _, found in zip(sys.stdin, measure(), strict=False):
+    if sys.argv[1:2] == ["child"]:
+        for _, found in zip(sys.stdin, measure(sys.argv[2]), strict=False):
             print(json.dumps(found), flush=True)
     elif sys.argv[1:] == ["checks"]:
         checks()
