@@ -57,7 +57,7 @@ def test_the_values(dtype, shape, activation, keep):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_nan_and_large_values_come_through(activation):
     # no infinity: torch's own GELU(approximate="none") of it is NaN in fp32 on some CPUs
-    x = torch.tensor([[float("nan"), 3e38, 1e30, -1e30]], device=DEVICE)
+    x = torch.tensor([[float("nan"), 1e38, 1e30, -1e30]], device=DEVICE)
     bias, name = torch.zeros(4, device=DEVICE), kernels.known(activation)
     y, _ = kernels.bias_activation(x, bias, activation, name, dtype=x.dtype, keep=False)
     torch.testing.assert_close(y, activation.value(x), equal_nan=True)
