@@ -82,12 +82,14 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
     for index, start, stop in program.saving:
         ctx = ctxs[index]
         to_save, ctx.to_save = ctx.to_save, None
+        if ctx.saved_tensors is not None:
+            refuse_saved(program, index, ctx)
         if func_ctx is not None:
             if to_save is None or len(to_save) != stop - start:
                 to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
     for index in program.unsaved:
-        if ctxs[index].to_save is not None:
+        if ctxs[index].to_save is not None or ctxs[index].saved_tensors is not None:
             refuse_saved(program, index, ctxs[index])
     if func_ctx is not None:
         if program.leaving:

@@ -195,6 +195,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         inherited = getattr(type(self), name, None) if self._captured else None
         if inherited is not None and name == "__dict__":
             raise RuntimeError(f"the attributes of this {type(self).__name__} are in use: a fuser captured them")
+        self._refuse_lent(name)
         is_new = name not in self.__dict__
         super().__setattr__(name, value)
         if self._captured and isinstance(value, (dict, nn.Module)):  # dictionaries of hooks or parameters, maybe
@@ -205,6 +206,12 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             return
         if is_new or callable(value) or hasattr(BasicOperation, name):
             self._count_change()
+
+    def _refuse_lent(self, name: str) -> None:
+        """Refuse to set a parameter that lives on the owner: the op would go on reading that one."""
+        if "_owner" in self.__dict__ and name in (self.param_names or ()):
+            owner = type(self.__dict__["_owner"]).__name__
+            raise RuntimeError(f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there")
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -425,9 +432,7 @@ class BasicOperation(FusibleOperation):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused where the parameter lives on the owner."""
-        if "_owner" in self.__dict__ and name in (self.param_names or ()):
-            owner = type(self._owner).__name__
-            raise RuntimeError(f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there")
+        self._refuse_lent(name)
         super().register_parameter(name, param)
         if self._captured and name not in (self.param_names or ()):
             self._count_change()

@@ -212,7 +212,10 @@ def lent(names: tuple[str, ...]) -> type[_Lent]:
 
 
 def refuse_saved(program: Program, index: int, ctx: Any) -> None:
-    """Refuse tensors that an op saves although it declares to save none."""
+    """Refuse tensors that an op saves otherwise than by ``save_for_backward``, or although it declares to save none."""
+    if ctx.saved_tensors is not None:
+        what = "wrote saved_tensors on its context in its forward: give tensors to ctx.save_for_backward"
+        raise RuntimeError(f"{program.routing.name(index)} {what}")
     if any(tensor is not None for tensor in ctx.to_save):
         what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
         raise RuntimeError(f"{program.routing.name(index)} {what}: they would be lost; declare their names, in order")

@@ -407,6 +407,9 @@ def test_lent_parameters_live_on_their_owner():
     assert basic.weight is linear.weight and not list(basic.parameters())
     with pytest.raises(RuntimeError, match="BasicLinear.weight is the parameter of its Linear: set it there"):
         basic.weight = nn.Parameter(torch.zeros(4, 4))
+    for value in (None, torch.zeros(4, 4)):
+        with pytest.raises(RuntimeError, match="set it there"):
+            basic.weight = value
 
 
 def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
@@ -529,14 +532,17 @@ def test_an_extra_input_made_in_inference_mode():
     assert x.grad.eq(1).all()
 
 
-def test_a_shallow_copy_uses_its_own_parameters():
-    linear = ops.BasicLinear(2, 2)
+@pytest.mark.parametrize("linear", [ops.BasicLinear(2, 2), ops.Linear(2, 2)], ids=["basic", "container"])
+def test_a_shallow_copy_uses_its_own_parameters(linear):
     x = torch.ones(1, 2)
     assert linear(x).abs().sum() > 0
     twin = copy.copy(linear)
     twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in linear._parameters.items()}
     assert twin(x).abs().sum() == 0
+    twin(x).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters()) and all(p.grad is None for p in linear.parameters())
     assert linear(x).abs().sum() > 0
+    assert opfuse.Sequential(twin, ops.Identity())(x).abs().sum() == 0
 
 
 def test_resetting_every_module_draws_like_torch():

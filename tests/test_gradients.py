@@ -688,3 +688,24 @@ def test_rows_are_told_only_where_they_are_known():
         assert set(told) == {(1, None)}
     finally:
         handle.unregister()
+
+
+@pytest.mark.parametrize("names", [(), ("input",)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_saved_tensors_written_by_a_forward(names, compiled, grad):
+    class Square(opfuse.BasicOperation):
+        saved_names = names
+
+        def op_forward(self, ctx, x, **unused):
+            ctx.saved_tensors = (x,)
+            return x * x
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * 2 * ctx.saved_tensors[0], ()
+
+    op = opfuse.Sequential(Square())
+    torch.compiler.reset()  # else its limit of recompilations may be reached
+    call = torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op
+    with pytest.raises(Exception, match="wrote saved_tensors on its context"), torch.set_grad_enabled(grad):
+        call(torch.ones(3, requires_grad=True))

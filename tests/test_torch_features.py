@@ -169,6 +169,15 @@ def test_compile_sees_hooks():
     check(train_step(compiled, list(chain.parameters())), step(plain))
 
 
+def test_compile_sees_hooks_of_ops_without_parameters():
+    chain = opfuse.Sequential(ops.GELU(), ops.SiLU())
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+        before = compiled(data())
+        chain[1].register_forward_hook(lambda module, args, output: output * 2)
+        torch.testing.assert_close(compiled(data()), 2 * before)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_export(strict, dynamic):

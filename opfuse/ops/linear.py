@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..op import BasicOperation, FusedOperation, OperationContext
+from ..op import BasicOperation, FusedOperation, ModuleCache, OperationContext
 from ._common import Grads, check_size, refuse, sum_rows
 from .basic_linear import BasicLinear
 
@@ -138,6 +139,15 @@ class Linear(FusedOperation):
         if not bias:
             self.register_parameter("bias", None)
         self._reset_bias()
+
+    def __copy__(self) -> Linear:
+        """A shallow copy, whose basic ops read the copy's parameters."""
+        twin: Linear = object.__new__(type(self))
+        ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
+        for op in ops:
+            vars(op)["_owner"] = twin
+        vars(twin).update(vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache())
+        return twin
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused for the bias of a layer without one."""
