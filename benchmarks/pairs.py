@@ -189,7 +189,7 @@ for op in dicts:
         "result = x, [()]; kinds = torch.Tensor, opfuse.quantization.QuantizedTensor",
     ),
     "forward: 4 ops that declare to save nothing saved nothing": (
-        "for i in unsaved:\n  if contexts[i].to_save is not None: pass",
+        "for i in unsaved:\n  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
         "unsaved, contexts = program.unsaved, program.new_contexts()",
     ),
     "forward: no numbers to hand on, no gradients to put away": ("program.leaving; program.accumulating", ""),
