@@ -220,6 +220,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["_cache"] = ModuleCache()  # not that of the op a shallow copy was made from
         self._count_change()
 
     def _constructed(self) -> None:
@@ -344,7 +345,7 @@ def declared(op: nn.Module, name: str) -> Any:
 def _make_own_fuser(op: FusibleOperation) -> None:
     from .fuser import OperationFuser
 
-    if op._cache.key is not op:  # new, or a shallow copy that shares the cache
+    if op._cache.key is not op:
         op._cache.key, op._cache.value = op, OperationFuser([op], owner=op)
 
 

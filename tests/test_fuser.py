@@ -543,6 +543,8 @@ def test_a_shallow_copy_uses_its_own_parameters(linear):
     assert all(p.grad is not None for p in twin.parameters()) and all(p.grad is None for p in linear.parameters())
     assert linear(x).abs().sum() > 0
     assert opfuse.Sequential(twin, ops.Identity())(x).abs().sum() == 0
+    ours, theirs = ([module._cache for module in m.modules() if hasattr(module, "_cache")] for m in (twin, linear))
+    assert ours and not set(ours) & set(theirs)  # or one thread would run what another one made for the original
 
 
 def test_resetting_every_module_draws_like_torch():

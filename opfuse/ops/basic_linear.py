@@ -133,7 +133,7 @@ class BasicLinear(BasicOperation):
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Tensor:
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
-        x, w = _operands(ctx, input_)
+        x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> tuple[Tensor | None, Grads]:
@@ -159,9 +159,6 @@ class BasicLinear(BasicOperation):
             return (None,)
         weight.grad_added_to_main_grad = True
         return (torch.zeros_like(weight),)
-
-
-_operands = BasicLinear.operands  # a global is faster to read than an attribute of a class
 
 
 def _main_grad(weight: Any) -> Tensor:
