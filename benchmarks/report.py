@@ -229,6 +229,7 @@ def committed() -> list[Run]:
     seen: set[tuple[str, ...]] = set()
     for run in sorted(runs_in(RESULTS).values(), key=lambda run: run["time"], reverse=True):
         mark = "; tuned allocator" * (run["host"].get("allocator") == "tuned")
+        mark += f"; {run['gpu']['name']}" if run.get("gpu") else ""
         marked = {of: [row | {"case": row["case"] + mark} for row in run[of]] for of in ("ratios", "cases")}
         ratios = [row for row in marked["ratios"] if (run["suite"], *key(row)) not in seen]
         cases = {(row["id"], row["case"]) for row in ratios}

@@ -533,11 +533,11 @@ def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
             assert fused_steps(gelu, torch.randn(3, IN, dtype=dtype)) == ([BACK], [back])
 
 
-def test_on_another_device_nothing_is_declined(monkeypatch):
+def test_on_another_device_an_activation_is_left_to_who_compiles_it(monkeypatch):
     monkeypatch.undo()
     chain = CASES["owned"].chain(torch.bfloat16).to("meta")
     x = torch.randn(3, IN, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    assert fused_steps(chain, x) == (sorted(CASES["owned"].forward), [BACK, BACK])
+    assert fused_steps(chain, x) == (["linear+bias"] * 2, ["activation+bias"])
 
 
 @pytest.mark.parametrize("name", ["act", "gated"])
@@ -672,3 +672,50 @@ def test_a_subclass_of_tensor_brings_its_own_addition(dtype, rows, bias):
     with opfuse.plugins.using(""), torch.no_grad():
         expected = linear(x)
     torch.testing.assert_close(getattr(got, "a", got), expected.a)
+
+
+GPU = {"device": torch.device("cuda"), "capability": (9, 0), "dtype": torch.bfloat16, "requires_grad": False}
+CHAIN = ops.BasicLinear(IN, OUT), ops.Bias(OUT)
+
+
+def refusal(name, *chain, **changes):
+    """What the forward fusion of a name says of a chain on a GPU, or the backward one."""
+    env = opfuse.Environment(torch.device("cpu"), None, torch.float32)._replace(**GPU | changes)
+    side = opfuse_linear.fused.BACKWARD if env.requires_grad else opfuse_linear.fused.FORWARD
+    return next(fusion.when(chain, env) for fusion in side if fusion.name == name)
+
+
+def test_on_a_gpu_an_activation_is_fused_where_the_library_has_it():
+    assert refusal(BACK, *CHAIN, ops.GELU()) is True
+    assert refusal(BACK, *CHAIN, ops.GELU(), options={"linear.recompute": True}, dtype=torch.float32) is True
+    apart = [
+        refusal(BACK, *CHAIN, ops.GELU(), dtype=torch.float32),
+        refusal(BACK, *CHAIN, ops.GELU(), compiling=True),
+        refusal(BACK, *CHAIN, ops.GELU(approximate="none")),
+        refusal(BACK, *CHAIN, ops.SwiGLU()),
+        refusal(BACK, *CHAIN[:1], ops.GELU()),
+        refusal(BACK, *CHAIN, CubicActivation()),
+    ]
+    assert [str(reason)[:8] for reason in apart] == ["on a GPU"] * len(apart)
+
+
+def test_on_a_gpu_a_backward_that_is_the_same_kernels_is_left_to_the_ops(monkeypatch):
+    monkeypatch.undo()
+    said = refusal(BACK, *CHAIN, requires_grad=True)
+    assert said == "on this CUDA, in bfloat16, it would do what the ops do one by one"
+    assert refusal("linear+scale", *CHAIN[:1], ops.ConstantScale(2.0), requires_grad=True) is True
+
+
+@pytest.mark.parametrize("shape", [(3, IN), (IN,), (2, 3, IN), (129, IN)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_product_with_a_gelu_in_its_epilogue(shape, dtype):
+    """The call that is made on a GPU. On a CPU the same call takes the other form of GELU, so it is not made there."""
+    device, form = ("cuda", "tanh") if torch.cuda.is_available() else ("cpu", "none")
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, (OUT, IN), (OUT,))]
+    x, weight, bias = (t.to(device, dtype) for t in given)
+    got = opfuse_linear.kernels.linear_gelu(x, weight, bias)
+    product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    check([got], [torch.nn.functional.gelu(product, approximate=form)], dtype)
+    strided = torch.stack([x, x], dim=-1)[..., 0]
+    assert torch.equal(opfuse_linear.kernels.linear_gelu(strided, weight, bias), got)

@@ -90,7 +90,7 @@ class ForwardLinearBiasActivation(FusedOperation):
             name = type(act).__name__
             self.notes = f"its output is kept, since {name} does not declare itself deterministic"
         self._small, self._linear = kernels.for_small(env)
-        if self.recomputes:
+        if self.recomputes or env.device.type != "cpu":  # one kernel is faster on a GPU, however small
             self._small = 0
 
     def fuser_forward(
@@ -262,15 +262,20 @@ def _recomputes(env: Environment) -> bool:
 
 
 def _with_activation(ops: Any, env: Environment) -> bool | str:
-    features = max(ops[0].in_features, ops[0].out_features)
-    if env.device.type != "cpu" or not env.requires_grad or features < MIN_FEATURES_APART or _recomputes(env):
+    if _recomputes(env):
+        return True
+    if env.device.type != "cpu":
+        if len(ops) == 3 and _epilogue(ops[2]) == ("gelu", "tanh") and kernels.has_gelu_epilogue(env):
+            return True
+        return "on a GPU only bias + GELU (tanh), in half precision and without a backward, go into the product"
+    if not env.requires_grad or max(ops[0].in_features, ops[0].out_features) < MIN_FEATURES_APART:
         return True
     return "on a CPU the backward needs the activation's input, so the activation cannot go into the product"
 
 
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
     if adds_nothing(env):
-        return f"on this CPU, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
+        return f"on this {env.device.type.upper()}, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
     pays = _pays(ops, env)
     return _plain_linear(ops, env) if pays is True else pays
 
@@ -286,6 +291,10 @@ def _alone_pays(ops: Any, env: Environment) -> bool | str:
     return _plain_and_pays(ops, env)
 
 
+def _scale_pays(ops: Any, env: Environment) -> bool | str:
+    return _plain_and_pays(ops, env) if env.device.type == "cpu" else _plain_linear(ops, env)
+
+
 def _pays(ops: Any, env: Environment) -> bool | str:
     features = max(op.in_features or 0 for op in ops)
     if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
@@ -295,7 +304,7 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 
 def adds_nothing(env: Environment) -> bool:
     """Whether the backward of a linear is the same matrix products fused or not."""
-    return env.device.type == "cpu" and not (env.dtype is torch.float32 and kernels.onednn_is_faster())
+    return env.device.type != "cpu" or not (env.dtype is torch.float32 and kernels.onednn_is_faster())
 
 
 _ACT = Subclasses(Activation)
@@ -313,6 +322,6 @@ FORWARD = [
 BACKWARD = [
     Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _activation_pays, name="linear+bias+activation"),
     Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),  # others first
-    Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _plain_and_pays, name="linear+scale"),
+    Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _scale_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
 ]

@@ -34,6 +34,8 @@ ONEDNN_MIN_ADDEND = 1 << 14
 """Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
 
 
+HALF = torch.bfloat16, torch.float16
+
 PLAIN = Tensor, Parameter
 """A subclass of them brings its own operations."""
 
@@ -129,8 +131,22 @@ def _adds_afterwards(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and not is_compiling()
 
 
+def has_gelu_epilogue(env: Environment) -> bool:
+    """Whether cuBLASLt, or hipBLASLt, can apply a GELU to the product before it is stored.
+
+    No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the library for.
+    """
+    return env.device.type == "cuda" and env.dtype in HALF and not env.requires_grad and not env.compiling
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU of ``x @ weight.T + bias``: on a GPU the tanh form in one kernel; on a CPU the erf form in two."""
+    y = torch._addmm_activation(bias.to(x.dtype), _rows(x), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
-    """``act(x @ weight.T + bias)`` in one call of oneDNN; None where that does not pay off.
+    """``act(x @ weight.T + bias)`` in one call of a library; None where none has it, or that does not pay off.
 
     Args:
         x: The input.
@@ -139,9 +155,12 @@ def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
         form: Which form of it: "tanh" or "none" for GELU.
     """
-    if not _use_onednn(x, weight, bias):
-        return None
-    return _onednn(x, weight, bias, name, form)
+    if _use_onednn(x, weight, bias):
+        return _onednn(x, weight, bias, name, form)
+    if bias is None or form != "tanh" or not (x.is_cuda and x.dtype in HALF and x.numel()) or is_compiling():
+        return None  # of an empty product PyTorch gives the bias, without its GELU
+    plain = type(x) is Tensor and type(weight) in PLAIN and type(bias) in PLAIN
+    return linear_gelu(x, weight, bias) if plain else None
 
 
 def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
