@@ -81,7 +81,7 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
     saved: list[Tensor | None] = []
     for index, start, stop in program.saving:
         ctx = ctxs[index]
-        to_save, ctx.to_save = ctx.to_save, None
+        to_save, ctx.to_save, ctx.params = ctx.to_save, None, ()
         if ctx.saved_tensors is not None:
             refuse_saved(program, index, ctx)
         if func_ctx is not None:
@@ -89,8 +89,10 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
                 to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
     for index in program.unsaved:
-        if ctxs[index].to_save is not None or ctxs[index].saved_tensors is not None:
-            refuse_saved(program, index, ctxs[index])
+        ctx = ctxs[index]
+        if ctx.to_save is not None or ctx.saved_tensors is not None:
+            refuse_saved(program, index, ctx)
+        ctx.params = ()
     if func_ctx is not None:
         if program.leaving:
             func_ctx.attributes = _take_attributes(program, ctxs)
@@ -108,8 +110,6 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         if not program.compiling:
             func_ctx.materialize_grads = False  # what set_materialize_grads does
     if not program.compiling:
-        for index, _, _ in program.params:
-            ctxs[index].params = ()
         if program.keeping:
             program.renew(ctxs)
         program.unused.append(ctxs)

@@ -143,11 +143,15 @@ class OperationFuser:
         if routing.width is not None and (not input.ndim or input.shape[-1] != routing.width):
             self._refuse(input, extra_inputs)
         tensors: list[Tensor] = []
-        for attributes, _, name in self._params:
-            if compiling or (param := attributes["_parameters"].get(name)) is None:
-                tensors = self._read_params()
-                break
-            tensors.append(param)
+        try:
+            for attributes, _, name in self._params if not compiling else ():
+                if (param := attributes["_parameters"][name]) is None:
+                    break
+                tensors.append(param)
+        except KeyError:
+            pass
+        if len(tensors) != len(self._params):
+            tensors = self._read_params()
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
                 self._refuse(input, extra_inputs)
