@@ -217,7 +217,8 @@ def checks() -> None:
 import torch, opfuse
 from operator import is_
 from torch.autograd import forward_ad
-from opfuse import execute, fuser, ops
+from opfuse import ops
+from opfuse.engine import execute, fuser
 class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import opfuse
-from opfuse.execute import _restore_contexts, run_forward
+from opfuse.engine.execute import _restore_contexts, run_forward
 
 
 class _Saved:

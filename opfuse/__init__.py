@@ -2,15 +2,21 @@
 
 from . import ops, plugins
 from .contexts import autocast, checkpoint_contexts, options
+from .engine.fuser import (
+    OperationFuser,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .engine.plan import FusionPlan
+from .environment import Environment
 from .errors import PluginWarning
-from .explain import explain
-from .fuser import OperationFuser, register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from .fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from .hookspecs import hookimpl
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, computes_as
-from .plan import FusionPlan
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .overrides import computes_as
 from .quantization import Quantizer, QuantizerRole, Recipe
-from .scope import Environment
+from .report.explain import explain
 from .sequential import Sequential
 
 __version__ = "0.1.0"

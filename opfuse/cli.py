@@ -17,8 +17,9 @@ from torch import nn
 
 from . import __version__
 from .errors import PluginWarning
-from .explain import explain, wrap
 from .plugins import Selection, is_strict, manager
+from .report.explain import explain, wrap
+from .settings import current
 
 
 class _UserError(click.ClickException):
@@ -61,7 +62,7 @@ def main(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
     try:
-        Selection.parse(manager.scope.selection)
+        Selection.parse(current.selection)
     except ValueError as error:
         raise _UserError(str(error)) from None
 
@@ -163,7 +164,7 @@ def new(name: str, into: str) -> None:
     It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
     """
     try:
-        from .testing import scaffold
+        from . import scaffold
 
         click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
     except (ImportError, ValueError, OSError) as error:

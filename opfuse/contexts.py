@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .fuser import OperationFuser
-from .plan import FusionPlan
-from .plugins import manager
+from .engine.fuser import OperationFuser
+from .engine.plan import FusionPlan
 from .quantization import Quantizer, Recipe
-from .scope import Options, Recorder, Setting, checkpoint_frames
+from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, "debug": bool}
 
@@ -45,7 +44,7 @@ class options(Setting):
                 raise TypeError(f"option {name!r}: expected a hashable value, got {value!r}") from None
         if values.get("fusion_limit", 0) < 0:
             raise ValueError(f"option fusion_limit must not be negative, got {values['fusion_limit']}")
-        super().__init__(manager.scope, 0, values)
+        super().__init__(0, values)
 
     def _new_value(self, before: Options) -> Options:
         return tuple(sorted({**dict(before), **self._value}.items()))
@@ -79,19 +78,19 @@ class autocast(Setting):
             raise TypeError(f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}")
         if enabled and recipe is None:
             raise ValueError("autocast: the core has no default recipe, pass recipe=... (offered by a plugin)")
-        super().__init__(manager.scope, 2, recipe if enabled else None)
+        super().__init__(2, recipe if enabled else None)
         self._depths: list[int] = []
 
     def __enter__(self) -> None:
         super().__enter__()
         if not is_compiling():
-            self._depths.append(self._scope.recipe_depth)
-            self._scope.recipe_depth = checkpoint_frames()
+            self._depths.append(current.recipe_depth)
+            current.recipe_depth = checkpoint_frames()
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
         if not is_compiling():
-            self._scope.recipe_depth = self._depths.pop()
+            current.recipe_depth = self._depths.pop()
 
 
 class _Forward(Recorder):
@@ -100,14 +99,13 @@ class _Forward(Recorder):
     restores = True
 
     def __init__(self) -> None:
-        super().__init__(manager.scope)
-        self.settings = manager.scope.settings
+        self.settings = current.values
         self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the state of the chain's quantizers."""
         super().record(fuser, plan)
-        quantizers = [q for op in fuser._routing.ops for q in op._quantizers.of(self.scope.recipe)[0]]
+        quantizers = [q for op in fuser._routing.ops for q in op._quantizers.of(current.recipe)[0]]
         self.states.append([(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names])
 
 
@@ -117,19 +115,18 @@ class _Recompute(Recorder):
     restores = True
 
     def __init__(self, forward: _Forward) -> None:
-        super().__init__(manager.scope)
         self._forward = forward
         self._after: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> _Recompute:
         super().__enter__()
-        self._outside, self.scope.settings = self.scope.settings, self._forward.settings
+        self._outside, current.values = current.values, self._forward.settings
         self._states = iter(self._forward.states)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
-        self.scope.settings = self._outside
+        current.values = self._outside
         while self._after:
             state, value = self._after.pop()
             state.copy_(value)

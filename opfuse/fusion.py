@@ -19,8 +19,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from .op import PASS_METHODS, BasicOperation, FusedOperation, op_class, overridden
-from .scope import Environment
+from .environment import Environment
+from .op import BasicOperation, FusedOperation
+from .overrides import PASS_METHODS, op_class, overridden
 
 Ops: TypeAlias = tuple[BasicOperation, ...]
 PASSES = ("joint", "forward", "backward")

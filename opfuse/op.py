@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from .environment import Environment
+from .quantization import Quantizer, QuantizerRole, Recipe
 from .quantization.state import QuantizerStates
 
 if TYPE_CHECKING:
-    from .fuser import OperationFuser
-    from .quantization import Quantizer, QuantizerRole, Recipe
-    from .scope import Environment
-
     Grads = Iterable[Tensor | None] | None
     Extras = Sequence[Sequence[Tensor | None]]
 
@@ -292,11 +290,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward pass")
 
-    def _own_fuser(self) -> OperationFuser:
+    def _own_fuser(self) -> Any:
         """The fuser behind ``op(x)``, kept as long as the op."""
         if is_dynamo_compiling() or self._cache.key is not self:
             _make_own_fuser(self)
-        return self._cache.value  # type: ignore[no-any-return]
+        return self._cache.value
 
 
 _changing = threading.Lock()
@@ -343,7 +341,7 @@ def declared(op: nn.Module, name: str) -> Any:
 
 
 def _make_own_fuser(op: FusibleOperation) -> None:
-    from .fuser import OperationFuser
+    from .engine.fuser import OperationFuser
 
     if op._cache.key is not op:
         op._cache.key, op._cache.value = op, OperationFuser([op], owner=op)
@@ -486,6 +484,16 @@ class BasicOperation(FusibleOperation):
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller or channel is None
         return self
+
+    @property
+    def extra_input_channels(self) -> tuple[str | None, ...]:
+        """The channel that feeds each extra input; None: the caller does."""
+        return tuple(self._extra_input_channels)
+
+    @property
+    def extra_output_channels(self) -> tuple[str | None, ...]:
+        """The channel under which each extra output is published; None: under none."""
+        return tuple(self._extra_output_channels)
 
     def _check_channel(self, side: str, index: int, count: int, channel: str | None) -> None:
         name = type(self).__name__
@@ -666,93 +674,3 @@ class FusedOperation(FusibleOperation):
     def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-def op_class(op: nn.Module) -> type[nn.Module]:
-    """The class of an op as its author wrote it, without the classes torch derives around it.
-
-    ``torch.nn.utils.parametrize`` and FSDP change a module's class in place; a fusion that names the
-    original class still means this op.
-    """
-    cls = type(op)
-    while True:
-        bases = cls.__bases__
-        if nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
-            cls = bases[0]
-        elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
-            cls = bases[1]
-        else:
-            return cls
-
-
-PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
-"""By which of their methods the fuser runs the ops."""
-
-
-def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
-    """Whether what computes ``cls`` may stand for an op: the op is one, and ``cls`` is still who defines it.
-
-    Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
-    ``computes_as(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the instance, computes
-    something else, or may. Ask while planning: a change on the op or its class makes a new plan.
-
-    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or FSDP override
-    nothing. Nor is it of importance what ``torch.nn.Module`` defines: ``forward`` is the affair of the fuser.
-
-    Args:
-        op: The op.
-        cls: The class whose arithmetic is known.
-        *methods: The methods that the shortcut replaces; default: all that ``cls`` has.
-    """
-    return isinstance(op, cls) and overridden(op, cls, *methods) is None
-
-
-def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
-    """The first of the methods of ``cls`` that an op of this class does not have from it; see :func:`computes_as`."""
-    own = type(op)
-    if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
-        return None
-    for name in methods or _methods_of(cls):
-        if name in vars(op):
-            return name
-        given = _on_class(cls, name)
-        if own is cls or given is None or given is _on_class(own, name):
-            continue
-        of_pass = name.replace("fuser_", "op_")  # a pass that is abstract may be given by either of its methods
-        abstract = given is _on_class(BasicOperation, name) and getattr(_on_class(cls, of_pass), _ABSTRACT, False)
-        if not (abstract or getattr(given, _ABSTRACT, False)):
-            return name
-    return None
-
-
-_ABSTRACT = "__isabstractmethod__"
-
-
-def _on_class(cls: type, name: str) -> Any:
-    """What a class has under this name, as it was written there; None: nothing."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _methods_of(cls: type) -> dict[str, None]:
-    """The names of the methods that a class has from opfuse's classes and its own."""
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    names = dict.fromkeys(name for base in bases for name in vars(base) if not name.startswith("__"))
-    return {name: None for name in names if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))}
-
-
-def _is_method(value: Any) -> bool:
-    return callable(value) or hasattr(value, "__get__")
-
-
-def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
-    """The keyword arguments an op takes; None if it takes any (``**kwargs``)."""
-    if op.kwarg_names is not None:
-        return op.kwarg_names
-    if not isinstance(op, BasicOperation):
-        return ()
-    contract = {"ctx", "input_", "prev_op_grad_output_quantizer", "next_op_input_quantizer"}
-    parameters = inspect.signature(op.op_forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in list(parameters)[2:] if p.kind in keyword and p.name not in contract)

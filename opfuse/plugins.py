@@ -24,7 +24,7 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
-from .scope import Options, Scope, Setting
+from .settings import Options, Setting, ThreadSettings, current
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
@@ -146,10 +146,9 @@ class Registration:
 
 
 class PluginManager:
-    """Every plugin of this process, every fusion registered in code, and the settings of each thread."""
+    """Every plugin of this process, and every fusion registered in code."""
 
     def __init__(self) -> None:
-        self.scope = Scope()
         self.generation = 0
         self.records: list[PluginRecord] = []
         self._registered: list[Registration] = []
@@ -302,9 +301,8 @@ class PluginManager:
 
     # What plugins give
 
-    def sources(self) -> tuple[FusionSource, ...]:
-        """Every fusion of the selection in force and every one registered in code; cached."""
-        text = self.scope.selection
+    def sources(self, text: str | None) -> tuple[FusionSource, ...]:
+        """Every fusion of a selection and every one registered in code; cached."""
         found = self._sources.get(text)
         if found is None:
             with self._lock:
@@ -317,14 +315,14 @@ class PluginManager:
                 found = self._sources[text] = tuple(sources)
         return found
 
-    def check_options(self, given: Options) -> None:
+    def check_options(self, given: Options, text: str | None) -> None:
         """Refuse options that a plugin in use does not know or of another type; warn of those that are nobody's.
 
         Raises:
             ValueError: A plugin does not have an option of this name.
             TypeError: The option takes another type: that of its default.
         """
-        selection = Selection.parse(self.scope.selection)
+        selection = Selection.parse(text)
         active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
         for name, value in [(name, value) for name, value in given if "." in name]:
             owner = name.partition(".")[0]
@@ -342,7 +340,7 @@ class PluginManager:
 
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""
-        return dict(ChainMap(*(record.recipes for record in self.active(self.scope.selection))))
+        return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
 
     def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
         """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.
@@ -350,7 +348,7 @@ class PluginManager:
         Raises:
             RuntimeError: None has.
         """
-        for record in self.active(self.scope.selection):
+        for record in self.active(current.selection):
             try:
                 for quantizer in self._call(record, "opfuse_quantizer", recipe=recipe, role=role):
                     if isinstance(quantizer, Quantizer):
@@ -378,8 +376,8 @@ class PluginManager:
 
         ``fusions`` has the names of a plugin's fusions, and for each the passes it has one for.
         """
-        self.active(self.scope.selection)
-        selection = Selection.parse(self.scope.selection)
+        self.active(current.selection)
+        selection = Selection.parse(current.selection)
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
@@ -424,11 +422,12 @@ class using(Setting):
 
     def __init__(self, selection: str | None) -> None:
         Selection.parse(selection)
-        super().__init__(manager.scope, 1, selection)
+        super().__init__(1, selection)
 
 
 manager = PluginManager()
-"""The plugins of this process: the only mutable module-level object of the core."""
+"""The plugins of this process. With the settings of each thread it is all that the core keeps at module level."""
+ThreadSettings.quantizer = staticmethod(manager.quantizer)
 
 listing = manager.listing
 recipes = manager.recipes

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .cutting import hook_kinds
-from .fuser import OperationFuser
-from .op import BasicOperation, FusibleOperation, ModuleCache, kwarg_names
-from .routing import flatten
+from .engine.chain import flatten
+from .engine.fuser import OperationFuser
+from .op import BasicOperation, FusibleOperation, ModuleCache
+from .overrides import hook_kinds, kwarg_names
 
 
 class Sequential(nn.Sequential):

@@ -476,7 +476,7 @@ def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fus
     selections = []
 
     def peak(step, device):
-        selections.append(opfuse.plugins.manager.scope.selection)
+        selections.append(opfuse.settings.current.selection)
         return 100 * len(selections)
 
     monkeypatch.setattr(measure, "peak_bytes", peak)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fakes import OneByOne
 
 import opfuse
-from opfuse import Fusion, cli, plugins
+from opfuse import Fusion, cli, plugins, settings
 from opfuse.ops import GELU
 
 
@@ -164,7 +164,7 @@ def test_strict(register, monkeypatch):
 
 @pytest.mark.parametrize("command", [("plugins", "--json"), ("plugins",), ("explain", "x:y")])
 def test_a_malformed_selection(command, monkeypatch):
-    monkeypatch.setattr(plugins.manager.scope, "settings", ((), "a,-b", None))
+    monkeypatch.setattr(settings.current, "values", ((), "a,-b", None))
     result = call(*command)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [

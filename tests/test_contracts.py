@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops
 from opfuse.plugins import manager
+from opfuse.settings import current
 
 pytestmark = pytest.mark.alone
 
@@ -300,24 +301,24 @@ def test_settings_are_of_one_thread_and_end_with_an_exception():
     barrier, failures = threading.Barrier(2, timeout=20), []
 
     def work(number):
-        before = manager.scope.settings
+        before = current.values
         try:
             for depth in range(20):
                 with pytest.raises(ZeroDivisionError), opfuse.plugins.using("rounding"):
                     with opfuse.options(**{"test.number": number}), opfuse.options(fusion_limit=depth):
                         with opfuse.autocast(recipe=Rounding(step=number + 1.0)):
                             barrier.wait()
-                            options, selection, recipe = manager.scope.settings
+                            options, selection, recipe = current.values
                             assert dict(options) == {"test.number": number, "fusion_limit": depth}
                             assert (selection, recipe) == ("rounding", Rounding(step=number + 1.0))
                             barrier.wait()
                             raise ZeroDivisionError
-                assert manager.scope.settings == before
+                assert current.values == before
         except BaseException as error:
             barrier.abort()
             failures.append(error)
 
-    here = manager.scope.settings
+    here = current.values
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     try:
         for thread in threads:
@@ -326,7 +327,7 @@ def test_settings_are_of_one_thread_and_end_with_an_exception():
             thread.join()
     finally:
         manager.remove(record)
-    assert not failures and manager.scope.settings == here
+    assert not failures and current.values == here
 
 
 class FailsLater(ops.Identity):
@@ -352,10 +353,10 @@ def test_an_exception_while_recomputing_restores_settings_and_state():
         quantizer = linear.basic_ops[0]._quantizers.of(recipe)[0][0]
         state = quantizer.uses.clone(), quantizer.amax.clone()
         with opfuse.options(fusion_limit=7):
-            outside = manager.scope.settings
+            outside = current.values
             with pytest.raises(ZeroDivisionError):
                 y.sum().backward()
-            assert manager.scope.settings == outside and manager.scope.recorder is None
+            assert current.values == outside and current.recorder is None
         assert all(map(torch.equal, state, (quantizer.uses, quantizer.amax))) and state[1].item() == 5
     finally:
         manager.remove(record)

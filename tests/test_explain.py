@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse import Fusion, plugins
-from opfuse.explain import Explanation
+from opfuse import Fusion, plugins, settings
 from opfuse.ops import GELU, BasicLinear, Bias, Identity, Linear
+from opfuse.report.explain import Explanation
 
 WIDTH = 100
 SOURCE = {"distribution": "opfuse-plugin-linear", "version": "0.1.0"}
@@ -351,7 +351,7 @@ def test_random_numbers_and_the_scope_are_as_before(linear):
     expected = torch.random.get_rng_state()
     opfuse.explain(model, x)
     assert torch.equal(torch.random.get_rng_state(), expected)
-    assert plugins.manager.scope.recorder is None
+    assert settings.current.recorder is None
 
     def broken(x):
         model(x)
@@ -360,7 +360,7 @@ def test_random_numbers_and_the_scope_are_as_before(linear):
     with pytest.raises(KeyError):
         opfuse.explain(broken, x)
     assert torch.equal(torch.random.get_rng_state(), expected)
-    assert plugins.manager.scope.recorder is None
+    assert settings.current.recorder is None
 
 
 def test_grad_and_autocast_modes_are_the_callers(linear):

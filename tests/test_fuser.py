@@ -15,8 +15,9 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.op import op_class
+from opfuse.overrides import op_class
 from opfuse.plugins import manager
+from opfuse.settings import current
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
         one_of_each()
         planned, built = plugin.calls, []
         monkeypatch.setattr(nn.Module, "__init__", lambda self: built.append(self))
-        monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+        monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
         one_of_each()
         one_of_each()
         assert plugin.calls == planned and not built
@@ -81,7 +82,7 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
 def test_an_op_called_alone_keeps_its_plan(monkeypatch):
     linear = ops.Linear(4, 4)
     linear(torch.ones(2, 4))
-    monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
     linear(torch.ones(3, 4))
 
 
@@ -452,9 +453,9 @@ def test_options_are_checked():
         opfuse.options(**{"x.y": []})
     with opfuse.options(fusion_limit=1):
         with opfuse.options(double_backward=True):
-            assert dict(manager.scope.options) == {"fusion_limit": 1, "double_backward": True}
-        assert dict(manager.scope.options) == {"fusion_limit": 1}
-    assert manager.scope.options == ()
+            assert dict(current.options) == {"fusion_limit": 1, "double_backward": True}
+        assert dict(current.options) == {"fusion_limit": 1}
+    assert current.options == ()
 
 
 def test_overwriting_what_another_op_saved_is_refused():

@@ -7,7 +7,7 @@ from torch import nn
 import opfuse
 from opfuse import Fusion, Maybe, OneOf, Some, Subclasses, ops
 from opfuse.fusion import fusion_name
-from opfuse.op import PASS_METHODS, op_class
+from opfuse.overrides import PASS_METHODS, op_class
 
 
 class A(opfuse.BasicOperation):

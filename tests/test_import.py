@@ -41,7 +41,7 @@ def test_public_names():
 
 
 def test_the_fusion_limit_is_read_from_the_environment():
-    code = "from opfuse.plugins import manager; print(dict(manager.scope.options))"
+    code = "from opfuse.settings import current; print(dict(current.options))"
     assert python("import opfuse;" + code, OPFUSE_FUSION_LIMIT="2") == "{'fusion_limit': 2}"
 
 

@@ -12,7 +12,8 @@ import torch
 
 import opfuse
 from opfuse import Environment, Fusion, PluginWarning, Some, Subclasses, ops, plugins
-from opfuse.plan import Candidate, FusionPlan, PlanStep, Refusal, best_cover, choose
+from opfuse.engine.choose import Candidate, best_cover, choose
+from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.plugins import FusionSource
 
 
@@ -604,16 +605,11 @@ def test_a_plan_is_a_value(fused, register):
         "fused by AB, opfuse-plugin-test 1.0",
         "B + C",
         "fused by Grad",
-        "1 candidate that lost to another",
+        "refused forward BC, opfuse-plugin-test, on B + C: overlaps AB",
     ):
         assert part in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_the_text_of_an_empty_plan():
     plan = FusionPlan(forward=(PlanStep("A", ("A",), 0),), backward=())
-    assert str(plan).splitlines() == [
-        "nothing is fused: no plugin offers a fusion for these ops",
-        "forward, not fused: A",
-        "backward: none, no gradient is needed",
-    ]
+    assert str(plan).splitlines() == ["forward", "  A, not fused", "backward: none"]

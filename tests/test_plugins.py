@@ -14,7 +14,7 @@ import torch
 from fakes import OneByOne, make_plugin
 
 import opfuse
-from opfuse import Fusion, PluginWarning, plugins
+from opfuse import Fusion, PluginWarning, plugins, settings
 from opfuse.plugins import PluginManager, Selection, metadata
 
 
@@ -109,7 +109,7 @@ def test_names_that_are_absent_warn_once(register, text):
 
 
 def test_using_nests_and_is_of_one_thread(register):
-    scope = plugins.manager.scope
+    scope = settings.current
     with plugins.using("a"):
         with plugins.using(""):
             assert scope.selection == ""
@@ -126,7 +126,7 @@ def test_a_blocked_plugin_is_not_loaded(register):
     record.load = lambda: pytest.fail("loaded though blocked")
     with plugins.using("-a"):
         assert states() == {"a": "blocked"}
-        assert plugins.manager.sources() == ()
+        assert plugins.manager.sources(settings.current.selection) == ()
 
 
 # Plugins that fail
@@ -183,7 +183,7 @@ def broken(register, request):
 @pytest.mark.parametrize("broken", FAILURES, indirect=True)
 def test_a_plugin_that_fails_is_told_and_the_rest_works(broken):
     with pytest.warns(PluginWarning) as caught:
-        assert [source.name for source in plugins.manager.sources()] == ["good"]
+        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["good"]
     (text,) = [str(warning.message) for warning in caught]
     assert text.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 3.1) failed at " + broken)
     assert text.endswith("OPFUSE_PLUGINS=-bad silences this, OPFUSE_STRICT=1 raises it.")
@@ -221,7 +221,7 @@ def test_a_quantizer_hook_that_fails_is_told(register):
         with pytest.raises(RuntimeError, match="no plugin offers a quantizer for Quarter"):
             plugins.manager.quantizer(Quarter(), opfuse.QuantizerRole("input"))
     assert states() == {"bad": "failed"}
-    assert plugins.manager.sources() == ()
+    assert plugins.manager.sources(settings.current.selection) == ()
 
 
 def test_a_plugin_may_use_ops_while_it_is_imported(register):
@@ -235,7 +235,7 @@ def test_a_plugin_may_use_ops_while_it_is_imported(register):
     record.load = importing
     assert opfuse.Sequential(A(), A())(torch.ones(2)).tolist() == [4, 4]
     assert states() == {"a": "loaded"}
-    assert [source.name for source in plugins.manager.sources()] == ["f"]
+    assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["f"]
 
 
 # What plugins give
@@ -244,7 +244,7 @@ def test_a_plugin_may_use_ops_while_it_is_imported(register):
 def test_provenance(register):
     register(name="b", distribution="dist-b", version="2", joint_fusions=[fusion("j")], forward_fusions=[fusion("f")])
     register(name="a", distribution="dist-a", version="1", backward_fusions=[fusion("g")])
-    found = [(s.kind, s.name, s.distribution, s.version) for s in plugins.manager.sources()]
+    found = [(s.kind, s.name, s.distribution, s.version) for s in plugins.manager.sources(settings.current.selection)]
     assert found == [("backward", "g", "dist-a", "1"), ("joint", "j", "dist-b", "2"), ("forward", "f", "dist-b", "2")]
     assert plugins.listing()[1] == {
         "name": "b",
@@ -366,7 +366,7 @@ def test_two_distributions_with_one_entry_point_name(register):
     register(name="same", distribution="two", forward_fusions=[fusion("f2")])
     assert [(r["distribution"], list(r["fusions"])) for r in plugins.listing()] == [("one", ["f1"]), ("two", ["f2"])]
     with plugins.using("two"):
-        assert [source.name for source in plugins.manager.sources()] == ["f2"]
+        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["f2"]
 
 
 def test_one_object_under_two_names(register):
@@ -377,7 +377,7 @@ def test_one_object_under_two_names(register):
     told = r"'second' \(another 1.0\) failed at registration: ValueError: it is the plugin 'first' .*, which is loaded already"
     with pytest.warns(PluginWarning, match=told):
         assert states() == {"first": "loaded", "second": "failed"}
-    assert [source.name for source in plugins.manager.sources()] == ["f"]
+    assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["f"]
 
 
 def test_what_is_no_plugin_is_refused_at_the_door():
@@ -394,11 +394,11 @@ def test_register_and_remove(register):
     generation = manager.generation
     record = register(name="a", forward_fusions=[fusion("f")])
     assert manager.generation > generation
-    assert [source.name for source in manager.sources()] == ["f"]
+    assert [source.name for source in manager.sources(settings.current.selection)] == ["f"]
     generation = manager.generation
     plugins.remove(record)
     assert manager.generation > generation
-    assert manager.sources() == ()
+    assert manager.sources(settings.current.selection) == ()
     plugins.remove(record)
 
 
@@ -416,13 +416,13 @@ def test_a_fusion_registered_in_code(register, selection):
             generation = manager.generation
             handle = function(fusion("code"))
             assert manager.generation > generation
-            assert [(s.kind, s.name, s.distribution) for s in manager.sources()] == [(kind, "code", None)]
+            assert [(s.kind, s.name, s.distribution) for s in manager.sources(settings.current.selection)] == [(kind, "code", None)]
             (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
             assert [step.fusion for step in call.plan.forward] == ([None] * 2 if kind == "backward" else ["code"])
             assert [step.fusion for step in call.plan.backward] == ([None] * 2 if kind == "forward" else ["code"])
             handle.unregister()
             handle.unregister()
-            assert manager.sources() == ()
+            assert manager.sources(settings.current.selection) == ()
             assert chain(torch.ones(2)).tolist() == [4, 4]
     assert plugins.listing() == []
 

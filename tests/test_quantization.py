@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.plugins import manager
+from opfuse.settings import current
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_two_recipes_alternate_without_planning(monkeypatch):
         return results
 
     first = alternate()
-    monkeypatch.setattr("opfuse.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
     second = alternate()
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert not torch.equal(first[0], first[1])
@@ -354,7 +354,7 @@ def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
     assert results[0][1] == results[1][1]
     for a, b in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(a, b)
-    assert manager.scope.recipe is None and manager.scope.recorder is None
+    assert current.recipe is None and current.recorder is None
 
 
 def test_reentrant_checkpoint_with_the_recipe_inside():
@@ -392,7 +392,7 @@ def test_compile_with_a_recipe(inside):
             y = compiled(x)
     y.square().sum().backward()
     torch.testing.assert_close(x.grad, expected)
-    assert manager.scope.recipe is None
+    assert current.recipe is None
 
 
 def test_checkpoint_with_a_recipe_inside_a_compiled_region():

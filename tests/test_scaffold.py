@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import opfuse
-from opfuse import cli
-from opfuse.testing import scaffold
+from opfuse import cli, scaffold
 
 if sys.version_info >= (3, 11):
     import tomllib

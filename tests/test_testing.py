@@ -261,7 +261,7 @@ def test_options_do_not_reach_the_checks(register):
     )
     with opfuse.options(fusion_limit=0), pytest.raises(Failure, match="the output is wrong by 1"):
         testing.run("output", case)
-    assert opfuse.plugins.manager.scope.options == ()
+    assert opfuse.settings.current.options == ()
 
 
 def test_dropout_draws_the_same_in_every_call():

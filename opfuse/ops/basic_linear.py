@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext
-from ..plugins import manager
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
+from ..settings import current
 from ._common import Grads, check_size, refuse, shows
 
 
@@ -105,7 +105,7 @@ class BasicLinear(BasicOperation):
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's; None where the backward needs the input as it came, so the op quantizes it itself."""
-        recipe = manager.scope.recipe
+        recipe = current.recipe
         if recipe is not None and recipe.backward_override == "high_precision":
             return None
         return super().get_input_quantizer()

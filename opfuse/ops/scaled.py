@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cutting import why_apart
-from ..op import overridden
+from ..overrides import overridden, why_apart
 from ._common import AllGrads, ExtraTensorOperation, Outputs, widen
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU

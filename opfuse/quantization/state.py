@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..settings import current
 from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
-
-if TYPE_CHECKING:
-    from ..op import BasicOperation
 
 _KEY = "quantizers."
 _MODES = ("forward", "backward")
@@ -25,10 +23,8 @@ class QuantizerStates:
         self._by_recipe: dict[Recipe, tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}  # recipe JSON -> state of a recipe not used yet
 
-    def use(self, op: BasicOperation, recipe: Recipe | None) -> None:
+    def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
-        from ..plugins import manager
-
         if recipe is None or recipe in self._by_recipe:
             return
         made = []
@@ -37,7 +33,7 @@ class QuantizerStates:
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
                 raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers")
-            made.append(tuple(manager.quantizer(recipe, role) for role in roles))
+            made.append(tuple(current.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         try:
             self._restore(recipe)
@@ -51,11 +47,9 @@ class QuantizerStates:
 
     def get(self, mode: str, index: int) -> Quantizer | None:
         """A quantizer of the recipe in force."""
-        from ..plugins import manager
-
         if mode not in _MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        quantizers = self.of(manager.scope.recipe)[_MODES.index(mode)]
+        quantizers = self.of(current.recipe)[_MODES.index(mode)]
         return quantizers[index] if quantizers else None
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
+from ..engine.chain import Routing
+from ..environment import Environment
 from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
-from ..routing import Routing
-from ..scope import Environment
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
 from .running import Declined, separate
 

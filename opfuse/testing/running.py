@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..engine.fuser import OperationFuser
+from ..engine.plan import FusionPlan
 from ..errors import PluginWarning
-from ..fuser import OperationFuser
 from ..fusion import Fusion
 from ..op import FusedOperation
-from ..plan import FusionPlan
 from ..plugins import manager
-from ..scope import Recorder
+from ..settings import Recorder, current
 from .cases import Built, Case, Subject
 
 R = TypeVar("R")
@@ -37,8 +37,8 @@ class Declined(Exception):
 def only(*fusions: Subject | None) -> Iterator[None]:
     """No plugin, no fusion but these, no options but those of plugins; a warning about a plugin is an error."""
     before, manager._registered = manager._registered, []
-    settings = manager.scope.settings
-    manager.scope.settings = tuple(option for option in settings[0] if "." in option[0]), "", None
+    settings = current.values
+    current.values = tuple(option for option in settings[0] if "." in option[0]), "", None
     manager._changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.kind, subject.fusion, False)
@@ -47,7 +47,7 @@ def only(*fusions: Subject | None) -> Iterator[None]:
             warnings.simplefilter("error", PluginWarning)
             yield
     finally:
-        manager._registered, manager.scope.settings = before, settings
+        manager._registered, current.values = before, settings
         manager._changed()
 
 
@@ -55,8 +55,7 @@ class Plans(Recorder):
     """Collects the plans of every call in this thread, for a ``with`` block."""
 
     def __init__(self) -> None:
-        super().__init__(manager.scope)
-        self.plans: list[FusionPlan] = []
+                self.plans: list[FusionPlan] = []
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the plan."""

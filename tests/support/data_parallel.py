@@ -11,7 +11,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.op import op_class
+from opfuse.overrides import op_class
 
 WIDTH = 16
 WRAPPINGS = ("ddp", "ddp compiled", "fsdp root", "fsdp each op", "fsdp compiled")

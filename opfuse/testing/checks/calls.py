@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...plugins import manager
+from ...settings import current
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import compare_grads, compare_results, describe
@@ -301,10 +301,10 @@ def threads(case: Case) -> None:
         expected = [backward(one, forward(one, built=built)) for one, built in pairs]
     results: list[Any] = [None, None]
     with only(case.subject):
-        settings, turns = manager.scope.settings, _Turns()
+        settings, turns = current.values, _Turns()
 
         def call(me: int) -> None:
-            manager.scope.settings = settings  # those of this thread
+            current.values = settings  # those of this thread
             one, built = pairs[me]
             try:
                 for _ in range(2):

@@ -13,8 +13,9 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ... import autocast as quantize
-from ... import checkpoint_contexts, hookimpl
+from ...contexts import autocast as quantize
+from ...contexts import checkpoint_contexts
+from ...hookspecs import hookimpl
 from ...plugins import manager, using
 from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe
 from ..cases import Case

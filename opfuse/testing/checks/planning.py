@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ... import ops as built_in
+from ...environment import Environment
 from ...fusion import Fusion, Maybe, Some, Subclasses
 from ...op import BasicOperation
 from ...quantization import Recipe
-from ...scope import Environment
 from ..cases import Case, Op
 from ..generate import WIDTHS, chains, environment, structures
 from ..reference import compare_results

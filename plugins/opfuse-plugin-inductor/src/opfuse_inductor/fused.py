@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opfuse import Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
-from opfuse.op import BasicOperation, op_class
+from opfuse import BasicOperation, Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
+from opfuse.authoring import op_class
 from opfuse.ops import (
     GELU,
     Activation,
@@ -181,7 +181,7 @@ class CompiledRun(FusedOperation):
 
         def make() -> kernels.Plan | str:
             wanted = {slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants}
-            wanted |= {i for i, op in enumerate(self._ops) if any(op._extra_input_channels)}
+            wanted |= {i for i, op in enumerate(self._ops) if any(op.extra_input_channels)}
             title = " + ".join(op_class(op).__name__ for op in self._ops)
             try:
                 run = kernels.Run(self._ops, self._sources, self._flags, wanted)
@@ -344,12 +344,12 @@ def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
 def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
     """Extra inputs whose channel is written by an op of the run: consumer -> producer."""
     producers = {
-        channel: (i, k) for i, op in enumerate(ops) for k, channel in enumerate(op._extra_output_channels) if channel
+        channel: (i, k) for i, op in enumerate(ops) for k, channel in enumerate(op.extra_output_channels) if channel
     }
     return {
         (i, k): producers[channel]
         for i, op in enumerate(ops)
-        for k, channel in enumerate(op._extra_input_channels)
+        for k, channel in enumerate(op.extra_input_channels)
         if channel in producers
     }
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext, PluginWarning, computes_as
-from opfuse.op import ModuleCache
+from opfuse.authoring import ModuleCache, wide
 from opfuse.ops import (
     AddExtraInput,
     Bias,
@@ -40,7 +40,6 @@ from opfuse.ops import (
     RMSNorm,
     ScaledActivation,
 )
-from opfuse.ops._common import wide
 
 from .reads import Unreadable
 from .tracing import HINT, Spec, fake, faked, prune, trace

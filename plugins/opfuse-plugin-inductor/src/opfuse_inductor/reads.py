@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse import BasicOperation, computes_as, ops
-from opfuse.op import op_class
+from opfuse.authoring import op_class
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opfuse.ops._common import wide
+from opfuse.authoring import wide
 
 from .reads import Unreadable, drawing
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cutting import Cut, why_apart
-from .fuser import OperationFuser, _functorch_active
-from .op import FusibleOperation, op_class
-from .plan import FusionPlan, PlanStep, Refusal
-from .plugins import Selection, manager
-from .scope import Recorder
-from .sequential import Sequential, parts
+from ..engine.cutting import Cut
+from ..engine.fuser import OperationFuser, _functorch_active
+from ..engine.plan import FusionPlan, PlanStep, Refusal
+from ..op import FusibleOperation
+from ..overrides import op_class, why_apart
+from ..plugins import Selection, manager
+from ..sequential import Sequential, parts
+from ..settings import Recorder, current
 
 _WIDTH = 100
 _MATCHES_NOTHING = "no plugin offers a fusion for these ops"
@@ -145,7 +146,6 @@ class _Calls(Recorder):
     """Collects the plans of the calls made while it is in the thread's scope."""
 
     def __init__(self) -> None:
-        super().__init__(manager.scope)
         self.calls: list[tuple[OperationFuser, Call]] = []
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
@@ -159,11 +159,11 @@ def _why_unfused() -> str:
     """Why nothing can be fused in this thread now, whatever the ops; ``""`` if there are fusions on offer."""
     if _functorch_active():
         return "functorch transforms run the ops one by one"
-    if dict(manager.scope.options).get("double_backward"):
+    if dict(current.options).get("double_backward"):
         return "the option double_backward runs the ops one by one"
-    if manager.sources():
+    if manager.sources(current.selection):
         return ""
-    selection = manager.scope.selection
+    selection = current.selection
     if not manager.records:
         return "no plugin is installed and no fusion is registered"
     selected = [record for record in manager.records if Selection.parse(selection).position(record) is not None]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..op import declared
+from ..quantization import QuantizedTensor
 from .extras import BackwardExtras, ForwardExtras
-from .op import declared
 from .program import Program, Step, refuse_saved
-from .quantization import QuantizedTensor
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor

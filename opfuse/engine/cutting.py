@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, op_class
-from .routing import Routing, Slot, flatten
-
-if TYPE_CHECKING:
-    from .fuser import OperationFuser
-
-_LIBRARY = BasicOperation.forward, FusedOperation.forward
-_CALL = "__call__", "_call_impl"
-
-
-def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks of a module's call, by kind."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
-    """For each module whether its call runs hooks."""
-    return [bool(any(hook_dicts(module))) for module in modules]
-
-
-def hook_kinds(module: nn.Module) -> str:
-    """The kinds of hooks that a module's call runs, in words; ``""`` if there are none."""
-    kinds = ("forward", "forward pre-", "backward", "backward pre-")
-    return " and ".join(kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks)
-
-
-def why_apart(op: nn.Module) -> str:
-    """Why an op must run through its own ``__call__``; ``""`` if it need not.
-
-    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter, say), or one that
-    was set on the instance or on its class.
-    """
-    if hooks := hook_kinds(op):
-        return f"has {hooks} hooks"
-    return f"has a {name} of its own" if (name := own_call(op)) else ""
-
-
-def own_call(op: nn.Module) -> str:
-    """``"__call__"`` or ``"forward"``, whichever of an op is not the library's; ``""`` if both are."""
-    if any(getattr(type(op), name) is not getattr(nn.Module, name) for name in _CALL):
-        return "__call__"
-    return "" if "forward" not in vars(op) and type(op).forward in _LIBRARY else "forward"
+from ..op import BasicOperation, FusibleOperation
+from ..overrides import op_class
+from .chain import Routing, Slot, flatten
 
 
 class Part(NamedTuple):
@@ -62,7 +23,7 @@ class Part(NamedTuple):
         outputs: The extra outputs it gives.
     """
 
-    run: OperationFuser | FusibleOperation
+    run: Callable[..., Any]
     start: int
     stop: int
     inputs: tuple[Slot, ...]
@@ -82,7 +43,7 @@ def cut(
     ops: Sequence[FusibleOperation],
     routing: Routing,
     apart: Sequence[FusibleOperation],
-    fuser: Callable[[Sequence[FusibleOperation]], OperationFuser],
+    fuser: Callable[[Sequence[FusibleOperation]], Callable[..., Any]],
 ) -> Cut:
     """Cut a chain at some of its ops.
 

@@ -18,65 +18,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from .errors import PluginWarning
-from .fusion import PASSES, Fusion
-from .op import BasicOperation, FusedOperation, declared, kwarg_names, op_class
-from .plugins import FusionSource
-from .scope import Environment
+from ..environment import Environment
+from ..errors import PluginWarning
+from ..fusion import PASSES, Fusion
+from ..op import BasicOperation, FusedOperation, declared
+from ..overrides import kwarg_names, op_class
+from ..plugins import FusionSource
+from .plan import Refusal
 
 logger = logging.getLogger("opfuse")
 _MOST = 1e6  # of a benefit: sums stay exact
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanStep:
-    """One step of a pass: what runs, over which basic ops, and who gave it.
-
-    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops`` is empty
-    for a cast that the core inserts.
-    """
-
-    op: str
-    basic_ops: tuple[str, ...]
-    start: int
-    fusion: str | None = None
-    distribution: str | None = None
-    version: str | None = None
-
-    @property
-    def owner(self) -> str:
-        """Who gave a fused step."""
-        return f"{self.distribution} {self.version}" if self.distribution else "registered in code"
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """A candidate that was not taken, and the sentence that says why."""
-
-    fusion: str
-    kind: str
-    basic_ops: tuple[str, ...]
-    start: int
-    reason: str
-    distribution: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class FusionPlan:
-    """The steps of both passes for one key, and the reason for every decision.
-
-    Data only: printable, comparable, hashable. Two processes with the same installs make equal plans.
-    ``backward`` lists the steps in the order they run: last op first.
-    """
-
-    forward: tuple[PlanStep, ...]
-    backward: tuple[PlanStep, ...]
-    refused: tuple[Refusal, ...] = ()
-
-    def __str__(self) -> str:
-        from .explain import describe_passes
-
-        return "\n".join(describe_passes(self, "no gradient is needed"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-if TYPE_CHECKING:
-    from .program import Program, Step
-    from .routing import Routing, Slot
+from .chain import Routing, Slot
+from .program import Program, Step
 
 
 class ForwardExtras:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..environment import Environment
+from ..op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, declared
+from ..overrides import op_class
+from ..quantization import Quantizer
+from .chain import Routing
+from .choose import Candidate, Choice
 from .debug import Watched
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, declared, op_class
-from .plan import Candidate, Choice, FusionPlan, PlanStep
-from .quantization import Quantizer
-from .routing import Routing
-from .scope import Environment
+from .plan import FusionPlan, PlanStep
 
 
 class Step(NamedTuple):

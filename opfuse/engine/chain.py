@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, op_class
+from ..op import BasicOperation, FusedOperation, FusibleOperation
+from ..overrides import op_class
 
 Slot = tuple[int, int]
 

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .cutting import Cut, cut, has_hooks, hook_dicts, own_call, run_cut, why_apart
+from ..environment import Environment
+from ..fusion import FusionLike
+from ..op import FusedOperation, FusibleOperation
+from ..overrides import has_hooks, hook_dicts, kwarg_names, op_class, own_call, why_apart
+from ..plugins import Registration, manager
+from ..settings import Options, Settings, checkpoint_frames, current
+from .chain import Routing, flatten
+from .choose import check_expansion, choose, warn_about
+from .cutting import Cut, cut, run_cut
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
-from .fusion import FusionLike
-from .op import FusedOperation, FusibleOperation, kwarg_names, op_class
-from .plan import FusionPlan, check_expansion, choose, warn_about
-from .plugins import Registration, manager
+from .plan import FusionPlan
 from .program import Program, compile_program
-from .routing import Routing, flatten
-from .scope import Environment, Options, Scope, Settings, checkpoint_frames
 
 _CACHE_SIZE = 64
 _not_traced: Any = torch.compiler.disable
@@ -156,12 +159,12 @@ class OperationFuser:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
                 self._refuse(input, extra_inputs)
             tensors += extra_inputs
-        scope, autocast = manager.scope, None
+        autocast = None
         device = _CPU if input.is_cpu else input.device  # to make one, and to compare it, takes longer than to ask
         if compiling or _any_autocast():
             if input.dtype is not torch.float64 and not input.is_meta and torch.is_autocast_enabled(device.type):
                 autocast = torch.get_autocast_dtype(device.type)
-        settings = scope.settings
+        settings = current.values
         if _functorch_active() or (forward_ad._current_level >= 0 and _any_dual(input, tensors)):
             settings = _differentiable(settings)
         grads: tuple[bool, ...] | None = None
@@ -191,13 +194,13 @@ class OperationFuser:
             if isinstance(program, Cut):
                 return run_cut(program, routing, input, extra_inputs, basic_op_kwargs)
             if not compiling:
-                _refuse_checkpoint(scope, program)
+                _refuse_checkpoint(program)
         if basic_op_kwargs and not program.double_backward and torch.is_grad_enabled():
             self._check_constants(basic_op_kwargs)
         for index, op in self._prepares:
             op.pre_fuser_forward(requires_grad=program.templates[index]["requires_grad"])
-        if scope.recorder is not None:
-            scope.recorder.record(self, program.plan)
+        if current.recorder is not None:
+            current.recorder.record(self, program.plan)
         if program.double_backward:
             return run_differentiable(program, basic_op_kwargs, input, tensors)
         if compiling or autocast is not None:
@@ -264,14 +267,21 @@ class OperationFuser:
             options=dict(settings[0]),
             compiling=compiling,
         )
-        scope = manager.scope
-        before, scope.settings = scope.settings, settings  # while tracing they are not set
+        grads = grads or (False,) * (1 + len(self._routing.param_sources))
+        before, current.values = current.values, settings  # ops ask for them; not set in tracing
         try:
-            return self._compile(env, autocast, grads or (False,) * (1 + len(self._routing.param_sources)), kwargs)
+            return self._compile(env, autocast, grads, kwargs, settings[1])
         finally:
-            scope.settings = before
+            current.values = before
 
-    def _compile(self, env: Environment, autocast: torch.dtype | None, grads: tuple[bool, ...], kwargs: Any) -> Program:
+    def _compile(
+        self,
+        env: Environment,
+        autocast: torch.dtype | None,
+        grads: tuple[bool, ...],
+        kwargs: Any,
+        selection: str | None,
+    ) -> Program:
         routing = self._routing
         names = kwargs or ((),) * len(routing.ops)
         boundary = self._boundary(env, grads)
@@ -279,8 +289,8 @@ class OperationFuser:
             op.reset_recipe_state(recipe=env.recipe)
             if env.requires_grad and not env.options.get("double_backward"):
                 self._check_attributes(i, op)
-        sources = () if env.options.get("double_backward") else manager.sources()
-        manager.check_options(manager.scope.options)
+        sources = () if env.options.get("double_backward") else manager.sources(selection)
+        manager.check_options(tuple(env.options.items()), selection)
         excluded: frozenset[tuple[Any, int, int]] = frozenset()
         while True:
             options: dict[str, Any] = dict(boundary=boundary, kwargs=names, excluded=excluded, widths=routing.widths)
@@ -408,12 +418,12 @@ class OperationFuser:
         return "chain [" + ", ".join(op_class(op).__name__ for op in self.ops) + "]"
 
 
-def _refuse_checkpoint(scope: Scope, program: Program) -> None:
+def _refuse_checkpoint(program: Program) -> None:
     """Refuse a recipe inside of a checkpoint that would compute the forward again without it, or update state twice."""
-    if (scope.recorder is not None and scope.recorder.restoring) or not (depth := checkpoint_frames()):
+    if (current.recorder is not None and current.recorder.restoring) or not (depth := checkpoint_frames()):
         return
     stateful = any(q.state_names for ctx in program.templates for kind in ctx["quantizers"] for q in kind)
-    if depth != scope.recipe_depth or stateful:
+    if depth != current.recipe_depth or stateful:
         raise RuntimeError(
             "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not know the recipe, "
             "or would update its state twice; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"

@@ -1,0 +1,65 @@
+"""Plans: what runs in each pass, and why, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStep:
+    """One step of a pass: what runs, over which basic ops, and who gave it.
+
+    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops`` is empty
+    for a cast that the core inserts.
+    """
+
+    op: str
+    basic_ops: tuple[str, ...]
+    start: int
+    fusion: str | None = None
+    distribution: str | None = None
+    version: str | None = None
+
+    @property
+    def owner(self) -> str:
+        """Who gave a fused step."""
+        return f"{self.distribution} {self.version}" if self.distribution else "registered in code"
+
+    def __str__(self) -> str:
+        who = f"fused by {self.fusion}, {self.owner}" if self.fusion else "not fused"
+        return f"{' + '.join(self.basic_ops) or self.op}, {who}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A candidate that was not taken, and the sentence that says why."""
+
+    fusion: str
+    kind: str
+    basic_ops: tuple[str, ...]
+    start: int
+    reason: str
+    distribution: str | None = None
+
+    def __str__(self) -> str:
+        who = f"{self.fusion}, {self.distribution or 'registered in code'}"
+        return f"refused {self.kind} {who}, on {' + '.join(self.basic_ops)}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionPlan:
+    """The steps of both passes for one key, and the reason for every decision.
+
+    Data only: printable, comparable, hashable. Two processes with the same installs make equal plans.
+    ``backward`` lists the steps in the order they run: last op first.
+    """
+
+    forward: tuple[PlanStep, ...]
+    backward: tuple[PlanStep, ...]
+    refused: tuple[Refusal, ...] = ()
+
+    def __str__(self) -> str:
+        lines = []
+        for name, steps in (("forward", self.forward), ("backward", self.backward)):
+            lines += [name, *(f"  {step}" for step in steps)] if steps else [f"{name}: none"]
+        return "\n".join([*lines, *map(str, self.refused)])

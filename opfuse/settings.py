@@ -1,0 +1,127 @@
+"""What a thread has set: options, the selection of plugins, the recipe, and who is told of calls.
+
+The settings are part of a plan's key. They are read in forward only: a plan carries what its backward needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any, ClassVar, TypeVar
+
+R = TypeVar("R", bound="Recorder")
+Options = tuple[tuple[str, Any], ...]
+Settings = tuple[Options, str | None, Any]
+"""Options, plugin selection and recipe (or None): a plain tuple, which ``torch.compile`` can rebuild."""
+
+
+def _options_from_environ() -> Options:
+    text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
+    if not text:
+        return ()
+    return (("fusion_limit", int(text) if text.isdecimal() else text),)  # text is refused by the first plan
+
+
+def _no_quantizer(recipe: Any, role: Any) -> Any:
+    raise RuntimeError(f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported")
+
+
+class ThreadSettings(threading.local):
+    """The settings of one thread. Class attributes are the defaults; a ``with`` block sets instance attributes.
+
+    Attributes:
+        values: Options, plugin selection and recipe.
+        recorder: Who is told of the calls of this thread.
+        recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
+        quantizer: ``quantizer(recipe, role)`` makes a new quantizer; the plugin manager puts its own here.
+    """
+
+    values: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
+    recorder: Recorder | None = None
+    recipe_depth: int = 0
+    quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
+
+    @property
+    def options(self) -> Options:
+        """The options of planning."""
+        return self.values[0]
+
+    @property
+    def selection(self) -> str | None:
+        """Which plugins, as the user wrote it."""
+        return self.values[1]
+
+    @property
+    def recipe(self) -> Any:
+        """The quantization recipe, or None."""
+        return self.values[2]
+
+
+current = ThreadSettings()
+"""The settings of the thread that reads them."""
+
+
+def checkpoint_frames() -> int:
+    """How many frames of ``torch.utils.checkpoint`` this is called in."""
+    count, frame = 0, sys._getframe().f_back
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
+
+
+class Recorder:
+    """Told of every call of a fuser in its thread, inside a ``with`` block of its own.
+
+    Attributes:
+        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a forward again.
+    """
+
+    restores: ClassVar[bool] = False
+    _outer: Recorder | None = None
+
+    def __enter__(self: R) -> R:
+        self._outer, current.recorder = current.recorder, self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        current.recorder = self._outer
+
+    @property
+    def restoring(self) -> bool:
+        """Whether it, or one around it, restores the settings."""
+        return self.restores or (self._outer is not None and self._outer.restoring)
+
+    def record(self, fuser: Any, plan: Any) -> None:
+        """Called before a chain runs, with its fuser and its plan; tells an outer recorder too."""
+        if self._outer is not None:
+            self._outer.record(fuser, plan)
+
+
+class Setting:
+    """Changes one of the settings for a ``with`` block; base of the context managers.
+
+    Args:
+        index: Which of :data:`Settings`.
+        value: Its new value.
+    """
+
+    def __init__(self, index: int, value: Any) -> None:
+        self._index = index
+        self._value = value
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before.append(current.values[self._index])
+        self._set(self._new_value(self._before[-1]))
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._set(self._before.pop())
+
+    def _set(self, value: Any) -> None:
+        values: Any = current.values
+        current.values = (*values[: self._index], value, *values[self._index + 1 :])
+
+    def _new_value(self, before: Any) -> Any:
+        return self._value

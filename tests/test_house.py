@@ -1,0 +1,115 @@
+"""How the house stands: who may know whom, and how large a file and a function may be."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FLOORS = (  # the lowest first; a module knows those of its own floor and of the floors below
+    ("errors", "settings"),
+    ("quantization",),
+    ("environment",),
+    ("op",),
+    ("overrides",),
+    ("ops",),
+    ("authoring", "fusion"),
+    ("hookspecs",),
+    ("plugins",),
+    ("engine.chain",),
+    ("engine.plan",),
+    ("engine.choose",),
+    ("engine.debug",),
+    ("engine.program",),
+    ("engine.extras",),
+    ("engine.execute",),
+    ("engine.cutting",),
+    ("engine.fuser",),
+    ("contexts", "sequential"),
+    ("report",),
+    ("scaffold", "testing"),
+    ("",),
+    ("cli",),
+    ("__main__",),
+)
+EXCEPTIONS = {("op", "engine.fuser")}
+"""``op(x)`` makes a fuser of its own, at its first call."""
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT / "opfuse").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    module_of(path): path
+    for path in sorted((ROOT / "opfuse").rglob("*.py"))
+    if "template" not in path.relative_to(ROOT).parts
+}
+
+
+def imports_of(path, package):
+    """What a file imports, at its head and in its functions: absolute module names, with the names taken from them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            yield from ((base, alias.name) for alias in node.names)
+
+
+def arrows():
+    """Pairs of modules of the core, the first of which imports the second."""
+    found = set()
+    for module, path in SOURCES.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for base, name in imports_of(path, f"opfuse.{package}".rstrip(".")):
+            if base.partition(".")[0] != "opfuse":
+                continue
+            inner = base.partition(".")[2]
+            whole = f"{inner}.{name}".lstrip(".")
+            found.add((module, whole if whole in SOURCES else inner))
+    return {(a, b) for a, b in found if a != b}
+
+
+def floor(module):
+    """On which floor a module is: the floor of the longest name that it begins with."""
+    fits = [(len(name), i) for i, names in enumerate(FLOORS) for name in names if within(module, name)]
+    assert fits, f"{module} has no floor"
+    return max(fits)[1]
+
+
+def within(module, name):
+    return module == name or (name and module.startswith(f"{name}."))
+
+
+def test_no_arrow_runs_up():
+    up = {(a, b) for a, b in arrows() if floor(b) > floor(a)}
+    assert up == EXCEPTIONS
+
+
+def test_there_is_no_circle():
+    known = {module: {b for a, b in arrows() - EXCEPTIONS if a == module} for module in SOURCES}
+    known |= {module: known[module] - {""} for module in known}
+    while known:
+        leaves = {module for module, below in known.items() if not below & known.keys() - {module}}
+        # a package knows what is in it
+        assert leaves, f"a circle: {sorted(known)}"
+        known = {module: below - leaves for module, below in known.items() if module not in leaves}
+
+
+def test_every_floor_is_lived_on():
+    assert {name for names in FLOORS for name in names} <= {*SOURCES, *(m.partition(".")[0] for m in SOURCES)}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("plugins/*/src")), ids=lambda path: path.parent.name)
+def test_a_plugin_imports_nothing_private(path):
+    for file in path.rglob("*.py"):
+        for base, name in imports_of(file, f"{file.parent.name}"):
+            if base.partition(".")[0] in ("opfuse", *(p.name for p in ROOT.glob("plugins/*/src/*"))):
+                parts = [*base.split("."), *([name] if name else [])]
+                private = [part for part in parts if part.startswith("_") and not part.startswith("__")]
+                assert not private, f"{file.name} imports {base}.{name}"
+                mine = base.startswith("opfuse.") or base == "opfuse" or base.partition(".")[0] == file.parent.name
+                assert mine, f"{file.name} imports another plugin: {base}"
