@@ -179,7 +179,7 @@ for op in dicts:
     "forward: no method or declaration of an op was replaced (in the key)": ("ops.Identity.changes", ""),
     "forward: no forward-mode AD": ("forward_ad._current_level >= 0", ""),
     "forward: a parameter is where it was": ("where['_parameters'].get('weight')", "where = vars(ops.Bias(4))"),
-    "forward: nothing special about the program": ("program.is_special", ""),
+    "forward: nothing special about the program": ("program.is_plain", ""),
     "forward: an op gave a tensor": (
         "type(x) is not Tensor and not isinstance(x, kinds)",
         "Tensor = torch.Tensor; kinds = Tensor, opfuse.quantization.QuantizedTensor; x = torch.ones(4)",
@@ -190,9 +190,9 @@ for op in dicts:
     ),
     "forward: 4 ops that declare to save nothing saved nothing": (
         "for i in unsaved:\n  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
-        "unsaved, contexts = program.unsaved, program.new_contexts()",
+        "unsaved, contexts = program.saved.nothing, program.pool.new()",
     ),
-    "forward: no numbers to hand on, no gradients to put away": ("program.leaving; program.accumulating", ""),
+    "forward: no numbers to hand on, no gradients to put away": ("program.saved.attributes; program.accumulating", ""),
     "forward: no zeros for outputs without a gradient": ("node.materialize_grads = False", "node = x.grad_fn"),
     "backward: no gradient is batched": (
         "x is not None and batched(x) or (extras and True)",
@@ -205,7 +205,7 @@ for op in dicts:
     ),
     "backward: 4 ops without parameters gave no gradients": (
         "for i in bare:\n  if grads[i]: pass",
-        "bare = program.bare",
+        "bare = program.without_params",
     ),
 }
 """What a call looks at since it refuses what would be a wrong answer, as ``(statement, setup)``."""

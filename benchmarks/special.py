@@ -92,7 +92,7 @@ def declared_bytes(fuser: opfuse.OperationFuser, work: Work, again: Collection[i
     """
     width, size = work.inputs[0][0].shape[-1], work.dtype.itemsize
     tensor, total, counted = 0, 0, set()
-    for index, op in enumerate(fuser._routing.ops):
+    for index, op in enumerate(fuser._chain.ops):
         for name in op.saved_names or ():
             if name in ("mean", "rstd"):
                 total += 4 * work.rows

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import opfuse
-from opfuse.engine.execute import _restore_contexts, run_forward
+from opfuse.engine.execute import _contexts_of, run_forward
 
 
 class _Saved:
@@ -47,17 +47,11 @@ def alone(
     (fuser,) = model._module_groups
     program, saved = fuser._last[1], _Saved()
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
-    ctxs = program.new_contexts()
+    ctxs = _contexts_of(saved, program, False)
     tensors = list(model.parameters())
-    for index, start, stop in program.saving:
-        ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
-    for (index, name), value in zip(program.leaving, saved.attributes, strict=True):
-        setattr(ctxs[index], name, value)
-    if program.keeping:
-        _restore_contexts(ctxs, saved.left, saved.saved_tensors)
     for index, first, last in program.params:  # last: what is restored may have lost them
         ctxs[index].params = tuple(tensors[first:last])
-    position = next(i for i, each in enumerate(program.routing.ops) if isinstance(each, op))
+    position = next(i for i, each in enumerate(program.chain.ops) if isinstance(each, op))
     steps = program.backward if backward else program.forward
     step = next(step for step in steps if step.start <= position < step.stop)
     mine, nothing = ctxs[step.start : step.stop], [()] * (step.stop - step.start)

@@ -160,12 +160,8 @@ def from_te_ops():
 class OneByOne(opfuse.FusedOperation):
     """Stands in for a kernel."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
-        for ctx, op, extra in zip(basic_op_ctxs, self.basic_ops, basic_op_extra_inputs, strict=True):
-            quantizers = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
-            arguments = {"basic_op_extra_inputs": [extra], "basic_op_kwargs": [{}], **quantizers}
-            input_, _ = op.fuser_forward([ctx], input_, **arguments)
-        return input_, [()] * len(basic_op_ctxs)
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         raise NotImplementedError("the picture needs a plan, not a backward")

@@ -105,7 +105,7 @@ class _Forward(Recorder):
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the state of the chain's quantizers."""
         super().record(fuser, plan)
-        quantizers = [q for op in fuser._routing.ops for q in op._quantizers.of(current.recipe)[0]]
+        quantizers = [q for op in fuser._chain.ops for q in op._quantizers.of(current.recipe)[0]]
         self.states.append([(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names])
 
 

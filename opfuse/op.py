@@ -8,7 +8,9 @@ names are those of Transformer Engine's ``te.ops``, so an op written for it runs
 
 from __future__ import annotations
 
+import functools
 import inspect
+import numbers
 import threading
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -49,8 +51,9 @@ class OperationContext:
         quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
         saved_tensors: What :meth:`save_for_backward` was given (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
-        recomputable: On the first context of a fused op that ``recomputes``, True if the next op would do without
-            its input; then the forward may put its output here (forward only).
+        may_recompute: On the first context of a fused op that ``recomputes``, whether the next op would do without
+            its input (forward only).
+        recomputable_output: There the forward may put its output then: it agrees to compute it again.
     """
 
     def __init__(self) -> None:
@@ -66,7 +69,8 @@ class OperationContext:
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
-        self.recomputable: Any = False
+        self.may_recompute: bool = False
+        self.recomputable_output: Tensor | None = None
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
@@ -79,6 +83,7 @@ class ModuleCache:
     def __init__(self) -> None:
         self.key: Any = None
         self.value: Any = None
+        self.separate: tuple[int, Any] = (-1, None)  # see FusedOperation.run_separately
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()
@@ -158,11 +163,14 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             (default): may alias something the caller sees. Decides ``ctx.owns_grad_output`` of the next step.
         kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
             parameters of ``op_forward``.
+        real_numbers: Names of attributes that take real numbers only. A tensor would get no gradient there, and could
+            change in place where nobody sees it.
     """
 
     is_fused_op: ClassVar[bool]
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    real_numbers: ClassVar[tuple[str, ...]] = ()
     changes: ClassVar[int] = 0  # how often a method or declaration of any op was replaced; part of a plan's key
     param_names: tuple[str, ...] | None = None
     _captured = False
@@ -194,6 +202,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         if inherited is not None and name == "__dict__":
             raise RuntimeError(f"the attributes of this {type(self).__name__} are in use: a fuser captured them")
         self._refuse_lent(name)
+        if name in self.real_numbers:
+            value = check_real(self, name, value)
         is_new = name not in self.__dict__
         super().__setattr__(name, value)
         if self._captured and isinstance(value, (dict, nn.Module)):  # dictionaries of hooks or parameters, maybe
@@ -295,6 +305,18 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         if is_dynamo_compiling() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value
+
+
+def check_real(op: object, name: str, value: Any) -> float:
+    """A real number, as a float.
+
+    Raises:
+        TypeError: It is not a real number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        what = f"a {type(value).__name__}, whose gradient would be lost" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {what}")
+    return float(value)
 
 
 _changing = threading.Lock()
@@ -534,23 +556,15 @@ class BasicOperation(FusibleOperation):
     # The operation itself
 
     @abstractmethod
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
         """Forward pass.
 
         Args:
             ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
             input_: The input tensor.
-            prev_op_grad_output_quantizer: See :class:`OperationContext`.
-            next_op_input_quantizer: See :class:`OperationContext`.
-            **kwargs: The op's own keyword arguments.
+            **kwargs: The op's own keyword arguments. An op whose signature names
+                ``prev_op_grad_output_quantizer`` and ``next_op_input_quantizer`` gets these too, and one with two
+                more positional parameters gets them there, as in Transformer Engine; see :class:`OperationContext`.
 
         Returns:
             The output tensor.
@@ -571,7 +585,10 @@ class BasicOperation(FusibleOperation):
     ) -> tuple[Tensor, Extras]:
         """Run ``op_forward``; see :meth:`FusibleOperation.fuser_forward`."""
         self._check_has_no_extras("forward")
-        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
+        by_position, by_name = asks_for_quantizers(self)
+        before = [quantizers.get(name) for name in by_position]
+        given = {name: quantizers.get(name) for name in by_name}
+        return self.op_forward(basic_op_ctxs[0], input_, *before, **given, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
@@ -611,6 +628,26 @@ class BasicOperation(FusibleOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+_QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+
+
+def asks_for_quantizers(op: BasicOperation) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of Transformer Engine's quantizers an op's ``op_forward`` takes: by position, and by name."""
+    return _asked_by(getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward))
+
+
+asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
+    if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
+        return (), named
+    required = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return (_QUANTIZERS, ()) if len(required) == 2 else ((), ())
+
+
 class FusedOperation(FusibleOperation):
     """Stands for a run of basic ops and keeps no state of its own.
 
@@ -622,7 +659,8 @@ class FusedOperation(FusibleOperation):
     Attributes:
         recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An op behind it that
             saves this very tensor as its ``"input"`` then does not keep it, and finds it in its backward all the
-            same; ``fuser_forward`` agrees to that at each call, see :attr:`OperationContext.recomputable`.
+            same; ``fuser_forward`` agrees to that at each call, see
+            :attr:`OperationContext.may_recompute`.
         notes: What reports add about this op, such as the time it spent compiling; an attribute or a property.
 
     Args:
@@ -671,6 +709,101 @@ class FusedOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
+    # The basic ops one after the other: what a kernel falls back to, and what its results are held against
+
+    def run_separately(
+        self,
+        basic_op_ctxs: Sequence[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> tuple[Tensor, Extras]:
+        """The forward of the basic ops, one after the other.
+
+        Takes and gives what ``fuser_forward`` does, and leaves the same on the contexts.
+        """
+        x, outputs, last = input_, [], len(basic_op_ctxs) - 1
+        made: dict[str | None, Tensor | None] = {}
+        for i, (op, forward, _) in enumerate(self._separate_ops()):
+            ctx, kwargs = basic_op_ctxs[i], basic_op_kwargs[i] if basic_op_kwargs else {}
+            if forward is not None and not kwargs:
+                x = forward(ctx, x)
+                outputs.append(())
+                continue
+            channels = op._extra_input_channels
+            extras = zip(basic_op_extra_inputs[i], channels, strict=True)
+            x, (given,) = op.fuser_forward(
+                [ctx],
+                x,
+                basic_op_extra_inputs=[[made[c] if extra is None else extra for extra, c in extras]],
+                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
+                next_op_input_quantizer=next_op_input_quantizer if i == last else None,
+                basic_op_kwargs=[kwargs],
+            )
+            inside = [_in_channel(tensor, ctx) for tensor in given]
+            made.update(zip(op._extra_output_channels, inside, strict=True))
+            outputs.append(given)
+        return x, outputs
+
+    def run_separately_backward(
+        self, basic_op_ctxs: Sequence[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
+        """The backward of the basic ops, one after the other; takes and gives what ``fuser_backward`` does."""
+        dy: Tensor | None = grad_output
+        of_params: list[Any] = [None] * len(basic_op_ctxs)
+        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
+        inside: dict[str, Tensor | None] = {}
+        owns = basic_op_ctxs[-1].owns_grad_output
+        for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
+            ctx = basic_op_ctxs[i]
+            if not ctx.requires_grad:  # nor does any before it
+                return None, of_params, of_extras
+            owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
+            if backward is not None:
+                dy, of_params[i] = backward(ctx, dy)
+            else:
+                given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
+                grads = [_sum(grad, inside.get(channel)) for grad, channel in given]
+                dy, (of_params[i],), (of_op,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[grads])
+                of_extras[i] = of_op = tuple(of_op)
+                for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
+                    if channel is not None:
+                        inside[channel] = _sum(grad, inside.get(channel))
+            ctx.owns_grad_output = owned
+            owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
+        return dy, of_params, of_extras
+
+    def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
+        """The basic ops, with their ``op_forward`` and ``op_backward`` where these are all there is to call."""
+        changes, found = self._cache.separate
+        if changes == FusibleOperation.changes:
+            return found  # type: ignore[no-any-return]
+        found = []
+        default = {name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")}
+        for op in self.basic_ops:
+            assert isinstance(op, BasicOperation)
+            plain = not (op.num_extra_inputs or op.num_extra_outputs or default.keys() & vars(op).keys())
+            forward = plain and type(op).fuser_forward is default["fuser_forward"]
+            forward = forward and asks_for_quantizers(op) == ((), ())
+            backward = plain and type(op).fuser_backward is default["fuser_backward"]
+            found.append((op, op.op_forward if forward else None, op.op_backward if backward else None))
+        self._cache.separate = FusibleOperation.changes, found
+        return found
+
     def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
+    """What a later op gets of an extra output: an alias that says whether a gradient flows."""
+    if tensor is None or not (ctx.requires_grad and tensor.is_floating_point()) or is_dynamo_compiling():
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, FusedOperation, FusibleOperation, asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"
@@ -130,9 +130,9 @@ def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
         return op.kwarg_names
     if not isinstance(op, BasicOperation):
         return ()
-    contract = {"ctx", "input_", "prev_op_grad_output_quantizer", "next_op_input_quantizer"}
-    parameters = inspect.signature(op.op_forward).parameters.values()
+    by_position, by_name = asks_for_quantizers(op)
+    parameters = list(inspect.signature(op.op_forward).parameters.values())[2 + len(by_position) :]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in list(parameters)[2:] if p.kind in keyword and p.name not in contract)
+    return tuple(p.name for p in parameters if p.kind in keyword and p.name not in by_name)

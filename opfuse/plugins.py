@@ -83,7 +83,7 @@ class PluginRecord:
 class FusionSource(NamedTuple):
     """A fusion with who gave it, for which pass, and how early it may choose (smaller rank first)."""
 
-    kind: str
+    passes: str
     fusion: FusionLike
     distribution: str | None
     version: str | None
@@ -243,28 +243,9 @@ class PluginManager:
             assert record.load is not None
             plugin = record.load()
             stage = "registration"
-            _check_plugin(plugin)
-            for other in self.records:
-                if other.plugin is plugin:
-                    raise ValueError(f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already")
-            name = f"{record.distribution}:{record.name}"
-            self._pluggy.register(plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name)
-            record.plugin = plugin
-            callers = self._pluggy.get_hookcallers(plugin) or []
-            for caller in callers:
-                optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
-                if not caller.has_spec() and not optional:
-                    known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("opfuse_")))
-                    raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
-            record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
+            self._register_hooks(record, plugin)
             stage = "hook call"
-            record.fusions = tuple((kind, fusion) for kind in PASSES for fusion in self._fusions(record, kind))
-            for recipes in self._call(record, "opfuse_recipes"):
-                record.recipes.update(_checked_recipes(recipes))
-            for options in self._call(record, "opfuse_options"):
-                if not isinstance(options, dict) or not all(str(o).partition(".")[0] in record.names for o in options):
-                    raise TypeError(f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}")
-                record.options.update(options)
+            self._read_hooks(record)
             record.state = "loaded"
         except BaseException as error:
             if record.plugin is not None:
@@ -275,13 +256,40 @@ class PluginManager:
                 raise
             self._fail(record, stage, error)
 
+    def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
+        """Register a plugin with pluggy; refuse one that is there already, and hooks that nobody knows."""
+        _check_plugin(plugin)
+        for other in self.records:
+            if other.plugin is plugin:
+                raise ValueError(f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already")
+        name = f"{record.distribution}:{record.name}"
+        self._pluggy.register(plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name)
+        record.plugin = plugin
+        callers = self._pluggy.get_hookcallers(plugin) or []
+        for caller in callers:
+            mine = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
+            if not caller.has_spec() and not all(impl.optionalhook for impl in mine):
+                known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("opfuse_")))
+                raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
+        record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
+
+    def _read_hooks(self, record: PluginRecord) -> None:
+        """Call the hooks of a plugin that are called once."""
+        record.fusions = tuple((passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes))
+        for recipes in self._call(record, "opfuse_recipes"):
+            record.recipes.update(_checked_recipes(recipes))
+        for options in self._call(record, "opfuse_options"):
+            if not isinstance(options, dict) or not all(str(o).partition(".")[0] in record.names for o in options):
+                raise TypeError(f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}")
+            record.options.update(options)
+
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
         for impl in getattr(self._pluggy.hook, hook).get_hookimpls():
             if impl.plugin is record.plugin:
                 yield impl.function(*[kwargs[name] for name in impl.argnames])
 
-    def _fusions(self, record: PluginRecord, kind: str) -> Iterator[FusionLike]:
-        hook = f"opfuse_{kind}_fusions"
+    def _fusions(self, record: PluginRecord, passes: str) -> Iterator[FusionLike]:
+        hook = f"opfuse_{passes}_fusions"
         for result in self._call(record, hook):
             if not isinstance(result, (list, tuple)):
                 raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
@@ -311,7 +319,7 @@ class PluginManager:
                 for record in self.active(text):
                     index = selection.position(record) if selection.only is not None else None
                     who = record.distribution, record.version
-                    sources += [FusionSource(kind, f, *who, _rank(index, f)) for kind, f in record.fusions]
+                    sources += [FusionSource(passes, f, *who, _rank(index, f)) for passes, f in record.fusions]
                 found = self._sources[text] = tuple(sources)
         return found
 
@@ -326,14 +334,11 @@ class PluginManager:
         active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
         for name, value in [(name, value) for name, value in given if "." in name]:
             owner = name.partition(".")[0]
-            known = {o: default for record in active if owner in record.names for o, default in record.options.items()}
-            if name not in known and any(owner in record.names for record in active):
+            owners = [record for record in active if owner in record.names]
+            known = {option: default for record in owners for option, default in record.options.items()}
+            if owners and name not in known:
                 raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
-            default = known.get(name)
-            kind = type(default)
-            if default is not None and type(value) not in ((int, float) if kind is float else (kind,)):
-                expected = f"expected {kind.__name__} such as {default!r}, got {value!r}"
-                raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
+            _check_option(owner, name, value, known.get(name))
             if not any(owner in record.names for record in self.records) and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)
@@ -360,13 +365,13 @@ class PluginManager:
                 self._changed()
         raise RuntimeError(f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does")
 
-    def register_fusion(self, kind: str, fusion: FusionLike, prepend: bool) -> Registration:
+    def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it stays on whatever plugins are selected."""
         if not isinstance(fusion, Fusion) and not callable(fusion):
             raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
         with self._lock:
             rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)  # the latest chooses first
-            registration = Registration(self, FusionSource(kind, fusion, None, None, rank))
+            registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
             self._registered.append(registration)
             self._changed()
         return registration
@@ -383,8 +388,8 @@ class PluginManager:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
             row: dict[str, Any] = {"name": record.name, "distribution": record.distribution, "version": record.version}
             row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks), "fusions": {}}
-            for kind, fusion in record.fusions:
-                row["fusions"].setdefault(fusion_name(fusion), []).append(kind)
+            for passes, fusion in record.fusions:
+                row["fusions"].setdefault(fusion_name(fusion), []).append(passes)
             rows.append(row | {"error": record.error})
         return rows
 
@@ -392,6 +397,14 @@ class PluginManager:
 def _check_plugin(plugin: Any) -> None:
     if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
         raise TypeError(f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got {plugin!r}")
+
+
+def _check_option(owner: str, name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the default's; None as default: any."""
+    accepted = (int, float) if type(default) is float else (type(default),)
+    if default is not None and type(value) not in accepted:
+        expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"
+        raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
 
 
 def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:

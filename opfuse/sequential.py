@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -71,26 +71,22 @@ class Sequential(nn.Sequential):
         extras = [_extras(group) for group in groups]
         if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
             raise ValueError(f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}")
-        fusers = [group for group in groups if isinstance(group, OperationFuser)]
-        kwargs = self._resolve_kwargs(op_kwargs, [op for fuser in fusers for op in fuser.ops]) if op_kwargs else {}
+        kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
         x, outputs = input, []
         for group, (takes, gives) in zip(groups, extras, strict=True):
             given, extra_inputs = extra_inputs[:takes], extra_inputs[takes:]
-            if isinstance(group, OperationFuser):
-                here = [kwargs.get(op, {}) for op in group._routing.ops] if kwargs else None
-                x = group.run(x, *given, basic_op_kwargs=here)
-            else:
-                x = group(x, *given)
+            x = _run(group, x, given, kwargs)
             if gives:
                 x, *more = x
                 outputs += more
         return (x, *outputs) if outputs else x
 
     def _resolve_kwargs(
-        self, op_kwargs: Mapping[Any, dict[str, Any]], ops: list[FusibleOperation]
+        self, op_kwargs: Mapping[Any, dict[str, Any]], groups: Sequence[Any]
     ) -> dict[BasicOperation, dict[str, Any]]:
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
+        ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.ops]
         if not isinstance(op_kwargs, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()):
             raise TypeError(f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}")
         for key, kwargs in op_kwargs.items():
@@ -156,7 +152,7 @@ class Sequential(nn.Sequential):
 def _extras(group: Any) -> tuple[int, int]:
     """How many extra tensors a part of a chain takes and gives; a foreign module does neither."""
     if isinstance(group, OperationFuser):
-        return group.num_extra_inputs, len(group._routing.public_outputs)
+        return group.num_extra_inputs, len(group._chain.public_outputs)
     if not isinstance(group, Sequential) or type(group).forward is not Sequential.forward:
         return 0, 0
     counts = [_extras(inner) for inner in group._module_groups]
@@ -182,6 +178,14 @@ def _contents(chain: Sequential) -> list[Any]:
         if type(child) is Sequential:
             contents += [False] if why_nested_apart(child) else [*_contents(child), True]
     return contents
+
+
+def _run(group: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[Any, dict[str, Any]]) -> Any:
+    """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
+    if not isinstance(group, OperationFuser):
+        return group(x, *extra_inputs)
+    here = [kwargs.get(op, {}) for op in group._chain.ops] if kwargs else None
+    return group.run(x, *extra_inputs, basic_op_kwargs=here)
 
 
 def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:

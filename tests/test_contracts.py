@@ -68,10 +68,23 @@ class Watching(chains.Forwarding):
 
     seen: list
 
-    def run_one(self, op, ctxs, input_, **given):
-        result = super().run_one(op, ctxs, input_, **given)
+    def _separate_ops(self):
+        return [(Spy(op, self.seen), None, backward) for op, _, backward in super()._separate_ops()]
+
+
+class Spy:
+    """Stands for an op, and writes down what its forward got and gave."""
+
+    def __init__(self, op, seen):
+        self.op, self.seen = op, seen
+
+    def __getattr__(self, name):
+        return getattr(self.op, name)
+
+    def fuser_forward(self, ctxs, input_, **given):
+        result = self.op.fuser_forward(ctxs, input_, **given)
         kept = [input_, result[0], *given["basic_op_extra_inputs"][0]]
-        self.seen.append((op, ctxs[0], *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept]))
+        self.seen.append((self.op, ctxs[0], *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept]))
         return result
 
 
@@ -153,15 +166,15 @@ def test_contexts_serve_again_and_hold_nothing_between_calls():
         y.sum().backward()
         del y
     program = chain._module_groups[0]._last[1]
-    (contexts,) = program.unused  # forward and backward take turns
+    (contexts,) = program.pool.idle  # forward and backward take turns
     assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
     assert not alive
     first, second = chain(x), chain(x)
     torch.autograd.backward([first, second], [torch.ones_like(first)] * 2)
-    assert len(program.unused) == 1
+    assert len(program.pool.idle) == 1
     with torch.no_grad():
         chain(x)
-    (contexts,) = chain._module_groups[0]._last[1].unused
+    (contexts,) = chain._module_groups[0]._last[1].pool.idle
     assert all((ctx.params, ctx.saved_tensors, ctx.to_save) == ((), None, None) for ctx in contexts)
 
 
@@ -413,7 +426,7 @@ def test_planning_a_long_chain_takes_time_in_proportion(kinds, style):
             finally:
                 sys.setprofile(None)
         (fuser,) = chain._module_groups
-        assert len(fuser._routing.ops) == 6 * blocks and (len(fuser._forward_ops) < 6 * blocks) == bool(kinds)
+        assert len(fuser._chain.ops) == 6 * blocks and (len(fuser._forward_ops) < 6 * blocks) == bool(kinds)
         got, x.grad = x.grad, None
         chain(x).sum().backward()
         torch.testing.assert_close(got, x.grad)

@@ -71,7 +71,7 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
         one_of_each()
         planned, built = plugin.calls, []
         monkeypatch.setattr(nn.Module, "__init__", lambda self: built.append(self))
-        monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+        monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
         one_of_each()
         one_of_each()
         assert plugin.calls == planned and not built
@@ -82,7 +82,7 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
 def test_an_op_called_alone_keeps_its_plan(monkeypatch):
     linear = ops.Linear(4, 4)
     linear(torch.ones(2, 4))
-    monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
     linear(torch.ones(3, 4))
 
 
@@ -270,6 +270,38 @@ def test_an_op_written_for_te_runs_unchanged(compiled):
     nn.functional.gelu(reference * weight, approximate="tanh").sum().backward()
     torch.testing.assert_close(x.grad, reference.grad)
     torch.testing.assert_close(op.weight.grad, weight.grad)
+
+
+def by_name(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, by=2.0):
+    return input_ * by
+
+
+def by_position(self, ctx, input_, prev_op, next_op, by=2.0):
+    assert prev_op is next_op is None
+    return input_ * by
+
+
+def plain(self, ctx, input_, by=2.0):
+    return input_ * by
+
+
+def bag(self, ctx, input_, **given):
+    return input_ * given.pop("by", 2.0) + len(given)
+
+
+@pytest.mark.parametrize("forward", [by_name, by_position, plain, bag])
+@pytest.mark.parametrize("fused_", [False, True])
+def test_quantizers_are_given_to_who_asks_for_them(register, fused, forward, fused_):
+    given = dict(op_forward=forward, op_backward=lambda self, ctx, dy: (2 * dy, ()), saved_names=())
+    op = type("Op", (opfuse.BasicOperation,), given)()
+    if fused_:
+        register(forward_fusions=[opfuse.Fusion([type(op)], fused(), benefit=1)])
+    x, chain = torch.ones(2, 3, requires_grad=True), opfuse.Sequential(op)
+    torch.testing.assert_close(chain(x), 2 * x)
+    torch.testing.assert_close(chain(x, op_kwargs={op: {"by": 3.0}}), 3 * x)
+    if forward is not bag:
+        with pytest.raises(TypeError, match="does not take the keyword argument 'too'"):
+            chain(x, op_kwargs={op: {"too": 3.0}})
 
 
 def test_pre_forward_callbacks():

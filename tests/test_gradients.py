@@ -14,7 +14,6 @@ from opfuse import ops
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 
-QUANTIZERS = dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
 
 
 class ExtraOp(opfuse.BasicOperation):
@@ -196,26 +195,16 @@ def test_as_pytorch_does_it(use):
 class OneByOne(opfuse.FusedOperation):
     """Runs its basic ops one after the other; refuses a gradient that is None."""
 
-    def fuser_forward(self, ctxs, x, *, basic_op_extra_inputs, **unused):
-        outputs = []
-        for op, ctx, extras in zip(self.basic_ops, ctxs, basic_op_extra_inputs, strict=True):
-            x, (more,) = op.fuser_forward(
-                [ctx], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[{}], **QUANTIZERS
-            )
-            outputs.append(more)
-        return x, outputs
+    def fuser_forward(self, ctxs, x, **given):
+        return self.run_separately(ctxs, x, **given)
 
-    def fuser_backward(self, ctxs, dy, *, basic_op_grad_extra_outputs):
+    def fuser_backward(self, ctxs, dy, **given):
         assert dy is not None
         self.zeros = not dy.any()
-        params, extras = [], []
-        for op, ctx, grads in [*zip(self.basic_ops, ctxs, basic_op_grad_extra_outputs, strict=True)][::-1]:
+        for ctx in ctxs:
             if ctx.saved_tensors is None:
                 ctx.saved_tensors = ctx.to_save
-            dy, of_params, of_extras = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[grads])
-            params += of_params
-            extras += of_extras
-        return dy, params[::-1], extras[::-1]
+        return self.run_separately_backward(ctxs, dy, **given)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "joint"])
@@ -573,7 +562,7 @@ def test_contexts_keep_no_attribute():
     x = torch.randn(2, 3, requires_grad=True)
     chain(x).sum().backward()
     fuser = chain._module_groups[0]
-    contexts = [ctx for ctxs in fuser._last[1].unused for ctx in ctxs]
+    contexts = [ctx for ctxs in fuser._last[1].pool.idle for ctx in ctxs]
     assert contexts and not any(hasattr(ctx, "slope") for ctx in contexts)
 
 
@@ -598,7 +587,7 @@ def test_a_forward_that_leaves_no_attribute_is_named():
 def test_tangents_are_not_lost(frozen, autocast):
     class Blind(opfuse.FusedOperation):  # as a kernel is
         def fuser_forward(self, ctxs, x, **unused):
-            return self.basic_ops[0].op_forward(ctxs[0], x.detach(), **QUANTIZERS), [()]
+            return self.basic_ops[0].op_forward(ctxs[0], x.detach()), [()]
 
     chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU()).requires_grad_(not frozen)
     x, tangent = torch.randn(3, 4), torch.randn(3, 4)
@@ -673,7 +662,7 @@ def test_rows_are_told_only_where_they_are_known():
 
     class Fused(opfuse.FusedOperation):
         def fuser_forward(self, ctxs, x, **unused):
-            return self.basic_ops[0].op_forward(ctxs[0], x, **QUANTIZERS), [()]
+            return self.basic_ops[0].op_forward(ctxs[0], x), [()]
 
     fusion = opfuse.Fusion([ops.GELU], Fused, when, needs_row_alignment=True, needs_rows=True)
     handle = opfuse.register_forward_fusion(fusion)

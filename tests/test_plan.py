@@ -12,8 +12,9 @@ import torch
 
 import opfuse
 from opfuse import Environment, Fusion, PluginWarning, Some, Subclasses, ops, plugins
-from opfuse.engine.choose import Candidate, best_cover, choose
+from opfuse.engine.choose import best_cover, choose
 from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
+from opfuse.engine.step import Step
 from opfuse.plugins import FusionSource
 
 
@@ -57,14 +58,14 @@ def source(fusion, kind="forward", distribution="plugin-x", version="1.0", rank=
     return FusionSource(kind, fusion, distribution, version, rank)
 
 
-def decide(letters, *sources, boundary=0, kwargs=None, excluded=frozenset(), **env):
+def decide(letters, *sources, first_backward=0, kwargs=None, excluded=frozenset(), **env):
     env = Environment(**{"device": torch.device("cpu"), "capability": None, "dtype": torch.float32, **env})
     ops = ops_of(letters) if isinstance(letters, str) else letters
-    return choose(ops, sources, env, boundary=boundary, kwargs=kwargs or ((),) * len(ops), excluded=excluded)
+    return choose(ops, sources, env, first_backward=first_backward, kwargs=kwargs or ((),) * len(ops), excluded=excluded)
 
 
 def taken(choice):
-    return [(c.source.name, c.kind, c.start, c.stop) for c in choice.taken]
+    return [(c.source.name, c.passes, c.start, c.stop) for c in choice.taken]
 
 
 def reasons(choice):
@@ -88,7 +89,7 @@ def test_best_cover_is_what_brute_force_finds():
             start = rng.randrange(length)
             fusion = Fusion([A], Op, name=rng.choice("abc"))
             where = source(fusion, distribution=rng.choice(["x", "y", None]))
-            candidates.append(Candidate(where, start, rng.randint(start + 1, length), rng.choice([0, 1, 1, 2, 2.5, 4])))
+            candidates.append(Step(where, start, rng.randint(start + 1, length), rng.choice([0, 1, 1, 2, 2.5, 4])))
         best = min(
             (
                 subset
@@ -223,7 +224,7 @@ def test_forward_and_backward_choose_independently(fused):
 def test_backward_fusions_only_where_a_gradient_is_needed(fused):
     backward = source(Fusion([A, B], fused("AB")), "backward")
     assert decide("AB", backward) == decide("AB")
-    choice = decide("ABAB", backward, boundary=2, requires_grad=True)
+    choice = decide("ABAB", backward, first_backward=2, requires_grad=True)
     assert taken(choice) == [("AB", "backward", 2, 4)]
     assert reasons(choice) == {"AB": "no gradient is needed before op 2"}
 

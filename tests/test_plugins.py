@@ -244,7 +244,7 @@ def test_a_plugin_may_use_ops_while_it_is_imported(register):
 def test_provenance(register):
     register(name="b", distribution="dist-b", version="2", joint_fusions=[fusion("j")], forward_fusions=[fusion("f")])
     register(name="a", distribution="dist-a", version="1", backward_fusions=[fusion("g")])
-    found = [(s.kind, s.name, s.distribution, s.version) for s in plugins.manager.sources(settings.current.selection)]
+    found = [(s.passes, s.name, s.distribution, s.version) for s in plugins.manager.sources(settings.current.selection)]
     assert found == [("backward", "g", "dist-a", "1"), ("joint", "j", "dist-b", "2"), ("forward", "f", "dist-b", "2")]
     assert plugins.listing()[1] == {
         "name": "b",
@@ -416,7 +416,7 @@ def test_a_fusion_registered_in_code(register, selection):
             generation = manager.generation
             handle = function(fusion("code"))
             assert manager.generation > generation
-            assert [(s.kind, s.name, s.distribution) for s in manager.sources(settings.current.selection)] == [(kind, "code", None)]
+            assert [(s.passes, s.name, s.distribution) for s in manager.sources(settings.current.selection)] == [(kind, "code", None)]
             (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
             assert [step.fusion for step in call.plan.forward] == ([None] * 2 if kind == "backward" else ["code"])
             assert [step.fusion for step in call.plan.backward] == ([None] * 2 if kind == "forward" else ["code"])

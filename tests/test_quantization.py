@@ -162,7 +162,7 @@ def test_two_recipes_alternate_without_planning(monkeypatch):
         return results
 
     first = alternate()
-    monkeypatch.setattr("opfuse.engine.fuser.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
     second = alternate()
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert not torch.equal(first[0], first[1])

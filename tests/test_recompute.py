@@ -95,8 +95,8 @@ def test_a_call_that_does_not_agree_keeps(fused, monkeypatch):
 
     def disagree(self, basic_op_ctxs, input_, **unused):
         y, extras = before(self, basic_op_ctxs, input_)
-        if basic_op_ctxs[0].recomputable is not False:
-            basic_op_ctxs[0].recomputable = y.clone()  # not what the next op saves
+        if basic_op_ctxs[0].may_recompute:
+            basic_op_ctxs[0].recomputable_output = y.clone()  # not what the next op saves
         return y, extras
 
     monkeypatch.setattr(faulty.Recomputing, "fuser_forward", disagree)

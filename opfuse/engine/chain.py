@@ -5,7 +5,7 @@ Computed once when a fuser captures its ops; everything that can be refused with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -30,11 +30,13 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
     return tuple(basic)
 
 
-class Routing:
-    """Where the tensors of a chain come from and go to.
+class Chain:
+    """The ops of a chain, and where its tensors come from and go to.
 
     Attributes:
-        ops: The basic ops.
+        written: The ops as the user wrote them, basic and fused.
+        ops: The basic ops that these stand for.
+        title: The chain as error messages call it.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: Which of them belong to each op.
         external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order.
@@ -45,19 +47,21 @@ class Routing:
         widths: Last dimension of each op's input, or None where the chain does not tell.
 
     Args:
-        ops: The basic ops.
+        ops: The ops as the user wrote them.
         part: Whether they are part of a longer chain: then who runs it passes on what a channel brings or takes.
     """
 
-    def __init__(self, ops: Sequence[BasicOperation], *, part: bool = False) -> None:
-        self.ops = tuple(ops)
+    def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
+        self.written = tuple(ops)
+        self.ops = flatten(self.written)
+        self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
         self.param_sources: list[tuple[nn.Module, str]] = []
         self.param_ranges: list[Slot] = []
         for op in self.ops:
             start = len(self.param_sources)
             self.param_sources += [op.param_source(name) for name in op.param_names or ()]
             self.param_ranges.append((start, len(self.param_sources)))
-        self._route(part)
+        self._bind_channels(part)
         self.external_inputs = [
             (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
         ]
@@ -70,7 +74,7 @@ class Routing:
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         self._infer_widths()
 
-    def _route(self, part: bool) -> None:
+    def _bind_channels(self, part: bool) -> None:
         """Bind extra inputs to the producers of their channels."""
         producers: dict[str, Slot] = {}
         for i, op in enumerate(self.ops):

@@ -25,47 +25,26 @@ from ..op import BasicOperation, FusedOperation, declared
 from ..overrides import kwarg_names, op_class
 from ..plugins import FusionSource
 from .plan import Refusal
+from .step import Step
 
 logger = logging.getLogger("opfuse")
 _MOST = 1e6  # of a benefit: sums stay exact
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A fusion that matches ``ops[start:stop]`` and agreed to replace them."""
-
-    source: FusionSource
-    start: int
-    stop: int
-    benefit: float
-    op: FusedOperation | None = None  # already built by a fusion function
-
-    @property
-    def kind(self) -> str:
-        """Which pass it replaces."""
-        return self.source.kind
-
-    @property
-    def places(self) -> Iterator[tuple[str, int]]:
-        """The ops it wants, each with the pass."""
-        passes = ("forward", "backward") if self.kind == "joint" else (self.kind,)
-        return itertools.product(passes, range(self.start, self.stop))
-
-
-class Taken(list[Candidate]):
+class Taken(list[Step]):
     """The candidates taken so far, and which of them is where."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._at: dict[tuple[str, int], Candidate] = {}
+        self._at: dict[tuple[str, int], Step] = {}
 
-    def take(self, candidates: Iterable[Candidate]) -> None:
+    def take(self, candidates: Iterable[Step]) -> None:
         """Add candidates that overlap none here."""
         for candidate in candidates:
             self.append(candidate)
             self._at.update(dict.fromkeys(candidate.places, candidate))
 
-    def overlapping(self, candidate: Candidate) -> list[Candidate]:
+    def overlapping(self, candidate: Step) -> list[Step]:
         """Those that want the same op in the same pass."""
         found = [self._at[place] for place in candidate.places if place in self._at]
         return list({id(winner): winner for winner in found}.values())
@@ -75,7 +54,7 @@ class Taken(list[Candidate]):
 class Choice:
     """What planning decided: the candidates taken, left to right per pass, and the refusals."""
 
-    taken: tuple[Candidate, ...]
+    taken: tuple[Step, ...]
     refused: tuple[Refusal, ...]
     row_facts: tuple[str, ...]
 
@@ -85,7 +64,7 @@ def choose(
     sources: Iterable[FusionSource],
     env: Environment,
     *,
-    boundary: int,
+    first_backward: int,
     kwargs: Sequence[tuple[str, ...]],
     excluded: frozenset[tuple[Any, int, int]] = frozenset(),
     widths: Sequence[int | None] = (),
@@ -96,7 +75,7 @@ def choose(
         ops: The basic ops of the chain.
         sources: Every fusion on offer.
         env: Where the plan is made for.
-        boundary: The first op that takes part in the backward.
+        first_backward: The first op that takes part in the backward.
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, start, stop)`` of candidates whose build failed.
         widths: Last dimension of each op's input, where that is known.
@@ -106,14 +85,14 @@ def choose(
         raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
     keeping = [declared(op, "keeps_rows") for op in ops]
     rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
-    finder = _Finder(tuple(ops), env, boundary, kwargs, excluded, widths or (None,) * len(ops), rows_kept)
-    candidates: list[Candidate] = []
+    finder = _Finder(tuple(ops), env, first_backward, kwargs, excluded, widths or (None,) * len(ops), rows_kept)
+    candidates: list[Step] = []
     taken = Taken()
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
         for source in group:
             candidates += finder.candidates(source, taken)
         taken.take(best_cover([c for c in candidates if not taken.overlapping(c)], len(ops)))
-    taken.sort(key=lambda c: (PASSES.index(c.kind), c.start))
+    taken.sort(key=lambda c: (PASSES.index(c.passes), c.start))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
     won = {*map(id, kept)}
     for loser in candidates:
@@ -122,13 +101,13 @@ def choose(
             reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
             finder.refuse(loser.source, loser.start, loser.stop, reason)
     finder.refused.sort(
-        key=lambda r: (r.start, PASSES.index(r.kind), r.distribution or "", r.fusion, r.basic_ops, r.reason)
+        key=lambda r: (r.start, PASSES.index(r.passes), r.distribution or "", r.fusion, r.basic_ops, r.reason)
     )
     return Choice(tuple(kept), tuple(finder.refused), tuple(sorted(finder.row_facts)))
 
 
 def _precedence(source: FusionSource) -> tuple[Any, int]:
-    return source.rank, PASSES.index(source.kind)
+    return source.rank, PASSES.index(source.passes)
 
 
 @dataclasses.dataclass
@@ -137,7 +116,7 @@ class _Finder:
 
     ops: tuple[BasicOperation, ...]
     env: Environment
-    boundary: int
+    first_backward: int
     kwargs: Sequence[tuple[str, ...]]
     excluded: frozenset[tuple[Any, int, int]]
     widths: Sequence[int | None]
@@ -147,15 +126,15 @@ class _Finder:
 
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
-        self.refused.append(Refusal(source.name, source.kind, names, start, reason, source.distribution))
+        self.refused.append(Refusal(source.name, source.passes, names, start, reason, source.distribution))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Candidate]:
+    def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:
         """Where a fusion could be; it is asked only where none of higher precedence is."""
-        if source.kind == "backward" and not self.env.requires_grad:
+        if source.passes == "backward" and not self.env.requires_grad:
             return
         for start, stop, op in _matches(source, self.ops, self.env):
-            found = Candidate(source, start, stop, 0, op)
+            found = Step(source, start, stop, 0, op)
             benefit = 0 if taken.overlapping(found) else self._benefit(source, start, stop, op)
             if isinstance(benefit, str):
                 self.refuse(source, start, stop, benefit)
@@ -175,8 +154,8 @@ class _Finder:
 
     def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
-        if source.kind == "backward" and start < self.boundary:
-            return f"no gradient is needed before op {self.boundary}"
+        if source.passes == "backward" and start < self.first_backward:
+            return f"no gradient is needed before op {self.first_backward}"
         if (source, start, stop) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
@@ -185,21 +164,13 @@ class _Finder:
             for name in self.kwargs[index]:
                 if takes is not None and name not in takes:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
-        if not isinstance(fusion, Fusion):
-            return 2 * (stop - start - 1)
-        known = self.rows_kept[start]  # else only the running chain knows how many rows come here
-        ops, env, rows = self.ops[start:stop], self.env._replace(rows=None, features=self.widths[start]), self.env.rows
-        if fusion.needs_row_alignment and known:
-            self.row_facts.add("row_alignment")
-        else:
-            env = env._replace(row_alignment=1)
-        asked = "condition"
+        return self._asked(source, fusion, start, stop) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+
+    def _asked(self, source: FusionSource, fusion: Fusion, start: int, stop: int) -> float | str:
+        """What the condition and the benefit of a fusion say, if they say what they may."""
+        ops, asked = self.ops[start:stop], "condition"
         try:
-            answer = fusion.when is None or fusion.when(ops, env)
-            if answer is True and fusion.needs_rows and known:
-                self.row_facts.add("rows")
-                env = env._replace(rows=rows)
-                answer = fusion.when is None or fusion.when(ops, env)
+            answer, env = self._condition(fusion, start, ops)
             asked = "benefit"
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
@@ -211,6 +182,21 @@ class _Finder:
         if not (isinstance(benefit, (int, float)) and abs(benefit) <= _MOST):
             return warn_about(source, f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most")
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
+
+    def _condition(self, fusion: Fusion, start: int, ops: Any) -> tuple[Any, Environment]:
+        """The answer of a condition, and the environment it was given for."""
+        known = self.rows_kept[start]  # else only the running chain knows how many rows come here
+        env, rows = self.env._replace(rows=None, features=self.widths[start]), self.env.rows
+        if fusion.needs_row_alignment and known:
+            self.row_facts.add("row_alignment")
+        else:
+            env = env._replace(row_alignment=1)
+        answer = fusion.when is None or fusion.when(ops, env)
+        if answer is True and fusion.needs_rows and known:
+            self.row_facts.add("rows")
+            env = env._replace(rows=rows)
+            answer = fusion.when is None or fusion.when(ops, env)
+        return answer, env
 
 
 def warn_about(source: FusionSource, what: str) -> str:
@@ -252,10 +238,10 @@ def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperati
     if not isinstance(fused, FusedOperation):
         raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
     _check_order(source, fused.basic_ops, ops)
-    for name, kinds in (("fuser_forward", ("forward", "joint")), ("fuser_backward", ("backward", "joint"))):
+    for name, passes in (("fuser_forward", ("forward", "joint")), ("fuser_backward", ("backward", "joint"))):
         method = getattr(fused, name)
-        if source.kind in kinds and getattr(method, "__func__", None) is getattr(FusedOperation, name):
-            what = f"is a {source.kind} fusion, but {type(fused).__name__} does not implement {name}"
+        if source.passes in passes and getattr(method, "__func__", None) is getattr(FusedOperation, name):
+            what = f"is a {source.passes} fusion, but {type(fused).__name__} does not implement {name}"
             raise TypeError(f"{source.full_name} {what}")
     if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
         raise TypeError(f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute")
@@ -268,15 +254,15 @@ def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[An
         raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")
 
 
-def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
+def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     """The non-overlapping candidates of one pass with the largest total benefit.
 
     Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
     candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
-    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Candidate, ...]] = (0.0, 0, 0, (), ())
+    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (0.0, 0, 0, (), ())
     best = [empty] * (length + 1)
-    starting: dict[int, list[Candidate]] = {}
+    starting: dict[int, list[Step]] = {}
     for candidate in candidates:
         starting.setdefault(candidate.start, []).append(candidate)
     for i in reversed(range(length)):
@@ -289,15 +275,15 @@ def best_cover(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
     return list(best[0][4])
 
 
-def _conflict(loser: Candidate, taken: Taken) -> str:
+def _conflict(loser: Step, taken: Taken) -> str:
     winners = taken.overlapping(loser)
     if not winners:
         return "another set of fusions has the larger total benefit"
-    first = min(winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.kind), winner.start))
+    first = min(winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.start))
     who = f"overlaps {first.source.name}" + (f" of {first.source.distribution}" if first.source.distribution else "")
     if first.source.rank != loser.source.rank:
         return f"{who}, which has precedence"
-    if PASSES.index(first.kind) < PASSES.index(loser.kind):
+    if PASSES.index(first.passes) < PASSES.index(loser.passes):
         return f"{who}, and joint fusions choose first"
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation, FusibleOperation
 from ..overrides import op_class
-from .chain import Routing, Slot, flatten
+from .chain import Chain, Slot, flatten
 
 
 class Part(NamedTuple):
@@ -36,12 +36,12 @@ class Cut(NamedTuple):
     parts: tuple[Part, ...]
     row_facts: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
-    is_special: bool = True
+    is_plain: bool = False
 
 
 def cut(
     ops: Sequence[FusibleOperation],
-    routing: Routing,
+    chain: Chain,
     apart: Sequence[FusibleOperation],
     fuser: Callable[[Sequence[FusibleOperation]], Callable[..., Any]],
 ) -> Cut:
@@ -49,7 +49,7 @@ def cut(
 
     Args:
         ops: The chain, as the user wrote it.
-        routing: Where its extra tensors go.
+        chain: Where its extra tensors go.
         apart: Which of the ops, or of their basic ops, run through their own ``__call__``.
         fuser: Makes the fuser of a run between them.
     """
@@ -66,32 +66,32 @@ def cut(
         inputs = [
             (i, k)
             for i in range(start, stop)
-            for k in range(routing.ops[i].num_extra_inputs)
-            if (i, k) not in routing.sources or routing.sources[i, k][0] < start
+            for k in range(chain.ops[i].num_extra_inputs)
+            if (i, k) not in chain.sources or chain.sources[i, k][0] < start
         ]
-        outputs = [(i, k) for i in range(start, stop) for k in range(routing.ops[i].num_extra_outputs)]
+        outputs = [(i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)]
         parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
         start = stop
     return Cut(tuple(parts))
 
 
 def run_cut(
-    cut: Cut, routing: Routing, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None
+    cut: Cut, chain: Chain, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None
 ) -> Any:
     """Run the parts one after the other; a channel between two parts carries its tensor, with its gradient.
 
     Args:
         cut: The parts.
-        routing: Of the whole chain.
+        chain: Of the whole chain.
         input: Input of the first part.
         extra_inputs: The extra inputs that no channel feeds.
         kwargs: Keyword arguments per basic op, or None.
     """
     x: Any = input
-    given: dict[Slot, Any] = dict(zip(routing.external_inputs, extra_inputs, strict=True))
+    given: dict[Slot, Any] = dict(zip(chain.external_inputs, extra_inputs, strict=True))
     made: dict[Slot, Any] = {}
     for run, start, stop, inputs, outputs in cut.parts:
-        extras = [given[slot] if slot in given else made[routing.sources[slot]] for slot in inputs]
+        extras = [given[slot] if slot in given else made[chain.sources[slot]] for slot in inputs]
         here: dict[str, Any] = {}
         if kwargs is not None and any(kwargs[start:stop]):
             one = isinstance(run, BasicOperation)
@@ -102,5 +102,5 @@ def run_cut(
             who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
             raise RuntimeError(f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}")
         made.update(zip(outputs, more, strict=True))
-    public = [made[slot] for slot in routing.public_outputs]
+    public = [made[slot] for slot in chain.public_outputs]
     return (x, *public) if public else x

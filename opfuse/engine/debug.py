@@ -24,7 +24,7 @@ class Watched:
     """
 
     def __init__(self, method: Callable[..., Any], who: str, in_place: bool) -> None:
-        self.__self__: Any = method.__self__  # type: ignore[attr-defined]
+        self.__self__: Any = getattr(method, "__self__", None) or method.op  # type: ignore[attr-defined]
         self.__name__ = method.__name__
         self._method, self._who, self._in_place = method, who, in_place
 

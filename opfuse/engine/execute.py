@@ -1,22 +1,24 @@
 """Running a program: one loop per pass, one autograd function per chain.
 
-The two loops run at every call of every chain. They stay in one function each and put off what is rare, since on small
-tensors a call in Python costs as much as an operation.
+The two loops run at every call of every chain, and on small tensors a call in Python costs as much as an operation. So
+each loop is one function, and what is rare waits behind a flag of the program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..op import declared
-from ..quantization import QuantizedTensor
+from ..quantization import QuantizedTensor, dequantize
+from .checks import as_many, forward_of, refuse_gradients, refuse_none, refuse_result, refuse_saved, saved_nothing
 from .extras import BackwardExtras, ForwardExtras
-from .program import Program, Step, refuse_saved
+from .program import Program, separate
+from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
@@ -40,80 +42,93 @@ def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, 
         The output, or ``(output, *extra_outputs)``.
     """
     try:
-        ctxs = program.unused.pop()
+        ctxs = program.pool.idle.pop()
     except IndexError:
-        ctxs = program.new_contexts()
+        ctxs = program.pool.new()
     for index, first, last in program.params:
         ctxs[index].params = tensors[first:last]
     extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
-    for run, start, stop, simple, prepared, wired, nothing in program.forward_calls:
-        if prepared is not None:
-            x = _prepare(prepared, x)
-        ctx = ctxs[start]
-        if simple:
-            x = run(
-                ctx,
-                x,
-                prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
-                next_op_input_quantizer=ctx.next_op_input_quantizer,
-            )
+    for step in program.forward:
+        if step.prepares:
+            x = _prepare(step, x)
+        start, stop, run = step.start, step.stop, step.run
+        if step.direct:
+            x = run(ctxs[start], x)
             if type(x) is not Tensor and not isinstance(x, _TENSORS):
-                _refuse_result(program, run, x)
+                refuse_result(program, run, x)
             continue
         result = run(
             ctxs[start:stop],
             x,
-            basic_op_extra_inputs=nothing if wired is None else extras.given(wired),  # type: ignore[union-attr]
-            prev_op_grad_output_quantizer=ctx.prev_op_grad_output_quantizer,
+            basic_op_extra_inputs=extras.given(step) if step.has_extras else step.no_extras,  # type: ignore[union-attr]
+            prev_op_grad_output_quantizer=ctxs[start].prev_op_grad_output_quantizer,
             next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
             basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
         )
         try:
-            x, outputs = result if type(result) is tuple else _refuse_result(program, run, result)
+            x, outputs = result if type(result) is tuple else refuse_result(program, run, result)
         except ValueError:
-            _refuse_result(program, run, result)
+            refuse_result(program, run, result)
         if not isinstance(x, _TENSORS):
-            _refuse_result(program, run, result)
-        if wired is not None:
-            extras.keep(wired, outputs, x)  # type: ignore[union-attr]
-    if program.recipe is not None and isinstance(x, QuantizedTensor):
-        x = x.dequantize()
+            refuse_result(program, run, result)
+        if step.has_extras:
+            extras.keep(step, outputs, x)  # type: ignore[union-attr]
+    if program.recipe is not None:
+        x = dequantize(x)
+    saved = _saved_by(program, ctxs, func_ctx is not None)
+    if func_ctx is not None:
+        _leave(func_ctx, program, ctxs, x, tensors, saved, extras)
+    if not program.compiling:
+        program.pool.give_back(ctxs)
+    return x if extras is None else extras.beside(x, func_ctx)
+
+
+def _saved_by(program: Program, ctxs: Sequence[Any], kept: bool) -> list[Tensor | None]:
+    """Take what the ops saved off their contexts; a list of it if there is a backward."""
     saved: list[Tensor | None] = []
-    for index, start, stop in program.saving:
+    for index, start, stop in program.saved.ranges:
         ctx = ctxs[index]
         to_save, ctx.to_save, ctx.params = ctx.to_save, None, ()
         if ctx.saved_tensors is not None:
             refuse_saved(program, index, ctx)
-        if func_ctx is not None:
+        if kept:
             if to_save is None or len(to_save) != stop - start:
-                to_save = _saved_nothing(program, index, stop - start, ctx, to_save)
+                to_save = saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
-    for index in program.unsaved:
+    for index in program.saved.nothing:
         ctx = ctxs[index]
         if ctx.to_save is not None or ctx.saved_tensors is not None:
             refuse_saved(program, index, ctx)
         ctx.params = ()
-    if func_ctx is not None:
-        if program.leaving:
+    return saved
+
+
+def _leave(
+    func_ctx: Any,
+    program: Program,
+    ctxs: Sequence[Any],
+    x: Any,
+    tensors: Sequence[Tensor],
+    saved: list[Tensor | None],
+    extras: ForwardExtras | None,
+) -> None:
+    """Leave on the autograd function's context what the backward needs: saved tensors and, in few chains, more."""
+    if program.leaves_more:
+        if program.saved.attributes:
             func_ctx.attributes = _take_attributes(program, ctxs)
         if program.recomputing:
             func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
-        if program.keeping:
+        if program.saved.undeclared:
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
             extras.refuse_overwritten(x, saved)
             func_ctx.outputs = extras.shapes
         if program.accumulating:
             func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
-        func_ctx.save_for_backward(*saved)
-        func_ctx.program = program
-        if not program.compiling:
-            func_ctx.materialize_grads = False  # what set_materialize_grads does
+    func_ctx.save_for_backward(*saved)
+    func_ctx.program = program
     if not program.compiling:
-        if program.keeping:
-            program.renew(ctxs)
-        program.unused.append(ctxs)
-    return x if extras is None else extras.beside(x, func_ctx)
+        func_ctx.materialize_grads = False  # what set_materialize_grads does
 
 
 def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -> Any:
@@ -131,89 +146,118 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     program: Program = func_ctx.program
     tracing = is_dynamo_compiling()  # by compiled autograd too, which then meets a program that was not made for it
     if not tracing:
-        batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
-        if batched or torch.is_grad_enabled() or (grad_extra_outputs and any(map(_is_batched, grad_extra_outputs))):
-            raise RuntimeError(
-                "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
-                "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"
-            )
+        _check_once(grad_output, grad_extra_outputs)
         if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
             with torch.autocast(program.autocast_device, enabled=False):
                 return run_backward(func_ctx, grad_output, *grad_extra_outputs)
-    saved = func_ctx.saved_tensors
-    try:
-        ctxs = program.unused.pop() if program.unused and not tracing else program.new_contexts()
-    except IndexError:  # another thread was quicker
-        ctxs = program.new_contexts()
-    for index, start, stop in program.saving:
-        ctxs[index].saved_tensors = saved[start:stop]
-    for (index, name), value in zip(program.leaving, func_ctx.attributes) if program.leaving else ():  # noqa: B905
-        setattr(ctxs[index], name, value)
-    if program.keeping:
-        _restore_contexts(ctxs, func_ctx.left, saved)
+    ctxs = _contexts_of(func_ctx, program, tracing)
     extras = BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
+    steps: Sequence[Step] = program.backward
     dy, reached = grad_output, len(ctxs)
-    calls: Sequence[Any] = program.backward_calls
     if dy is None:  # the loss does not use the main output
-        dy, calls, reached = _begin_late(func_ctx, ctxs, extras)
+        dy, steps, reached = _begin_late(func_ctx, ctxs, extras)
         if reached < 0:
             return (None,) * len(func_ctx.needs_input_grad)
     grads: list[Any] = [None] * len(ctxs)
-    for run, start, stop, simple, prepared, wired, nothing in calls:
-        if prepared is not None:
-            if prepared.recompute is not None:
+    for step in steps:
+        start, run = step.start, step.run
+        if step.prepares:
+            if step.recompute is not None:
                 _recompute(program, ctxs, start, func_ctx.dropped)
-            dy = _prepare(prepared, dy)
-        if simple:
+            dy = _prepare(step, dy)
+        if step.direct:
             result = run(ctxs[start], dy)
             try:
-                dy, grads[start] = result if type(result) is tuple else _refuse_result(program, run, result)
+                dy, grads[start] = result if type(result) is tuple else refuse_result(program, run, result)
             except ValueError:
-                _refuse_result(program, run, result)
-            if dy is None and start > program.first_gradient:
-                _refuse_none(program, run, start)
-            continue
-        given = nothing if wired is None else extras.given(wired)  # type: ignore[union-attr]
-        result = run(ctxs[start:stop], dy, basic_op_grad_extra_outputs=given)
-        try:
-            dy, of_params, of_extras = result if type(result) is tuple else _refuse_result(program, run, result)
-        except ValueError:
-            _refuse_result(program, run, result)
-        if dy is None and start > program.first_gradient:
-            _refuse_none(program, run, start)
-        grads[start:stop] = of_params
-        if len(grads) != len(ctxs):
-            who = type(run.__self__).__name__
-            raise RuntimeError(f"{who} must give parameter gradients for {stop - start} basic ops")
-        if wired is not None:
-            extras.keep(wired, of_extras)  # type: ignore[union-attr]
-    if program.recipe is not None and isinstance(dy, QuantizedTensor):
-        dy = dy.dequantize()
-    for index in program.bare:
-        if grads[index]:
-            _refuse_gradients(program, index, grads[index])
+                refuse_result(program, run, result)
+        else:
+            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras)
+        if dy is None and start > program.last_without_gradient:
+            refuse_none(program, run, start)
+    if program.recipe is not None and dy is not None:
+        dy = dequantize(dy)
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
         extras.forget_after(reached)  # type: ignore[union-attr]
+    flat = _all_gradients(func_ctx, program, dy, grads, extras)
+    if not tracing and reached == len(ctxs):
+        _clear(program, ctxs)
+    return flat
+
+
+def _check_once(grad_output: Any, grad_extra_outputs: Sequence[Any]) -> None:
+    """Refuse second derivatives and batched gradients, which kernels would lose."""
+    batched = any(map(_is_batched, grad_extra_outputs)) if grad_extra_outputs else False
+    if batched or torch.is_grad_enabled() or _is_batched(grad_output):
+        raise RuntimeError(
+            "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
+            "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"
+        )
+
+
+def _contexts_of(func_ctx: Any, program: Program, tracing: bool) -> list[Any]:
+    """The contexts of a backward, with what the forward left."""
+    saved, pool = func_ctx.saved_tensors, program.pool
+    try:
+        ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
+    except IndexError:  # another thread was quicker
+        ctxs = pool.new()
+    for index, start, stop in program.saved.ranges:
+        ctxs[index].saved_tensors = saved[start:stop]
+    if program.saved.attributes:
+        for (index, name), value in zip(program.saved.attributes, func_ctx.attributes, strict=True):
+            setattr(ctxs[index], name, value)
+    if program.saved.undeclared:
+        _restore_contexts(ctxs, func_ctx.left, saved)
+    return ctxs
+
+
+def _run_fused_backward(
+    program: Program, step: Step, ctxs: list[Any], dy: Any, grads: list[Any], extras: BackwardExtras | None
+) -> Any:
+    """Run the backward of a step over several ops, or with extra tensors; the gradient of its input."""
+    given = extras.given(step) if extras and step.has_extras else step.no_extras
+    result = step.run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
+    if type(result) is not tuple or len(result) != 3:
+        refuse_result(program, step.run, result)
+    dx, of_params, of_extras = result
+    grads[step.start : step.stop] = of_params
+    if len(grads) != len(ctxs):
+        who, count = type(step.op).__name__, step.stop - step.start
+        raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
+    if extras and step.has_extras:
+        extras.keep(step, of_extras)
+    return dx
+
+
+def _all_gradients(
+    func_ctx: Any, program: Program, dy: Any, grads: list[Any], extras: BackwardExtras | None
+) -> tuple[Any, ...]:
+    """What the autograd function returns."""
+    for index in program.without_params:
+        if grads[index]:
+            refuse_gradients(program, index, grads[index])
     dx = dy if program.input_requires_grad else None
     flat: Any
     flat, ends = ([None, None, dx], ()) if extras is None else extras.ends(dx)
     for index, first, last in program.params:
         of_op = grads[index]
         if type(of_op) is not tuple or len(of_op) != last - first:
-            of_op = _as_many(program, index, of_op, last - first)
+            of_op = as_many(program, index, of_op, last - first)
         flat += of_op
     if program.accumulating:
         _accumulate(func_ctx, flat)
-    if not tracing and reached == len(ctxs):
-        for index, _, _ in program.saving:
-            ctxs[index].saved_tensors = None
-        for index, name in program.leaving:
-            delattr(ctxs[index], name)
-        if program.keeping:
-            program.renew(ctxs)
-        program.unused.append(ctxs)
     return (*flat, *ends)
+
+
+def _clear(program: Program, ctxs: list[Any]) -> None:
+    """Let the contexts of a backward serve again, without what they held."""
+    for index, _, _ in program.saved.ranges:
+        ctxs[index].saved_tensors = None
+    for index, name in program.saved.attributes:
+        delattr(ctxs[index], name)
+    program.pool.give_back(ctxs)
 
 
 class Pipeline(torch.autograd.Function):
@@ -231,9 +275,9 @@ def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tenso
     """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
     if program.recipe is not None:
         raise RuntimeError(f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}")
-    for index, op in enumerate(program.routing.ops):
+    for index, op in enumerate(program.chain.ops):
         if not declared(op, "differentiable"):
-            who = f"{program.routing.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
+            who = f"{program.chain.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
             raise RuntimeError(f"second derivatives and functorch transforms: {who}")
     return run_forward(None, program, kwargs, x, *tensors)
 
@@ -242,11 +286,11 @@ def _is_batched(grad: Tensor | None) -> bool:
     return grad is not None and is_legacy_batchedtensor(grad)
 
 
-def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None) -> tuple[Any, Sequence[Any], int]:
+def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None) -> tuple[Any, Sequence[Step], int]:
     """Where the backward begins if no gradient comes to the main output: steps that get none at all are skipped.
 
     Returns:
-        The gradient to begin with, which is zero; the calls that are left; and the last op that a gradient reaches, or
+        The gradient to begin with, which is zero; the steps that are left; and the last op that a gradient reaches, or
         -1. What begins behind it, since shapes in between are not known, is forgotten afterwards.
     """
     program: Program = func_ctx.program
@@ -259,56 +303,12 @@ def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | Non
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
     else:  # by a fusion that may not expect zeros: the ops run one by one
-        first = [program.separate(i, step) for i in reversed(range(step.start, last + 1))]
+        first = [separate(program.chain, i, step) for i in reversed(range(step.start, last + 1))]
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
     shape, dtype, device = func_ctx.outputs[last]
-    calls = [one.call("backward") for one in first]
-    return torch.zeros(shape, dtype=dtype, device=device), (*calls, *program.backward_calls[position + 1 :]), reached
-
-
-def _refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
-    """Refuse what an op gave instead of a tuple, which might be a tensor that unpacks by rows."""
-    method = run.__name__
-    got = type(result).__name__
-    if isinstance(result, tuple):
-        got = f"({', '.join(type(item).__name__ for item in result)})"
-    wanted = {
-        "op_forward": "its output, a tensor",
-        "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
-        "op_backward": "a tuple of the gradient of its input and those of its parameters",
-        "fuser_backward": "a tuple of the gradients of its input, of the parameters and of the extra inputs of each op",
-    }
-    raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
-
-
-def _by(program: Program, run: Any) -> str:
-    """An op as errors call it, with who gave it."""
-    op = type(run.__self__).__name__
-    steps = (*program.plan.forward, *program.plan.backward)
-    return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
-
-
-def _refuse_none(program: Program, run: Any, start: int) -> NoReturn:
-    """Refuse a gradient that is missing although somebody needs it: it would be lost without a word."""
-    needs = program.routing.name(start - 1) if start else "the input of the chain"
-    what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
-    raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
-
-
-def _refuse_gradients(program: Program, index: int, grads: Any) -> None:
-    """Refuse gradients for parameters that an op does not have."""
-    if any(grad is not None for grad in tuple(grads)):
-        name = program.routing.name(index)
-        raise RuntimeError(f"{name} has no parameters, but its backward gave {len(tuple(grads))} gradients for some")
-
-
-def _as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:
-    """The parameter gradients of an op as a tuple."""
-    several: tuple[Any, ...] = (None,) * count if grads is None else tuple(grads)
-    if len(several) != count:
-        raise RuntimeError(f"{program.routing.name(index)} must give {count} parameter gradients, gave {len(several)}")
-    return several
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    return zeros, (*first, *program.backward[position + 1 :]), reached
 
 
 def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
@@ -317,7 +317,7 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
     for (index, first, last), of_op in zip(program.accumulating, func_ctx.accumulating, strict=True):
         here = slice(3 + first, 3 + last)
         if is_dynamo_compiling() or any(map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])):
-            grads[here] = program.routing.ops[index].accumulate_grads(of_op, tuple(grads[here]))
+            grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:
@@ -340,37 +340,23 @@ def _prepare(step: Step, x: Any) -> Any:
     return x
 
 
-def _saved_nothing(program: Program, index: int, count: int, ctx: Any, to_save: Any) -> tuple[None, ...]:
-    """What an op saves that takes no part in the backward; every other must save what it declares."""
-    if to_save is None and not ctx.requires_grad:
-        return (None,) * count
-    what = f"{program.routing.name(index)} declares {count} saved tensors"
-    raise RuntimeError(f"{what}, but the forward of {_forward_of(program, index)} saved {len(to_save or ())} for it")
-
-
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
     """Take what the contexts pass on to the backward."""
     values = []
-    for index, name in program.leaving:
+    for index, name in program.saved.attributes:
         try:
             values.append(getattr(ctxs[index], name))
         except AttributeError:
-            what = f"{program.routing.name(index)} declares the context attribute {name!r}"
-            raise RuntimeError(f"{what}, but the forward of {_forward_of(program, index)} did not leave it") from None
+            what = f"{program.chain.name(index)} declares the context attribute {name!r}"
+            raise RuntimeError(f"{what}, but the forward of {forward_of(program, index)} did not leave it") from None
         delattr(ctxs[index], name)
     return values
-
-
-def _forward_of(program: Program, index: int) -> str:
-    """Whose forward ran a basic op."""
-    step = next(step for step in program.plan.forward if 0 <= index - step.start < len(step.basic_ops))
-    return f"{step.op} ({step.distribution or 'no plugin'})"
 
 
 def _keep_contexts(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> dict[int, Any]:
     """Take the contexts of the ops that declare nothing, and append what they saved to ``saved``."""
     left: dict[int, Any] = {}
-    for index in program.keeping:
+    for index in program.saved.undeclared:
         ctx = left[index] = ctxs[index]
         start = len(saved)
         ctx.saved_quantized = None
@@ -404,8 +390,8 @@ def _drop_recomputable(program: Program, ctxs: Sequence[Any], saved: list[Tensor
     """Do not keep the inputs that a fused op can compute again; return whose they are."""
     dropped = []
     for index, (_, start, _, place) in program.recomputing.items():
-        output, ctxs[start].recomputable = ctxs[start].recomputable, True
-        if saved[place] is output:
+        output, ctxs[start].recomputable_output = ctxs[start].recomputable_output, None
+        if output is not None and saved[place] is output:
             saved[place] = None
             dropped.append(index)
     return dropped

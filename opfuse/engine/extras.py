@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .chain import Routing, Slot
-from .program import Program, Step
+from .chain import Chain, Slot
+from .program import Program
+from .step import Step
 
 
 class ForwardExtras:
@@ -26,13 +27,13 @@ class ForwardExtras:
     """
 
     def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
-        self._program, self._routing = program, program.routing
+        self._program, self._chain = program, program.chain
         self._given = tensors[program.num_params :]
-        self._inputs: dict[Slot, Any] = dict(zip(self._routing.external_inputs, self._given, strict=True))
+        self._inputs: dict[Slot, Any] = dict(zip(self._chain.external_inputs, self._given, strict=True))
         self._outputs: dict[Slot, Any] = {}
         self._aliases: dict[Slot, Tensor] = {}
         self.shapes: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
-        self._flowing = program.flowing if recorded else ()
+        self._flowing = program.gradient_channels if recorded else ()
         watched = program.writes_extras and program.requires_grad and not program.compiling
         self._versions = [tensor._version for tensor in self._given] if watched else None
 
@@ -41,8 +42,8 @@ class ForwardExtras:
         gathered = []
         for i in range(step.start, step.stop):
             slots: list[Tensor | None] = []
-            for k in range(self._routing.ops[i].num_extra_inputs):
-                source = self._routing.sources.get((i, k))
+            for k in range(self._chain.ops[i].num_extra_inputs):
+                source = self._chain.sources.get((i, k))
                 if source is None:
                     slots.append(self._inputs[i, k])
                 elif step.start <= source[0]:
@@ -54,12 +55,12 @@ class ForwardExtras:
 
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
         """Check the extra outputs of a step against its ops' declarations and keep them; ``x`` is its output."""
-        routing = self._routing
+        chain = self._chain
         self.shapes[step.stop - 1] = x.shape, x.dtype, x.device
-        for i, tensors in _per_basic_op(step, outputs, routing, "extra outputs"):
+        for i, tensors in _per_basic_op(step, outputs, chain, "extra outputs"):
             for k, tensor in enumerate(tensors):
-                if tensor is None and routing.needed_after((i, k), step.stop):
-                    who = f"{type(step.op).__name__} gave None for extra output {k} of {routing.name(i)}"
+                if tensor is None and chain.needed_after((i, k), step.stop):
+                    who = f"{type(step.op).__name__} gave None for extra output {k} of {chain.name(i)}"
                     raise RuntimeError(f"{who}, which is used outside of it")
                 self._outputs[i, k] = tensor
                 if tensor is not None and (i, k) in self._flowing and tensor.is_floating_point():
@@ -87,12 +88,12 @@ class ForwardExtras:
 
     def beside(self, output: Tensor, func_ctx: Any) -> Any:
         """The output with the extra outputs that the caller gets, if there are some."""
-        slots = self._routing.public_outputs
+        slots = self._chain.public_outputs
         if not slots:
             return output
         public = [self._outputs[slot] for slot in slots]
         if func_ctx is not None and self._program.has_silent_outputs:
-            silent = [t for (i, _), t in zip(slots, public, strict=True) if i < self._program.boundary]
+            silent = [t for (i, _), t in zip(slots, public, strict=True) if i < self._program.first_backward]
             func_ctx.mark_non_differentiable(*silent)
         return (output, *public)
 
@@ -107,14 +108,14 @@ class BackwardExtras:
     """
 
     def __init__(self, program: Program, grad_output: Tensor | None, grad_public: Sequence[Tensor]) -> None:
-        self._routing = program.routing
+        self._chain = program.chain
         self._grad_output = grad_output
         self._of_inputs: dict[Slot, Any] = {}
-        self._of_outputs: dict[Slot, Any] = dict(zip(self._routing.public_outputs, grad_public, strict=True))
+        self._of_outputs: dict[Slot, Any] = dict(zip(self._chain.public_outputs, grad_public, strict=True))
 
     def given(self, step: Step) -> list[list[Tensor | None]]:
         """The gradients of the extra outputs of each basic op of a step."""
-        ops = self._routing.ops
+        ops = self._chain.ops
         return [
             [self._of_outputs.get((i, k)) for k in range(ops[i].num_extra_outputs)]
             for i in range(step.start, step.stop)
@@ -122,10 +123,10 @@ class BackwardExtras:
 
     def keep(self, step: Step, grads: Sequence[Sequence[Tensor | None]]) -> None:
         """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
-        routing = self._routing
-        for i, tensors in _per_basic_op(step, grads, routing, "extra-input gradients"):
+        chain = self._chain
+        for i, tensors in _per_basic_op(step, grads, chain, "extra-input gradients"):
             for k, grad in enumerate(tensors):
-                source = routing.sources.get((i, k))
+                source = chain.sources.get((i, k))
                 if source is None:
                     self._of_inputs[i, k] = grad
                 elif source[0] < step.start and grad is not None:
@@ -142,7 +143,7 @@ class BackwardExtras:
 
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients before and behind those of the parameters, no two of them sharing memory."""
-        ends = [dx, *[self._of_inputs.get(slot) for slot in self._routing.external_inputs]]
+        ends = [dx, *[self._of_inputs.get(slot) for slot in self._chain.external_inputs]]
         if not is_dynamo_compiling():
             ends = _separate(ends, {} if self._grad_output is None else {_memory(self._grad_output): self._grad_output})
         return [None, None, *ends[:1]], ends[1:]
@@ -159,15 +160,15 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _per_basic_op(
-    step: Step, given: Sequence[Sequence[Any]], routing: Routing, what: str
+    step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
     """What a step gave for each of its basic ops, checked against their declarations."""
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
     for i, tensors in enumerate(given, step.start):
-        op = routing.ops[i]
+        op = chain.ops[i]
         count = op.num_extra_outputs if what == "extra outputs" else op.num_extra_inputs
         if len(tensors) != count:
-            raise RuntimeError(f"{who} {count} {what} for {routing.name(i)}, gave {len(tensors)}")
+            raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
         yield i, tensors

@@ -35,7 +35,7 @@ class Refusal:
     """A candidate that was not taken, and the sentence that says why."""
 
     fusion: str
-    kind: str
+    passes: str
     basic_ops: tuple[str, ...]
     start: int
     reason: str
@@ -43,7 +43,7 @@ class Refusal:
 
     def __str__(self) -> str:
         who = f"{self.fusion}, {self.distribution or 'registered in code'}"
-        return f"refused {self.kind} {who}, on {' + '.join(self.basic_ops)}: {self.reason}"
+        return f"refused {self.passes} {who}, on {' + '.join(self.basic_ops)}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,388 +1,391 @@
-"""Programs: a plan made executable. Everything that can be decided once is decided here, not per call."""
+"""Programs: a plan made executable. What can be decided once is decided here, not per call."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..environment import Environment
-from ..op import BasicOperation, FusedOperation, FusibleOperation, OperationContext, declared
+from ..op import BasicOperation, FusedOperation, OperationContext, asks_for_quantizers, declared
 from ..overrides import op_class
 from ..quantization import Quantizer
-from .chain import Routing
-from .choose import Candidate, Choice
+from .chain import Chain
+from .choose import Choice
 from .debug import Watched
 from .plan import FusionPlan, PlanStep
+from .pool import ContextPool, pooled_context
+from .step import Step
 
 
-class Step(NamedTuple):
-    """One call of one op over ``ops[start:stop]``.
+@dataclasses.dataclass(frozen=True)
+class SavedState:
+    """What the ops of a program leave for the backward, as they declare it.
 
     Attributes:
-        op: A basic op, or the fused op that stands for several.
-        start, stop: Which basic ops.
-        simple: Whether ``op_forward`` / ``op_backward`` can be called directly.
-        prepares: Whether anything happens to the incoming tensor first, as follows.
-        cast: The quantizer to cast it with.
-        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
-        width: Last dimension to insist on.
-        has_extras: Whether one of its basic ops has extra tensors.
-        owns: Whether the incoming gradient may be overwritten (backward only).
-        recompute: Where the fused op before it starts, if that can give the input again (backward only).
+        ranges: ``(op, start, stop)``: which of all saved tensors are its.
+        attributes: ``(op, name)``: the context attributes that are passed on.
+        nothing: The ops that declare to save nothing.
+        undeclared: The ops that may leave anything, so that their forward contexts are kept.
     """
 
-    op: FusibleOperation
-    start: int
-    stop: int
-    simple: bool
-    prepares: bool
-    cast: Quantizer | None
-    takes_quantized: bool
-    width: int | None
-    has_extras: bool
-    owns: bool
-    recompute: int | None = None
+    ranges: tuple[tuple[int, int, int], ...]
+    attributes: tuple[tuple[int, str], ...]
+    nothing: tuple[int, ...]
+    undeclared: tuple[int, ...]
 
-    def call(self, direction: str) -> Call:
-        """What a loop needs of it."""
-        method = getattr(self.op, ("op_" if self.simple else "fuser_") + direction)
-        prepared, wired = self if self.prepares else None, self if self.has_extras else None
-        return method, self.start, self.stop, self.simple, prepared, wired, ((),) * (self.stop - self.start)
-
-
-Call = tuple[Callable[..., Any], int, int, bool, "Step | None", "Step | None", tuple[tuple[()], ...]]
-"""A step in a loop: the bound method, which basic ops, ``simple``, the step if it prepares, the step if it has extras,
-and no extra tensors for each basic op.
-
-A plain tuple and a bound method, since unpacking a named tuple and looking up a module's attribute are slow.
-"""
+    @classmethod
+    def of(cls, chain: Chain, first_backward: int, free: set[int]) -> SavedState:
+        """That of a chain; ``free``: the ops whose fusion may leave what it likes."""
+        ranges: list[tuple[int, int, int]] = []
+        attributes: list[tuple[int, str]] = []
+        nothing, undeclared, position = [], [], 0
+        for i, op in enumerate(chain.ops):
+            names = declared(op, "saved_names")
+            if names is None or i in free:
+                undeclared.append(i)
+                continue
+            if i >= first_backward:
+                attributes += [(i, name) for name in declared(op, "context_names")]
+            if not names:
+                nothing.append(i)
+                continue
+            ranges.append((i, position, position + len(names)))
+            position += len(names)
+        return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(undeclared))
 
 
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
-        accumulating: ``(op, first, last)``: which tensors are the parameters of an op that stores their gradients.
-        templates: Per basic op, what the fuser writes on its context; see :class:`OperationContext`.
+        forward, backward: The steps, in the order they run.
+        first_backward: The first op that takes part in the backward.
+        last_without_gradient: The ops behind this one must give a gradient of their input.
         params: ``(op, first, last)``: which tensors are its parameters, where it has some.
-        bare: The ops that have none, and must give no gradients for any.
-        flowing: The extra outputs that feed a channel through which a gradient comes back.
-        unsaved: The ops that declare to save nothing.
-        first_gradient: The ops behind this one must give a gradient of their input.
-        saving: ``(op, start, stop)``: which saved tensors are its, where the declarations say how many.
-        leaving: ``(op, name)``: the attributes that contexts pass on, where the declarations name them.
-        keeping: The ops that may leave anything, so that their forward contexts are kept.
+        without_params: The ops that have none, and must give no gradients for any.
+        accumulating: The same for the ops that store the gradients of their parameters.
+        saved: What the ops leave for the backward.
+        recomputing: Basic op -> who can compute its input again: the fused op before it, where that
+            starts, and the input's place among what the basic op saves, and among all that is saved.
+        gradient_channels: The extra outputs that feed a channel through which a gradient comes back.
+        pool: The contexts.
+        is_plain: Whether a call has nothing to do but to run the steps.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
-        recomputing: Basic op -> who can compute its input again: the fused op before it, where that starts, and
-            the input's place among what the basic op saves, and among all that is saved.
-        unused: Contexts that hold nothing, for other passes, since making them costs as much as the ops.
     """
 
     def __init__(
         self,
-        routing: Routing,
+        chain: Chain,
         plan: FusionPlan,
         env: Environment,
-        templates: Sequence[dict[str, Any]],
-        steps: tuple[Sequence[Step], Sequence[Step]],
+        autocast: torch.dtype | None,
+        forward: Sequence[Step],
+        backward: Sequence[Step],
+        contexts: Sequence[dict[str, Any]],
         *,
-        boundary: int,
+        first_backward: int,
         free: set[int],
         row_facts: tuple[str, ...],
     ) -> None:
-        self.routing = routing
-        self.plan = plan
-        self.autocast_device = env.device.type if torch.amp.is_autocast_available(env.device.type) else "cpu"
-        self.recipe = env.recipe
-        self.is_special = env.recipe is not None  # there is more to check in a call
+        self.chain, self.plan = chain, plan
+        self.forward, self.backward = tuple(forward), tuple(backward)
+        self.recipe, self.compiling = env.recipe, env.compiling
         self.requires_grad = env.requires_grad
-        self.forward, self.backward = tuple(steps[0]), tuple(steps[1])
-        self.forward_calls = tuple(step.call("forward") for step in self.forward)
-        self.backward_calls = tuple(step.call("backward") for step in self.backward)
-        if env.options.get("debug") and not env.compiling:
-            self.forward_calls = tuple(self._watched(step, "forward") for step in self.forward)
-            self.backward_calls = tuple(self._watched(step, "backward") for step in self.backward)
-        self.boundary = boundary
-        self.num_params = len(routing.param_sources)
-        self.accumulating = _accumulating(routing, env)
-        self.has_extras = routing.has_extras
-        self.writes_extras = any(getattr(op, "in_place", False) for op in routing.ops)
-        self.has_silent_outputs = any(i < boundary for i, _ in routing.public_outputs)
-        sources = set(routing.sources.values()) if env.requires_grad else set()
-        self.flowing = frozenset(slot for slot in sources if slot[0] >= boundary)
         self.double_backward = bool(env.options.get("double_backward"))
-        self.compiling = env.compiling
-        self.templates = tuple(templates)
-        self.input_requires_grad = bool(templates) and templates[0]["input_requires_grad"]
-        self.params = tuple((i, first, last) for i, (first, last) in enumerate(routing.param_ranges) if last > first)
-        self.bare = tuple(i for i, (first, last) in enumerate(routing.param_ranges) if last == first and i >= boundary)
-        saving, leaving, keeping, position = [], [], [], 0
-        saved = [declared(op, "saved_names") for op in routing.ops]
-        for i, op in enumerate(routing.ops):
-            names = saved[i]
-            if names is None or i in free:
-                keeping.append(i)
-                continue
-            if i >= boundary:
-                leaving += [(i, name) for name in declared(op, "context_names")]
-            if names:
-                saving.append((i, position, position + len(names)))
-                position += len(names)
-        self.saving, self.leaving, self.keeping = tuple(saving), tuple(leaving), tuple(keeping)
-        self.unsaved = tuple(i for i, names in enumerate(saved) if names == () and i not in keeping)
-        self.first_gradient = -1 if self.input_requires_grad else boundary
-        starts = {i: start for i, start, _ in saving}
-        ops_at = {step.start: step.op for step in self.forward}
-        self.recomputing: dict[int, tuple[Any, int, int, int]] = {}
-        for step in self.backward:
-            if step.recompute is not None:
-                place = saved[step.start].index("input")
-                first = step.recompute
-                self.recomputing[step.start] = ops_at[first], first, place, starts[step.start] + place
+        self.autocast = autocast
+        known = torch.amp.is_autocast_available(env.device.type)
+        self.autocast_device = env.device.type if known else "cpu"
+        self.first_backward, self.num_params = first_backward, len(chain.param_sources)
+        self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
+        self.last_without_gradient = -1 if self.input_requires_grad else first_backward
+        self.params, self.without_params = _param_ranges(chain, first_backward)
+        self.accumulating = _accumulating(chain, env)
+        self.has_extras = chain.has_extras
+        self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
+        self.has_silent_outputs = any(i < first_backward for i, _ in chain.public_outputs)
+        sources = set(chain.sources.values()) if env.requires_grad else set()
+        self.gradient_channels = frozenset(s for s in sources if s[0] >= first_backward)
+        self.saved = SavedState.of(chain, first_backward, free)
+        self.recomputing = self._recomputing()
+        more = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
+        self.leaves_more = self.has_extras or any(map(bool, more))
+        self.pool = self._contexts(contexts)
         self.row_facts = row_facts
         self.rows = tuple([getattr(env, fact) for fact in row_facts])
-        self.unused: list[list[Any]] = []
-        self._context_classes: list[Any] = [
+        self.prepared_ops = _prepared(chain, contexts)
+        self.has_quantizer_state = _has_state(contexts)
+        special = env.recipe, env.options.get("double_backward"), self.prepared_ops, autocast
+        self.is_plain = not any(special)
+
+    def _recomputing(self) -> dict[int, tuple[Any, int, int, int]]:
+        starts = {i: start for i, start, _ in self.saved.ranges}
+        ops_at = {step.start: step.op for step in self.forward}
+        found = {}
+        for step in self.backward:
+            if (first := step.recompute) is not None:
+                place = declared(self.chain.ops[step.start], "saved_names").index("input")
+                found[step.start] = ops_at[first], first, place, starts[step.start] + place
+        return found
+
+    def _contexts(self, values: Sequence[dict[str, Any]]) -> ContextPool:
+        undeclared = self.saved.undeclared
+        classes = [
             OperationContext
-            if env.compiling or i in keeping
-            else lent(tuple(declared(op, "context_names")))
-            for i, op in enumerate(routing.ops)
+            if self.compiling or i in undeclared
+            else pooled_context(tuple(declared(op, "context_names")))
+            for i, op in enumerate(self.chain.ops)
         ]
-
-    def _watched(self, step: Step, direction: str) -> Call:
-        call = step.call(direction)
-        ops = self.routing.ops[step.start : step.stop]
-        who = f"{type(step.op).__name__} [{', '.join(op_class(op).__name__ for op in ops)}]"
-        return (Watched(call[0], who, any(getattr(op, "in_place", False) for op in ops)), *call[1:])
-
-    def separate(self, index: int, step: Step) -> Step:
-        """The backward step of a basic op, out of the step of a fused op that stands for it."""
-        op = self.routing.ops[index]
-        first = index == step.start
-        return step._replace(
-            op=op,
-            start=index,
-            stop=index + 1,
-            simple=False,
-            prepares=first and step.prepares,
-            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
-            owns=False,
-        )
-
-    def new_contexts(self) -> list[Any]:
-        """One context per basic op, for one pass."""
-        return [self._new_context(i) for i in range(len(self.templates))]
-
-    def renew(self, contexts: list[Any]) -> None:
-        """Replace the contexts that may hold anything, so that all can serve another pass."""
-        for i in self.keeping:
-            contexts[i] = self._new_context(i)
-
-    def _new_context(self, index: int) -> Any:
-        ctx: Any = self._context_classes[index]()
-        for name, value in self.templates[index].items():
-            setattr(ctx, name, value)
-        return ctx
-
-
-class _Lent:
-    """The context of an op that declares what it leaves: it takes nothing else, so that it can serve again."""
-
-    __slots__ = tuple(vars(OperationContext()))
-    save_for_backward = OperationContext.save_for_backward
-
-    def __init__(self) -> None:
-        for name, value in vars(OperationContext()).items():
-            setattr(self, name, value)
-
-
-_Lent.__name__ = "OperationContext of an op whose context_names declare nothing"  # as an AttributeError calls it
-
-
-@functools.cache
-def lent(names: tuple[str, ...]) -> type[_Lent]:
-    """The class of such a context, which takes the op's ``context_names`` too.
-
-    The fewer classes there are, the faster an interpreter reads their attributes.
-    """
-    title = f"OperationContext of an op whose context_names declare {', '.join(names)}"
-    return type(title, (_Lent,), {"__slots__": names}) if names else _Lent
-
-
-def refuse_saved(program: Program, index: int, ctx: Any) -> None:
-    """Refuse tensors that an op saves otherwise than by ``save_for_backward``, or although it declares to save none."""
-    if ctx.saved_tensors is not None:
-        what = "wrote saved_tensors on its context in its forward: give tensors to ctx.save_for_backward"
-        raise RuntimeError(f"{program.routing.name(index)} {what}")
-    if any(tensor is not None for tensor in ctx.to_save):
-        what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
-        raise RuntimeError(f"{program.routing.name(index)} {what}: they would be lost; declare their names, in order")
-    ctx.to_save = None
-
-
-def _accumulating(routing: Routing, env: Environment) -> tuple[tuple[int, int, int], ...]:
-    """See :class:`Program`."""
-    ops = [i for i, op in enumerate(routing.ops) if op.accumulates_grads and env.requires_grad]
-    if ops and env.compiling:
-        who = f"{routing.name(ops[0])} puts gradients away itself (BasicOperation.accumulates_grads)"
-        raise RuntimeError(f"{who}, which torch.compile does not see; run this chain in eager mode")
-    return tuple((i, *routing.param_ranges[i]) for i in ops)
+        return ContextPool(classes, values, undeclared)
 
 
 def compile_program(
-    routing: Routing,
+    chain: Chain,
     choice: Choice,
     env: Environment,
     autocast: torch.dtype | None,
     *,
     grads: tuple[bool, ...],
-    boundary: int,
+    first_backward: int,
     kwargs: Sequence[tuple[str, ...]],
 ) -> Program:
     """Turn a choice of fusions, already built, into a program.
 
     Args:
-        routing: The chain.
-        choice: The fusions taken; each candidate carries its fused op.
+        chain: The chain.
+        choice: The fusions taken; each step carries its fused op.
         env: Where the program runs.
         autocast: The dtype that autocast asks for, or None.
         grads: ``requires_grad`` of the input and of each parameter.
-        boundary: The first op that takes part in the backward.
+        first_backward: The first op that takes part in the backward.
         kwargs: Names of the keyword arguments given to each op.
     """
-    forward = _cover(routing, [c for c in choice.taken if c.kind != "backward"])
-    backward = _cover(routing, [c for c in choice.taken if c.kind != "forward"])[::-1] if env.requires_grad else []
-    backward = [run for run in backward if run.stop > boundary]
-    quantized_backward = env.recipe is not None and env.recipe.backward_override is None
-    output_quantizers = _negotiate(forward, env.recipe is not None, "get_input_quantizer", "writes_output")
-    grad_quantizers = _negotiate(backward, quantized_backward, "get_grad_output_quantizer", "writes_grad_input")
+    forward, backward = _steps(chain, choice, env, first_backward)
+    written = _negotiate_casts(forward, backward, env)
     # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
-    free = {i for c in choice.taken if c.kind == "joint" for i in range(c.start, c.stop)}
-    free |= set(range(len(routing.ops))) if env.recipe is not None else set()
-    forward_steps = [run.step(routing, kwargs, env, owns=False, forward=True) for run in forward]
-    backward_steps: list[Step] = []
-    for run in backward:
-        owns = run.cast is not None or bool(backward_steps and _leaves_owned(backward_steps[-1]))
-        step = run.step(routing, kwargs, env, owns=owns, forward=False)
-        backward_steps.append(step._replace(**_recomputation(routing, forward, step, free)))
-    recomputing = {step.recompute for step in backward_steps}
-    owned = {i for step in backward_steps if step.owns for i in range(step.start, step.stop)}
-    templates = [
+    free = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
+    free |= set(range(len(chain.ops))) if env.recipe is not None else set()
+    for step in forward:
+        _finish(step, "forward", chain, kwargs, env)
+    before: Step | None = None
+    for step in backward:
+        step.owns = step.cast is not None or (before is not None and _leaves_owned(before))
+        _finish(step, "backward", chain, kwargs, env)
+        _let_recompute(step, chain, forward, free)
+        before = step
+    contexts = _context_values(chain, env, autocast, backward, written, first_backward, grads)
+    plan = FusionPlan(_describe(forward, chain), _describe(backward, chain), choice.refused)
+    options: dict[str, Any] = dict(first_backward=first_backward, free=free, row_facts=choice.row_facts)
+    return Program(chain, plan, env, autocast, forward, backward, contexts, **options)
+
+
+def _steps(
+    chain: Chain, choice: Choice, env: Environment, first_backward: int
+) -> tuple[list[Step], list[Step]]:
+    """The steps of both passes, in the order they run; the backward ends at the first op that has one."""
+    forward = _cover(chain, [step for step in choice.taken if step.passes != "backward"])
+    backward = _cover(chain, [step for step in choice.taken if step.passes != "forward"])[::-1]
+    backward = [step for step in backward if step.stop > first_backward]
+    return forward, backward if env.requires_grad else []
+
+
+def _negotiate_casts(
+    forward: Sequence[Step], backward: Sequence[Step], env: Environment
+) -> tuple[dict[int, Quantizer], dict[int, Quantizer]]:
+    """Who quantizes what goes from one step to the next, in both passes."""
+    recipe = env.recipe
+    of_backward = recipe is not None and recipe.backward_override is None
+    written = _negotiate(forward, recipe is not None, "get_input_quantizer", "writes_output")
+    return written, _negotiate(backward, of_backward, "get_grad_output_quantizer", "writes_grad_input")
+
+
+def _context_values(
+    chain: Chain,
+    env: Environment,
+    autocast: torch.dtype | None,
+    backward: Sequence[Step],
+    written: tuple[dict[int, Quantizer], dict[int, Quantizer]],
+    first_backward: int,
+    grads: tuple[bool, ...],
+) -> list[dict[str, Any]]:
+    """What the engine writes on the context of each basic op; see :class:`OperationContext`."""
+    recomputing = {step.recompute for step in backward}
+    owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
+    first_with_input = first_backward + (1 if first_backward or not grads[0] else 0)
+    return [
         dict(
-            requires_grad=env.requires_grad and i >= boundary,
-            input_requires_grad=env.requires_grad and (i > boundary or (i == boundary == 0 and grads[0])),
-            param_requires_grad=grads[1:][slice(*routing.param_ranges[i])],
-            dtype=_dtype(routing.ops, i, autocast),
+            requires_grad=env.requires_grad and i >= first_backward,
+            input_requires_grad=env.requires_grad and i >= first_with_input,
+            param_requires_grad=grads[1:][slice(*chain.param_ranges[i])],
+            dtype=_dtype(chain.ops, i, autocast),
             backward_override=env.recipe.backward_override if env.recipe is not None else None,
-            prev_op_grad_output_quantizer=grad_quantizers.get(i),
-            next_op_input_quantizer=output_quantizers.get(i),
+            prev_op_grad_output_quantizer=written[1].get(i),
+            next_op_input_quantizer=written[0].get(i),
             quantizers=op._quantizers.of(env.recipe),
             owns_grad_output=i in owned,
-            recomputable=i in recomputing,
+            may_recompute=i in recomputing,
         )
-        for i, op in enumerate(routing.ops)
+        for i, op in enumerate(chain.ops)
     ]
-    plan = FusionPlan(_describe(forward, routing.ops), _describe(backward, routing.ops), choice.refused)
-    steps = forward_steps, backward_steps
-    return Program(routing, plan, env, templates, steps, boundary=boundary, free=free, row_facts=choice.row_facts)
+
+
+def separate(chain: Chain, index: int, step: Step) -> Step:
+    """The backward step of a basic op, out of the step of a fused op that stands for it."""
+    op = chain.ops[index]
+    alone = dataclasses.replace(
+        step,
+        op=op,
+        start=index,
+        stop=index + 1,
+        run=op.fuser_backward,
+        direct=False,
+        prepares=index == step.start and step.prepares,
+        has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+        no_extras=((),),
+        owns=False,
+    )
+    return alone
+
+
+def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Which parameters are whose; and who has none, of those that take part in the backward."""
+    ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
+    none = tuple(i for i, first, last in ranges if first == last and i >= first_backward)
+    return tuple(found for found in ranges if found[1] < found[2]), none
+
+
+def _has_state(contexts: Sequence[dict[str, Any]]) -> bool:
+    """Whether a quantizer has state that lasts over steps."""
+    quantizers = [q for values in contexts for mode in values["quantizers"] for q in mode]
+    return any(quantizer.state_names for quantizer in quantizers)
+
+
+def _prepared(chain: Chain, contexts: Sequence[dict[str, Any]]) -> list[tuple[BasicOperation, bool]]:
+    """The ops that are called before every forward, and whether they take part in a backward."""
+    default = BasicOperation.pre_fuser_forward
+    flags = zip(chain.ops, contexts, strict=True)
+    return [(op, flag["requires_grad"]) for op, flag in flags if type(op).pre_fuser_forward is not default]
+
+
+def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int], ...]:
+    """See :class:`Program`."""
+    ops = [i for i, op in enumerate(chain.ops) if op.accumulates_grads and env.requires_grad]
+    if ops and env.compiling:
+        who = f"{chain.name(ops[0])} puts gradients away itself (BasicOperation.accumulates_grads)"
+        raise RuntimeError(f"{who}, which torch.compile does not see; run this chain in eager mode")
+    return tuple((i, *chain.param_ranges[i]) for i in ops)
 
 
 def _dtype(ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype an op computes in under autocast; what the next one would cast anyway is made in that one's dtype."""
+    """The dtype an op computes in under autocast; what the next op casts anyway is made in its dtype."""
     wanted = ops[index].autocast_dtype
     cast_anyway = any(declared(following, "casts_input") for following in ops[index + 1 : index + 2])
     return autocast if autocast is None or wanted is None or cast_anyway else wanted
 
 
-def _recomputation(routing: Routing, forward: Sequence[_Run], step: Step, free: set[int]) -> dict[str, Any]:
-    """What to change in a backward step if a fused op before it can compute its input again."""
-    op = routing.ops[step.start]
-    names = declared(op, "saved_names") or ()
-    for run in forward:
-        if run.stop == step.start and isinstance(run.op, FusedOperation) and run.op.recomputes:
-            if "input" in names and step.start not in free:
-                return {"prepares": True, "recompute": run.start}
-    return {}
+def _cover(chain: Chain, taken: Sequence[Step]) -> list[Step]:
+    """The steps of one pass, from the first op to the last: those taken, and an op alone elsewhere."""
+    steps = [copy.copy(step) for step in taken]
+    covered = {i for step in steps for i in range(step.start, step.stop)}
+    alone = [i for i in range(len(chain.ops)) if i not in covered]
+    steps += [Step(None, i, i + 1, op=chain.ops[i]) for i in alone]
+    return sorted(steps, key=lambda step: step.start)
+
+
+def _finish(
+    step: Step, pass_name: str, chain: Chain, kwargs: Sequence[tuple[str, ...]], env: Environment
+) -> None:
+    """Decide how a step is called."""
+    op, forward = step.op, pass_name == "forward"
+    ops = chain.ops[step.start : step.stop]
+    step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
+    step.no_extras = ((),) * len(ops)
+    step.direct = not kwargs[step.start] and not step.has_extras and _is_direct(op, pass_name)
+    step.run = getattr(op, f"op_{pass_name}" if step.direct else f"fuser_{pass_name}")
+    if step.direct and forward:
+        step.run = _with_quantizers(op)
+    if env.options.get("debug") and not env.compiling:
+        who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in ops)}]"
+        step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
+    step.width = chain.later_widths.get(step.start) if forward else None
+    step.prepares = env.recipe is not None or step.width is not None
+    wanted = op.get_input_quantizer() if forward else op.get_grad_output_quantizer()
+    step.takes_quantized = wanted is not None
+
+
+def _is_direct(op: Any, pass_name: str) -> bool:
+    """Whether a basic op's ``fuser_forward``, or backward, does nothing but call its ``op_forward``."""
+    method = f"fuser_{pass_name}"
+    if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    return getattr(type(op), method) is getattr(BasicOperation, method)
+
+
+def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
+    """``op_forward`` of two arguments: what it asks for beside them it gets from its context."""
+    forward: Any = op.op_forward
+    by_position, by_name = asks_for_quantizers(op)
+    if not (by_position or by_name):
+        return forward  # type: ignore[no-any-return]
+
+    @functools.wraps(forward)
+    def run(ctx: OperationContext, x: Any) -> Any:
+        before = [getattr(ctx, name) for name in by_position]
+        return forward(ctx, x, *before, **{name: getattr(ctx, name) for name in by_name})
+
+    run.op = op  # type: ignore[attr-defined]
+    return run
+
+
+def _let_recompute(step: Step, chain: Chain, forward: Sequence[Step], free: set[int]) -> None:
+    """Say in a backward step if a fused op before it can compute its input again."""
+    names = declared(chain.ops[step.start], "saved_names") or ()
+    for before in forward:
+        fused = before.stop == step.start and isinstance(before.op, FusedOperation)
+        if fused and before.op.recomputes and "input" in names and step.start not in free:
+            step.prepares, step.recompute = True, before.start
 
 
 def _leaves_owned(step: Step) -> bool:
     """Whether the gradient that a backward step returns belongs to the chain."""
+    assert step.op is not None
     given = declared(step.op, "grad_input")
     return given == "fresh" or (given == "same" and step.owns)
 
 
-@dataclasses.dataclass
-class _Run:
-    """A step while it is being put together."""
-
-    op: FusibleOperation
-    start: int
-    stop: int
-    candidate: Candidate | None = None
-    cast: Quantizer | None = None
-
-    def step(
-        self, routing: Routing, kwargs: Sequence[tuple[str, ...]], env: Environment, *, owns: bool, forward: bool
-    ) -> Step:
-        method = "fuser_forward" if forward else "fuser_backward"
-        simple = (
-            isinstance(self.op, BasicOperation)
-            and getattr(type(self.op), method) is getattr(BasicOperation, method)
-            and method not in vars(self.op)
-            and not (self.op.num_extra_inputs or self.op.num_extra_outputs)
-            and not kwargs[self.start]
-        )
-        width = routing.later_widths.get(self.start) if forward else None
-        prepares = env.recipe is not None or width is not None
-        wanted = self.op.get_input_quantizer() if forward else self.op.get_grad_output_quantizer()
-        extras = any(op.num_extra_inputs or op.num_extra_outputs for op in routing.ops[self.start : self.stop])
-        preparation = prepares, self.cast, wanted is not None, width
-        return Step(self.op, self.start, self.stop, simple, *preparation, extras, owns)
-
-
-def _cover(routing: Routing, taken: Sequence[Candidate]) -> list[_Run]:
-    runs = [_Run(candidate.op, candidate.start, candidate.stop, candidate) for candidate in taken if candidate.op]
-    covered = {i for run in runs for i in range(run.start, run.stop)}
-    runs += [_Run(op, i, i + 1) for i, op in enumerate(routing.ops) if i not in covered]
-    return sorted(runs, key=lambda run: run.start)
-
-
-def _negotiate(runs: Sequence[_Run], enabled: bool, wants: str, writes: str) -> dict[int, Quantizer]:
+def _negotiate(steps: Sequence[Step], enabled: bool, wants: str, writes: str) -> dict[int, Quantizer]:
     """Ask each consumer for its quantizer and each producer whether it can write it; where not, cast.
 
     Returns:
         For the producers that do write it: the index of the basic op at the edge -> the quantizer.
     """
     agreed: dict[int, Quantizer] = {}
-    if not enabled:
-        return agreed
-    for position, run in enumerate(runs):
-        quantizer: Quantizer | None = getattr(run.op, wants)()
+    for position, step in enumerate(steps if enabled else ()):
+        quantizer: Quantizer | None = getattr(step.op, wants)()
         if quantizer is None:
             continue
-        producer = runs[position - 1] if position else None
+        producer = steps[position - 1] if position else None
         if producer is not None and getattr(producer.op, writes)(quantizer):
             agreed[producer.stop - 1 if writes == "writes_output" else producer.start] = quantizer
         else:
-            run.cast = quantizer
+            step.cast = quantizer
     return agreed
 
 
-def _describe(runs: Sequence[_Run], ops: Sequence[BasicOperation]) -> tuple[PlanStep, ...]:
-    steps = []
-    for run in runs:
-        if run.cast is not None:
-            steps.append(PlanStep(f"Cast[{type(run.cast).__name__}]", (), run.start))
-        names = tuple(op_class(op).__name__ for op in ops[run.start : run.stop])
-        if run.candidate is None:
-            steps.append(PlanStep(names[0], names, run.start))
+def _describe(steps: Sequence[Step], chain: Chain) -> tuple[PlanStep, ...]:
+    """The steps as report data."""
+    rows = []
+    for step in steps:
+        if step.cast is not None:
+            rows.append(PlanStep(f"Cast[{type(step.cast).__name__}]", (), step.start))
+        names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
+        if step.source is None:
+            rows.append(PlanStep(names[0], names, step.start))
         else:
-            source = run.candidate.source
-            steps.append(
-                PlanStep(type(run.op).__name__, names, run.start, source.name, source.distribution, source.version)
-            )
-    return tuple(steps)
+            who = step.source.name, step.source.distribution, step.source.version
+            rows.append(PlanStep(type(step.op).__name__, names, step.start, *who))
+    return tuple(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -65,17 +64,6 @@ def check_size(op: object, name: str, value: Any) -> int:
     return size
 
 
-def check_real(op: object, name: str, value: Any) -> float:
-    """A real number, as a float.
-
-    Raises:
-        TypeError: It is not a real number.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {value!r}")
-    return float(value)
-
-
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
     """The shape that an int or an iterable of ints stands for.
 
@@ -111,9 +99,7 @@ class PassThrough(BasicOperation):
     grad_input = "same"
     differentiable = True
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The input itself, cast on its way here where the op asks for it; saves nothing."""
         return input_
 

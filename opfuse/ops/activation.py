@@ -113,6 +113,8 @@ class Activation(BasicOperation):
 
     @classmethod
     def _check_class_attribute(cls, name: str) -> None:
+        if name in cls._fixed and hasattr(cls, name):
+            raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
         if name not in _FORMULAS:
             return
         ready = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.") and issubclass(base, Activation)]
@@ -123,7 +125,7 @@ class Activation(BasicOperation):
         who = f"{type(self).__name__}.{name}"
         if name in _FORMULAS and hasattr(type(self), name):
             raise RuntimeError(f"{who} cannot be replaced on one op, whose kernels would not follow: write a subclass")
-        if name in self._fixed and name in vars(self):
+        if name in self._fixed and hasattr(self, name):
             raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: make another {type(self).__name__}")
         super().__setattr__(name, value)
         own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
@@ -209,9 +211,7 @@ class Activation(BasicOperation):
         dx = widen(grad_output) * self.derivative(wide_x)
         return dx.to(x.dtype) if out is None else out.copy_(dx)
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
 

@@ -129,9 +129,7 @@ class BasicLinear(BasicOperation):
             ctx.to_save = (x if ctx.param_requires_grad[0] else None, weight if ctx.input_requires_grad else None)
         return x, weight
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
         x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)

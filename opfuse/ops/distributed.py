@@ -30,9 +30,7 @@ class _Collective(BasicOperation):
 
     extra_repr = shows("process_group_size")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """What the processes make of their inputs; saves nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 

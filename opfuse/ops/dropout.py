@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..op import BasicOperation
-from ._common import Grads, check_real, shows
+from ._common import Grads, shows
 
 
 class Dropout(BasicOperation):
@@ -28,21 +28,20 @@ class Dropout(BasicOperation):
     saved_names = ("mask",)
     keeps_rows = True
     context_names = ("p",)
+    real_numbers = ("p",)
     feature_ratio = 1
     grad_input = "same"
     differentiable = True
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p = check_real(self, "p", p)
+        self.p = p
         if not 0 <= self.p <= 1:
             raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
 
     extra_repr = shows("p")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output; saves ``(mask,)``: True where an element stays, or None where all do; leaves ``ctx.p``."""
         y, mask = input_, None
         if self.training and self.p:

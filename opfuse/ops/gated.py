@@ -39,7 +39,7 @@ class GatedActivation(Activation):
     gated: ClassVar[bool] = True
     deterministic = True
     feature_ratio = 2
-    _fixed = ("glu_interleave_size",)
+    _fixed: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     _has_kernels: ClassVar[bool] = False  # gate_value and gate_gradient are kernels
     _rounds: ClassVar[bool] = False  # they compute all there is
     _splits: ClassVar[bool] = True  # the halves are where this class has them
@@ -205,6 +205,7 @@ class GEGLU(_InHalves):
 
     deterministic = True
     approximate = "tanh"  # what GELU's methods look for
+    _fixed = (*_InHalves._fixed, "approximate")
     value = GELU.value
     derivative = GELU.derivative
     gate_value = GELU.forward_value
@@ -265,6 +266,7 @@ class SiTUGLU(GatedActivation):
 
     deterministic = True
     context_names = ("numbers",)
+    real_numbers = ("beta1", "beta2")
 
     def __init__(
         self,
@@ -329,6 +331,7 @@ class ClampedSwiGLU(GatedActivation):
 
     deterministic = True
     context_names = ("numbers",)
+    real_numbers = ("limit", "alpha", "glu_linear_offset")
 
     def __init__(
         self,

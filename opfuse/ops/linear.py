@@ -62,9 +62,7 @@ class Bias(BasicOperation):
         """The size."""
         return f"size={self.in_features}"
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The sum; saves nothing."""
         y = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)

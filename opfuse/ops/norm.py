@@ -18,6 +18,7 @@ class _Norm(BasicOperation):
     """What LayerNorm and RMSNorm share: the shape, the parameters, and their arguments."""
 
     context_names = ("zero_centered_gamma",)
+    real_numbers = ("eps",)
     takes_params = ("weight", "bias")
     grad_input = "fresh"
     differentiable = True
@@ -39,7 +40,7 @@ class _Norm(BasicOperation):
         self.normalized_shape = check_shape(self, "normalized_shape", normalized_shape)
         self._dims = tuple(range(-len(self.normalized_shape), 0))
         self.in_features = self.out_features = self.normalized_shape[-1]
-        self.eps = float(eps)
+        self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         margins = sm_margin.values() if isinstance(sm_margin, dict) else [sm_margin]
         if not all(isinstance(margin, int) for margin in margins):
@@ -138,9 +139,7 @@ class LayerNorm(_Norm):
         if getattr(self, "bias", None) is not None:
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it came."""
         self._check_input(input_)
         weight, bias = (*ctx.params, None, None)[:2]
@@ -228,9 +227,7 @@ class RMSNorm(_Norm):
 
     saved_names = ("input", "weight", "rstd")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
         (weight,) = ctx.params or (None,)
@@ -316,6 +313,7 @@ class L2Normalization(BasicOperation):
     """
 
     saved_names = ("input", "rstd")
+    real_numbers = ("eps",)
     keeps_rows = True
     feature_ratio = 1
     grad_input = "fresh"
@@ -326,15 +324,13 @@ class L2Normalization(BasicOperation):
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
         super().__init__()
-        self.eps = float(eps)
+        self.eps = eps
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
 
     extra_repr = shows("eps")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: OperationContext, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         if in_blocks(input_):
             y, rstd = _scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..op import BasicOperation
-from ._common import Grads, PassThrough, check_real, shows, whole
+from ._common import Grads, PassThrough, shows, whole
 
 
 class ConstantScale(BasicOperation):
@@ -23,6 +23,7 @@ class ConstantScale(BasicOperation):
 
     saved_names = ()
     context_names = ("scale",)
+    real_numbers = ("scale",)
     feature_ratio = 1
     keeps_rows = True
     grad_input = "fresh"
@@ -30,13 +31,11 @@ class ConstantScale(BasicOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = check_real(self, "scale", scale)
+        self.scale = scale
 
     extra_repr = shows("scale")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The product; saves no tensor, leaves ``ctx.scale``."""
         if ctx.requires_grad:
             ctx.scale = self.scale
@@ -81,9 +80,7 @@ class Reshape(BasicOperation):
 
     extra_repr = shows("shape")
 
-    def op_forward(  # type: ignore[override]
-        self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> Tensor:
+    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The reshaped input; saves no tensor."""
         if ctx.requires_grad:
             ctx.input_shape = input_.shape

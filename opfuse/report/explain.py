@@ -136,7 +136,7 @@ class Explanation:
 def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
     row = where | dataclasses.asdict(item) | {"basic_ops": list(item.basic_ops)}
     del row["start"]
-    return {"pass" if name == "kind" else name: value for name, value in row.items()}
+    return {"pass" if name == "passes" else name: value for name, value in row.items()}
 
 
 # Recording
@@ -285,7 +285,7 @@ def describe_passes(
     if count := len(plan.refused) - len(shown):
         lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
     for refusal, times in alike.items():
-        title = f"{refusal.kind} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
+        title = f"{refusal.passes} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
         title += f", on {' + '.join(refusal.basic_ops)}" + _times(times)
         lines += [*wrap(title, indent + "  ", indent + "      "), *wrap(refusal.reason, indent + "    ")]
     return lines

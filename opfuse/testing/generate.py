@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
-from ..engine.chain import Routing
+from ..engine.chain import Chain
 from ..environment import Environment
 from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
 from ..op import BasicOperation
@@ -277,7 +277,7 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     start, basic_ops = len(case.before), case.basic_ops()
     ops = tuple(basic_ops[start : start + len(case.ops)])
     rows = math.prod(case.rows)
-    env = environment(case.device, dtype=case.dtype, features=Routing(basic_ops).widths[start])
+    env = environment(case.device, dtype=case.dtype, features=Chain(basic_ops).widths[start])
     if fusion.needs_row_alignment:
         env = env._replace(row_alignment=math.gcd(rows, 16))
     if fusion.needs_rows:

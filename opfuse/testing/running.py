@@ -55,7 +55,7 @@ class Plans(Recorder):
     """Collects the plans of every call in this thread, for a ``with`` block."""
 
     def __init__(self) -> None:
-                self.plans: list[FusionPlan] = []
+        self.plans: list[FusionPlan] = []
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the plan."""
@@ -246,16 +246,6 @@ class OneByOne(FusedOperation):
 
     kwarg_names = None
 
-    def fuser_forward(
-        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **quantizers: Any
-    ) -> tuple[Tensor, Any]:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **given: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        outputs = []
-        for op, ctx, extras, kwargs in zip(
-            self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs, strict=True
-        ):
-            input_, (given,) = op.fuser_forward(  # type: ignore[operator]
-                [ctx], input_, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **quantizers
-            )
-            outputs.append(given)
-        return input_, outputs
+        return self.run_separately(basic_op_ctxs, input_, **given)

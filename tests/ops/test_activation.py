@@ -267,7 +267,7 @@ def test_scales_of_another_shape(op):
 def test_scaled_ops_run_in_a_fuser_only(op):
     ctx, x = opfuse.OperationContext(), torch.ones(1, 2)
     with pytest.raises(RuntimeError, match="call fuser_forward"):
-        op().op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+        op().op_forward(ctx, x)
     with pytest.raises(RuntimeError, match="call fuser_backward"):
         op().op_backward(ctx, x)
 

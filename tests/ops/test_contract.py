@@ -184,3 +184,34 @@ def test_an_error_inside_a_constructor_stays_as_it_is():
 def test_keyword_names_are_transformer_engines(name):
     names = set(inspect.signature(getattr(ops, name)).parameters)
     assert names - TORCHS.get(name, set()) == set(SIGNATURES[name].split())
+
+
+NUMBERS = {
+    "scale": lambda: ops.ConstantScale(2.0), "p": lambda: ops.Dropout(0.5), "beta1": ops.SiTUGLU,
+    "beta2": ops.SiTUGLU, "limit": ops.ClampedSwiGLU, "alpha": ops.ClampedSwiGLU,
+    "glu_linear_offset": ops.ClampedSwiGLU, "eps": lambda: ops.RMSNorm(4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_no_tensor(name):
+    """A tensor would get no gradient, or change in place where neither kernels nor the backward see it."""
+    op = NUMBERS[name]()
+    learned = torch.zeros((), requires_grad=True).exp()
+    for value in (learned, torch.tensor(2.0), torch.ones(3), "2", None, True):
+        with pytest.raises(TypeError, match=rf"{type(op).__name__} expected a real number as {name}"):
+            setattr(op, name, value)
+    with pytest.raises(TypeError, match="a Tensor, whose gradient would be lost"):
+        setattr(op, name, learned)
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TypeError):
+        setattr(op, name, numpy.full((), 0.5))
+    setattr(op, name, numpy.float32(0.5))
+    assert type(getattr(op, name)) is float and getattr(op, name) == 0.5
+
+
+def test_the_form_of_a_gelu_in_geglu_is_fixed():
+    with pytest.raises(RuntimeError, match="GEGLU.approximate is fixed, and is 'tanh'"):
+        ops.GEGLU().approximate = "none"
+    with pytest.raises(RuntimeError, match="GEGLU.approximate is fixed: write a subclass"):
+        ops.GEGLU.approximate = "none"

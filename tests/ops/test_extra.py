@@ -207,7 +207,7 @@ def test_wrong_shape():
 def test_ops_with_extras_run_in_a_fuser_only(op):
     ctx, x = opfuse.OperationContext(), torch.ones(1, 2)
     with pytest.raises(RuntimeError, match=f"{op.__name__} has extra tensors: call fuser_forward"):
-        op().op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+        op().op_forward(ctx, x)
     with pytest.raises(RuntimeError, match=f"{op.__name__} has extra tensors: call fuser_backward"):
         op().op_backward(ctx, x)
     with pytest.raises(TypeError, match=rf"{op.__name__} expected in_place as a keyword: {op.__name__}\(in_place=True\)"):

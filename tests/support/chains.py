@@ -17,10 +17,6 @@ from opfuse import ops
 # Fused ops that run their basic ops
 
 
-def _sum(a, b):
-    return a if b is None else b if a is None else a + b
-
-
 class Forwarding(opfuse.FusedOperation):
     """Runs the basic ops one after the other, in either pass, whatever they are."""
 
@@ -32,42 +28,11 @@ class Forwarding(opfuse.FusedOperation):
         for op in reversed(self.basic_ops):
             self.grad_input = self.grad_input if op.grad_input == "same" else op.grad_input
 
-    def run_one(self, op, ctxs, input_, **given):
-        return op.fuser_forward(ctxs, input_, **given)
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **quantizers):
-        channels, outputs = {}, []
-        each = zip(self.basic_ops, basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs, strict=True)
-        for op, ctx, extras, kwargs in each:
-            extras = [channels[c] if e is None else e for e, c in zip(extras, op._extra_input_channels, strict=True)]
-            flows = ctx.requires_grad and not torch.compiler.is_compiling()
-            input_, (given,) = self.run_one(
-                op, [ctx], input_, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **quantizers
-            )
-            inside = [t.detach().requires_grad_() if flows else t for t in given]  # as the fuser marks them
-            channels.update(zip(op._extra_output_channels, inside, strict=True))
-            outputs.append(given)
-        return input_, outputs
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
-        inside, params, extras, owns = {}, [], [], basic_op_ctxs[-1].owns_grad_output
-        for op, ctx, given in list(zip(self.basic_ops, basic_op_ctxs, basic_op_grad_extra_outputs, strict=True))[::-1]:
-            if not ctx.requires_grad:  # a joint fusion may reach before the first op that trains
-                grad_output, grad_params, grads = None, None, (None,) * op.num_extra_inputs
-            else:
-                ctx = copy.copy(ctx)
-                ctx.owns_grad_output = owns
-                given = [_sum(g, inside.get(c)) for g, c in zip(given, op._extra_output_channels, strict=True)]
-                grad_output, (grad_params,), (grads,) = op.fuser_backward(
-                    [ctx], grad_output, basic_op_grad_extra_outputs=[given]
-                )
-            for grad, channel in zip(grads, op._extra_input_channels, strict=True):
-                if channel is not None:
-                    inside[channel] = _sum(grad, inside.get(channel))
-            params.append(grad_params)
-            extras.append(grads)
-            owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
-        return grad_output, params[::-1], extras[::-1]
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
 
 
 class Backwarding(Forwarding):

@@ -12,21 +12,13 @@ class OneByOne(opfuse.FusedOperation):
 
     kwarg_names = None
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_kwargs, **_):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
         self.calls.append("forward")
-        for ctx, op, kwargs in zip(basic_op_ctxs, self.basic_ops, basic_op_kwargs, strict=True):
-            input_ = op.op_forward(
-                ctx, input_, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs
-            )
-        return input_, [()] * len(basic_op_ctxs)
+        return self.run_separately(basic_op_ctxs, input_, **given)
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         self.calls.append("backward")
-        grads = []
-        for ctx, op in zip(basic_op_ctxs[::-1], list(self.basic_ops)[::-1], strict=True):
-            grad_output, grad_params = op.op_backward(ctx, grad_output)
-            grads.append(grad_params)
-        return grad_output, grads[::-1], [()] * len(basic_op_ctxs)
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
 
 
 def make_plugin(**hooks):

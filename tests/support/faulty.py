@@ -98,8 +98,8 @@ class Recomputing(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         (act,), (ctx,) = self.basic_ops, basic_op_ctxs
         y = act.forward_value(act.operand(ctx, input_))
-        if ctx.recomputable and ctx.input_requires_grad:
-            ctx.recomputable = y
+        if ctx.may_recompute and ctx.input_requires_grad:
+            ctx.recomputable_output = y
         return y, [()]
 
     def fuser_recompute(self, basic_op_ctxs):
@@ -140,7 +140,7 @@ class LetsGoUnasked(Pointwise):
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)
-        basic_op_ctxs[0].recomputable = y
+        basic_op_ctxs[0].recomputable_output = y
         return y, extras
 
     def fuser_recompute(self, basic_op_ctxs):
@@ -536,10 +536,7 @@ class SwallowsErrors(Forward):
         try:
             return super().fuser_forward(basic_op_ctxs, input_)
         except RuntimeError:
-            return Forwarding(self.basic_ops).fuser_forward(
-                basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()], basic_op_kwargs=[{}, {}],
-                prev_op_grad_output_quantizer=None, next_op_input_quantizer=None,
-            )  # fmt: skip
+            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()])
 
 
 @faulty("errors", "an error raised inside its operation .* does not reach the caller", "backward", BasicLinear, Bias)

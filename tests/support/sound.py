@@ -41,9 +41,9 @@ class Again(Joint):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
         first, last = basic_op_ctxs[0], basic_op_ctxs[-1]
-        first.copied = bool(first.recomputable)
+        first.copied = first.may_recompute
         if first.copied:
-            first.recomputable = y
+            first.recomputable_output = y
             last.save_for_backward(y, *last.to_save)
         return y, extras
 

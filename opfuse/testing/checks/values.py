@@ -169,9 +169,9 @@ def recompute(case: Case) -> None:
         raise Declined("it does not compute its output again")
     left: list[Any] = []
     alone = case.with_(after=())
-    fused(watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable)), grads=False)
-    if any(value is not False for value in left):
-        raise Failure("it leaves its output on the context (recomputable) where nobody behind it would do without")
+    fused(watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)), grads=False)
+    if any(value is not None for value in left):
+        raise Failure("it leaves recomputable_output on the context where nobody behind it would do without")
     expected, truth = _pair(case)
     compare_results(case, fused(case), expected, truth)
     with only(case.subject):

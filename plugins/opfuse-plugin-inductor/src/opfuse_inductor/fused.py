@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opfuse import BasicOperation, Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
+from opfuse import Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
 from opfuse.authoring import op_class
 from opfuse.ops import (
     GELU,
@@ -65,8 +65,6 @@ class CompiledRun(FusedOperation):
         self._ratios = ratios
         self._scales = [op for op in self._ops if isinstance(op, ConstantScale)]
         self._look()
-        simple = [type(op).fuser_forward is BasicOperation.fuser_forward for op in self._ops]
-        self._simple = [(op.op_forward, op.op_backward) if s else None for op, s in zip(self._ops, simple, strict=True)]
         self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
         self._with_extras = [i for i, op in enumerate(self._ops) if op.num_extra_inputs]
         self._flags: tuple[kernels.Flags, ...] = ()
@@ -101,14 +99,14 @@ class CompiledRun(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         size = input_.numel()
         if size < self._min_elements or not input_.ndim or not size or size < 2 * input_.shape[-1]:
-            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
         extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
         params = [param for i in self._with_params for param in basic_op_ctxs[i].params]
         masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p] if self._dropouts else ()
         if not self._takes(basic_op_ctxs, input_, extras, params) or (masked and not input_.is_contiguous()):
-            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
         numbers_read = self._reads.current()
         if numbers_read is None:  # there are other things to read than there were
             self._look()
@@ -127,7 +125,7 @@ class CompiledRun(FusedOperation):
         if key != latest:
             plan = self._make_plan(key, basic_op_ctxs, params)
         if plan is None:
-            return self._one_by_one(basic_op_ctxs, input_, basic_op_extra_inputs)
+            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
         given = [input_, *params, *extras]
         numbers: list[Tensor] = []
         if self._dropouts:
@@ -147,8 +145,8 @@ class CompiledRun(FusedOperation):
         if y is items[0]:
             return input_, result
         y = y if len(shape) == 1 else y.view(*shape, y.shape[-1])
-        if plan.recomputes and basic_op_ctxs[0].recomputable:
-            basic_op_ctxs[0].recomputable, self._lets_go = y, True
+        if plan.recomputes and basic_op_ctxs[0].may_recompute:
+            basic_op_ctxs[0].recomputable_output, self._lets_go = y, True
         return y, result
 
     def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
@@ -207,36 +205,16 @@ class CompiledRun(FusedOperation):
             self._numbers = key, [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]]
         return self._numbers[1]
 
-    def _one_by_one(self, ctxs: Sequence[Any], x: Tensor, extra_inputs: Any) -> tuple[Tensor, Any]:
-        result: list[Any] = []
-        for i, (op, ctx) in enumerate(zip(self._ops, ctxs, strict=True)):
-            if self._simple[i]:
-                x = self._simple[i][0](ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-                result.append(())
-                continue
-            given = extra_inputs[i]
-            if any(extra is None for extra in given):
-                given = [
-                    result[self._sources[i, k][0]][self._sources[i, k][1]] if e is None else e
-                    for k, e in enumerate(given)
-                ]
-            x, (outputs,) = op.fuser_forward(
-                [ctx],
-                x,
-                basic_op_extra_inputs=[given],
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
-                basic_op_kwargs=[{}],
-            )
-            result.append(outputs)
-        return x, result
-
     # Backward
 
     def fuser_backward(
         self, basic_op_ctxs: list[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Sequence[Sequence[Any]]
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        compiled = getattr(basic_op_ctxs[0], "compiled", None)
+        if compiled is None:
+            extra = basic_op_grad_extra_outputs
+            return self.run_separately_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra)
         grads = {
             (i, k): grad
             for i, of_op in enumerate(basic_op_grad_extra_outputs)
@@ -244,9 +222,6 @@ class CompiledRun(FusedOperation):
             for k, grad in enumerate(of_op)
             if grad is not None
         }
-        compiled = getattr(basic_op_ctxs[0], "compiled", None)
-        if compiled is None:
-            return self._one_by_one_backward(basic_op_ctxs, grad_output, grads)
         plan, shape, numbers = compiled
         rows = shape.numel()
         saved = self._saved(basic_op_ctxs, plan, rows)
@@ -276,32 +251,6 @@ class CompiledRun(FusedOperation):
 
     def _saved(self, ctxs: Sequence[Any], plan: kernels.Plan, rows: int) -> list[Tensor]:
         return [fit(tensor, spec, rows) for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)]  # noqa: B905
-
-    def _one_by_one_backward(
-        self, ctxs: Sequence[Any], dy: Tensor | None, grads: dict[tuple[int, int], Tensor]
-    ) -> tuple[Tensor | None, Any, Any]:
-        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op in self._ops]
-        of_params: list[Any] = [(None,) * len(op.param_names) for op in self._ops]
-        owns = ctxs[-1].owns_grad_output
-        for i in reversed(range(len(self._ops))):
-            op, ctx = self._ops[i], ctxs[i]
-            if not ctx.requires_grad:
-                return None, of_params, of_extras
-            ctx.owns_grad_output = owns
-            if self._simple[i]:
-                dy, of_params[i] = self._simple[i][1](ctx, dy)
-                owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
-                continue
-            outputs = [grads.get((i, k)) for k in range(op.num_extra_outputs)]
-            dy, (of_params[i],), (mine,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[outputs])
-            of_extras[i] = tuple(None if (i, k) in self._sources else grad for k, grad in enumerate(mine))
-            for k, grad in enumerate(mine):
-                source = self._sources.get((i, k))
-                if source is not None and grad is not None:
-                    before = grads.get(source)
-                    grads[source] = grad if before is None else before + grad
-            owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
-        return dy, of_params, of_extras
 
     @property
     def notes(self) -> str:  # type: ignore[override]

@@ -300,7 +300,7 @@ class Run:
             else:
                 if isinstance(op, ConstantScale):
                     vars(op)["scale"] = given.scales[i][0]
-                x = op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+                x = op.op_forward(ctx, x)
         passed.output = x
         return passed
 

@@ -115,8 +115,8 @@ class ForwardLinearBiasActivation(FusedOperation):
             if y is not None:
                 return y, no_extras
         y = forward_value(operand(act, kernels.linear(x, weight, bias)))
-        if basic_op_ctxs[0].recomputable and act.input_requires_grad:
-            basic_op_ctxs[0].recomputable = y
+        if basic_op_ctxs[0].may_recompute and act.input_requires_grad:
+            basic_op_ctxs[0].recomputable_output = y
         return y, no_extras
 
     def fuser_recompute(self, basic_op_ctxs: Ctxs) -> Tensor:

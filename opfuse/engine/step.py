@@ -1,0 +1,59 @@
+"""A step: one op in place of a run of basic ops, from a candidate of planning to what the loops call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..quantization import Quantizer
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Step:
+    """One call of one op over ``ops[start:stop]``.
+
+    Attributes:
+        source: The :class:`~opfuse.plugins.FusionSource` that gave the fusion; None for a basic op by itself.
+        start, stop: Which basic ops.
+        benefit: How many reads and writes of tensors the fusion saves.
+        op: The basic op, or the fused op; None while it is not built.
+        run: The bound method that a loop calls.
+        direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
+        prepares: Whether anything happens to the incoming tensor first, as follows.
+        cast: The quantizer to cast it with.
+        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
+        width: Last dimension to insist on.
+        has_extras: Whether one of its basic ops has extra tensors.
+        no_extras: For each basic op, no extra tensors.
+        owns: Whether the incoming gradient may be overwritten (backward only).
+        recompute: Where the fused op before it starts, if that can give the input again (backward only).
+    """
+
+    source: Any
+    start: int
+    stop: int
+    benefit: float = 0.0
+    op: Any = None
+    run: Callable[..., Any] = NotImplemented
+    direct: bool = False
+    prepares: bool = False
+    cast: Quantizer | None = None
+    takes_quantized: bool = False
+    width: int | None = None
+    has_extras: bool = False
+    no_extras: tuple[tuple[()], ...] = ()
+    owns: bool = False
+    recompute: int | None = None
+
+    @property
+    def passes(self) -> str:
+        """Which pass it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
+        return str(self.source.passes) if self.source else "joint"
+
+    @property
+    def places(self) -> Iterator[tuple[str, int]]:
+        """The ops it wants, each with the pass."""
+        passes = ("forward", "backward") if self.passes == "joint" else (self.passes,)
+        return itertools.product(passes, range(self.start, self.stop))
