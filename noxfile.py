@@ -1,8 +1,10 @@
-"""What is checked and built. ``python -m nox`` runs the default sessions; ``python -m nox -l`` lists them all.
+"""What is checked and built. ``python -m nox`` runs the default sessions; ``python -m nox -l``
+lists them all.
 
-torch is large, so it is installed once, with pip, into ``.nox/base-*``. Every session has a small virtual environment
-of its own beside it, which sees the packages of the base through a ``.pth`` file and holds the wheels under test:
-what is installed in one session is not there in another. Nothing is imported from this checkout; the wheels are.
+torch is large, so it is installed once, with pip, into ``.nox/base-*``. Every session has a small
+virtual environment of its own beside it, which sees the packages of the base through a ``.pth``
+file and holds the wheels under test: what is installed in one session is not there in another.
+Nothing is imported from this checkout; the wheels are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ import sys
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["tests", "plugin", "together", "strangers", "lint", "types", "docs", "build"]
+nox.options.sessions = [
+    "tests",
+    "plugin",
+    "together",
+    "strangers",
+    "lint",
+    "types",
+    "docs",
+    "build",
+]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
@@ -40,22 +51,40 @@ def group(*names: str) -> tuple[str, ...]:
 
 
 def base(session: nox.Session) -> str:
-    """The Python of the environment that holds torch, the test tools and the build backend; made when needed."""
-    requirements = sorted({*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")})
+    """The Python of the environment that holds torch, the test tools and the build backend; made
+    when needed.
+    """
+    requirements = sorted(
+        {*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")}
+    )
     version = ".".join(map(str, sys.version_info[:2]))
     home = ROOT / ".nox" / f"base-{version}"
     python = home / BIN / "python"
     stamp = home / "installed"
-    wanted = hashlib.sha256(json.dumps([sys.version, requirements, CONSTRAINTS.read_text()]).encode()).hexdigest()
+    wanted = hashlib.sha256(
+        json.dumps([sys.version, requirements, CONSTRAINTS.read_text()]).encode()
+    ).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:
-        session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home), external=True)
-        session.run(str(python), "-m", "pip", "install", "-c", str(CONSTRAINTS), *requirements, external=True)
+        session.run(
+            sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home), external=True
+        )
+        session.run(
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-c",
+            str(CONSTRAINTS),
+            *requirements,
+            external=True,
+        )
         stamp.write_text(wanted)
     return str(python)
 
 
 def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = None) -> str:
-    """Install into the session's environment, beside the base, and work outside the checkout; returns its Python.
+    """Install into the session's environment, beside the base, and work outside the checkout;
+    returns its Python.
 
     ``session.install`` would need a pip, and a torch, in every environment.
     """
@@ -63,7 +92,8 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     python = into or str(pathlib.Path(session.bin) / "python")
     show = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own, shared = (
-        session.run(which, "-c", show, silent=True, external=True, log=False).strip() for which in (python, pip)
+        session.run(which, "-c", show, silent=True, external=True, log=False).strip()
+        for which in (python, pip)
     )
     pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
     command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
@@ -75,22 +105,37 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
 
 
 def pytest(session: nox.Session, folder: pathlib.Path, *options: str) -> None:
-    """Run the tests in ``folder`` against what is installed, which must not be the checkout; a process per core."""
+    """Run the tests in ``folder`` against what is installed, which must not be the checkout; a
+    process per core.
+    """
     check = "import opfuse, pathlib, sys; sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
     session.run("python", "-c", check, str(ROOT / "opfuse"))
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    workers = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8
+    )
     session.env["OMP_NUM_THREADS"] = "1"
     parallel = ["-n", str(workers), "--dist", "worksteal"]
-    session.run("python", "-m", "pytest", *config, *parallel, *options, str(folder), *session.posargs)
+    session.run(
+        "python", "-m", "pytest", *config, *parallel, *options, str(folder), *session.posargs
+    )
 
 
 def show_plugins(session: nox.Session, python: str = "python") -> None:
     """List the installed plugins; fail unless exactly those of this repository are loaded."""
-    text = session.run(python, "-m", "opfuse", "plugins", "--json", silent=True, stderr=None, external=True)
+    text = session.run(
+        python, "-m", "opfuse", "plugins", "--json", silent=True, stderr=None, external=True
+    )
     rows = json.loads(text)
-    session.log("plugins: " + ", ".join(f"{row['distribution']} {row['version']} {row['state']}" for row in rows))
-    loaded = {row["distribution"].removeprefix("opfuse-plugin-") for row in rows if row["state"] == "loaded"}
+    session.log(
+        "plugins: "
+        + ", ".join(f"{row['distribution']} {row['version']} {row['state']}" for row in rows)
+    )
+    loaded = {
+        row["distribution"].removeprefix("opfuse-plugin-")
+        for row in rows
+        if row["state"] == "loaded"
+    }
     if loaded != set(PLUGINS):
         session.error(f"expected {sorted(PLUGINS)} to be loaded, got:\n{text}")
 
@@ -109,14 +154,18 @@ def plugin(session: nox.Session, name: str) -> None:
     folder = PLUGINS[name]
     install(session, ROOT, folder)
     pytest(session, folder / "tests")
-    if any("import triton" in path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")):
+    if any(
+        "import triton" in path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")
+    ):
         session.env["TRITON_INTERPRET"] = "1"  # read when Triton is imported: a process of its own
         pytest(session, folder / "tests")
 
 
 @nox.session(venv_params=ALONE)
 def together(session: nox.Session) -> None:
-    """The core's tests again, with every plugin installed, but those that hide it: fusing never changes the answer."""
+    """The core's tests again, with every plugin installed, but those that hide it: fusing never
+    changes the answer.
+    """
     install(session, f"{ROOT}[examples]", *PLUGINS.values())
     show_plugins(session)
     pytest(session, ROOT / "tests", "-m", "not alone")
@@ -156,22 +205,54 @@ def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build; a warning is an error."""
     install(session, ROOT, *group("docs"))
     out = ROOT / "docs" / "_build"
-    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html", str(ROOT / "docs"), str(out))
+    session.run(
+        "python",
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-E",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(out),
+    )
     session.log(f"open {out / 'index.html'}")
 
 
 @nox.session(venv_params=ALONE)
 def build(session: nox.Session) -> None:
-    """Source distributions and wheels of the core and of every plugin, into dist/, and a try of the wheels."""
+    """Source distributions and wheels of the core and of every plugin, into dist/, and a try of the
+    wheels.
+    """
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     install(session, "build")
     for folder in (ROOT, *PLUGINS.values()):
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder), silent=True)
+        session.run(
+            "python",
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(dist),
+            str(folder),
+            silent=True,
+        )
     wheels = sorted(dist.glob("*.whl"))
     session.log("built " + ", ".join(path.name for path in sorted(dist.iterdir())))
     fresh = pathlib.Path(session.bin).parent / "fresh"
-    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--no-seed", str(fresh), external=True)
+    session.run(
+        sys.executable,
+        "-m",
+        "virtualenv",
+        "--quiet",
+        "--clear",
+        "--no-seed",
+        str(fresh),
+        external=True,
+    )
     python = install(session, *wheels, into=str(fresh / BIN / "python"))
     show_plugins(session, python)
 

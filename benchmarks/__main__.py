@@ -41,11 +41,19 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     deadline = start + options.budget
     command = re.sub(r" --out[ =]\S+", "", " ".join(["python -m benchmarks", *sys.argv[1:]]))
     result = about(options.suite, device) | {"command": command}
-    stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
+    stream = (
+        torch.cuda.stream(torch.cuda.Stream())
+        if device.type == "cuda"
+        else contextlib.nullcontext()
+    )
     with stream:  # a CUDA graph cannot be captured on the default one
         result["ceilings"] = {} if options.no_ceilings else ceilings(device)
         harness = Harness(
-            device, result["ceilings"], providers=options.providers, rounds=options.rounds, deadline=deadline
+            device,
+            result["ceilings"],
+            providers=options.providers,
+            rounds=options.rounds,
+            deadline=deadline,
         )
         result |= {"cases": [], "ratios": [], "left_out": [], "interrupted": False}
         for case in (bar := tqdm(cases, unit="case", file=sys.stderr)):
@@ -83,7 +91,9 @@ def verdict(row: Row, slack: float = 0.0) -> str:
         return f"MISSED: {row['reason']}"
     slack = 0.0 if row["exact"] else slack
     slack_goal = row["goal"] * (1 + slack if row["cost"] else 1 - slack)
-    met = row["pass"] or (slack and (row["value"] <= slack_goal if row["cost"] else row["value"] >= slack_goal))
+    met = row["pass"] or (
+        slack and (row["value"] <= slack_goal if row["cost"] else row["value"] >= slack_goal)
+    )
     return "met" if met else "MISSED"
 
 
@@ -104,7 +114,9 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
             + ", within the noise" * near(row)
         )
     if result["left_out"]:
-        lines.append(f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted")
+        lines.append(
+            f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted"
+        )
     return lines
 
 
@@ -115,34 +127,60 @@ def positive(kind: type) -> Callable[[str], Any]:
         with contextlib.suppress(ValueError):
             if (number := kind(text)) > 0:
                 return number
-        raise argparse.ArgumentTypeError(f"expected {'a' if kind is float else 'a whole'} number above 0, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected {'a' if kind is float else 'a whole'} number above 0, got {text}"
+        )
 
     return read
 
 
 def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     """What the arguments mean, and their cases; ends the program where they mean nothing."""
-    form = {"description": __doc__, "formatter_class": argparse.RawTextHelpFormatter, "allow_abbrev": False}
+    form = {
+        "description": __doc__,
+        "formatter_class": argparse.RawTextHelpFormatter,
+        "allow_abbrev": False,
+    }
     parser = argparse.ArgumentParser("benchmarks", **form)
     add = parser.add_argument
     add("--suite", choices=("cpu", "gpu-quick", "gpu-full"), required=True)
     add("--ids", type=lambda text: text.split(","), help="such as M1,G2; default: all of the suite")
-    add("--providers", type=lambda text: text.split(","), help=f"of {','.join(PROVIDERS)}; default: what a case needs")
+    add(
+        "--providers",
+        type=lambda text: text.split(","),
+        help=f"of {','.join(PROVIDERS)}; default: what a case needs",
+    )
     add("--out", type=pathlib.Path, metavar="FILE", help="write the run there, as JSON")
-    add("--budget", type=positive(float), default=float("inf"), metavar="SECONDS", help="start nothing after that")
+    add(
+        "--budget",
+        type=positive(float),
+        default=float("inf"),
+        metavar="SECONDS",
+        help="start nothing after that",
+    )
     add("--rounds", type=positive(int), default=0, help="turns of each provider")
     add("--threads", type=positive(int), default=1, help="CPU threads of the suite cpu")
     add("--no-ceilings", action="store_true", help="do not measure what the machine reaches")
-    add("--check", action="store_true", help="exit with 1 if a goal is missed, or none was measured")
+    add(
+        "--check", action="store_true", help="exit with 1 if a goal is missed, or none was measured"
+    )
     add("--slack", type=float, default=0.0, help="a goal missed by this share counts as met")
-    add("--allocators", action="store_true", help="then again, into FILE-tuned, with a glibc that keeps large blocks")
+    add(
+        "--allocators",
+        action="store_true",
+        help="then again, into FILE-tuned, with a glibc that keeps large blocks",
+    )
     options = parser.parse_args(arguments)
     if strange := set(options.providers or ()) - set(PROVIDERS):
-        parser.error(f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}")
+        parser.error(
+            f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}"
+        )
     if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
     if options.suite != "cpu" and not torch.cuda.is_available():
-        parser.error(f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere")
+        parser.error(
+            f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere"
+        )
     try:
         return options, select(options.suite, options.ids)
     except ValueError as reason:
@@ -170,9 +208,17 @@ def main(arguments: list[str] | None = None) -> int:
         missed = True
     if options.allocators:
         again = [argument for argument in arguments if argument != "--allocators"]
-        again += ["--out", str(options.out.with_stem(f"{options.out.stem}-tuned"))] if options.out else []
+        again += (
+            ["--out", str(options.out.with_stem(f"{options.out.stem}-tuned"))]
+            if options.out
+            else []
+        )
         print("with the tuned allocator:", flush=True)
-        missed |= bool(subprocess.run([sys.executable, "-m", "benchmarks", *again], env=os.environ | TUNED).returncode)
+        missed |= bool(
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks", *again], env=os.environ | TUNED
+            ).returncode
+        )
     return int(options.check and missed)
 
 

@@ -20,11 +20,14 @@ class Goal:
     """What a ratio should reach.
 
     Attributes:
-        versus: A provider; "eager/hand": eager, or what is written by hand where that does not reach the goal against
-            eager; "sol": the share of the copy's bandwidth; "self": the subject's own number.
-        goal, stretch, bound: The bar; what would be worth telling; what the hardware or the arithmetic allows.
+        versus: A provider; "eager/hand": eager, or what is written by hand where that does not
+            reach the goal against eager; "sol": the share of the copy's bandwidth; "self": the
+            subject's own number.
+        goal, stretch, bound: The bar; what would be worth telling; what the hardware or the
+            arithmetic allows.
         subject: Whose.
-        cost: Smaller is better: the subject over the other. Else how many times faster the subject is.
+        cost: Smaller is better: the subject over the other. Else how many times faster the subject
+            is.
         exact: It must be equal.
         id: The goal's id, where it is not the case's.
     """
@@ -47,8 +50,8 @@ class Case:
         id: Of its goals.
         chain: See :mod:`benchmarks.chains`.
         rows: Of the input.
-        metric: inference, forward, backward, forward+backward, saved bytes, peak bytes, or one of these after
-            "host ", the wall time of a GPU program.
+        metric: inference, forward, backward, forward+backward, saved bytes, peak bytes, or one of
+            these after "host ", the wall time of a GPU program.
         goals: What it is held to.
         suites: Where it belongs.
         width: Features of the input, where the chain does not say.
@@ -93,7 +96,10 @@ class Case:
     @property
     def traffic(self) -> int:
         """Bytes that must move."""
-        return self.element_bytes and self.element_bytes * self.rows * widths(self.chain, self.width)[-1]
+        return (
+            self.element_bytes
+            and self.element_bytes * self.rows * widths(self.chain, self.width)[-1]
+        )
 
 
 def expand(line: str) -> Iterator[str]:
@@ -113,8 +119,18 @@ def goal(text: str) -> Goal:
     if not (match := GOAL.fullmatch(text)):
         raise ValueError(f"expected a goal such as eager>1.5/1.6/1.7, got {text!r}")
     subject, versus, how, numbers, name = match.groups()
-    values = [float(a) / float(b or 1) if a else None for a, _, b in (n.partition(":") for n in numbers.split("/"))]
-    return Goal(versus, *values, subject=subject or "opfuse", cost=how == "<", exact=how == "=", id=name or "")
+    values = [
+        float(a) / float(b or 1) if a else None
+        for a, _, b in (n.partition(":") for n in numbers.split("/"))
+    ]
+    return Goal(
+        versus,
+        *values,
+        subject=subject or "opfuse",
+        cost=how == "<",
+        exact=how == "=",
+        id=name or "",
+    )
 
 
 def case(name: str, line: str, index: int) -> Case:
@@ -150,7 +166,12 @@ def captures(cases: list[Case]) -> Iterator[Case]:
     seen = {"", *(each.chain for each in cases if each.id == "O5")}
     for each in cases:
         chain, goals = each.chain, (Goal("self", 1, exact=True),)
-        if chain not in seen and each.id != "G1" and each.dtype == "bf16" and not re.search("cast|product", chain):
+        if (
+            chain not in seen
+            and each.id != "G1"
+            and each.dtype == "bf16"
+            and not re.search("cast|product", chain)
+        ):
             seen.add(chain)
             options = {"width": each.width, "special": "captured", "unfused": True}
             yield Case("O5", chain, 512, "captured", goals, SUITES["full"], **options)

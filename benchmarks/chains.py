@@ -1,8 +1,10 @@
-"""Workloads: one line of text is a chain of layers, and every provider builds the same chain from it.
+"""Workloads: one line of text is a chain of layers, and every provider builds the same chain from
+it.
 
-``"linear:1024x4096 gelu linear:4096x1024"`` is an MLP. ``matmul`` is a linear layer without a bias, ``product`` its
-matrix product alone, of operands that are quantized already. ``add`` takes an extra input, ``fork`` gives an extra
-output, ``cast`` and ``castt`` round to FP8 with a fixed scale, the second with a transposed copy.
+``"linear:1024x4096 gelu linear:4096x1024"`` is an MLP. ``matmul`` is a linear layer without a bias,
+``product`` its matrix product alone, of operands that are quantized already. ``add`` takes an extra
+input, ``fork`` gives an extra output, ``cast`` and ``castt`` round to FP8 with a fixed scale, the
+second with a transposed copy.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ class Layer(NamedTuple):
 def parse(chain: str) -> list[Layer]:
     """The layers of a chain."""
     parts = [part.partition(":") for part in chain.split()]
-    return [Layer(name, tuple(int(size) for size in sizes.split("x") if size)) for name, _, sizes in parts]
+    return [
+        Layer(name, tuple(int(size) for size in sizes.split("x") if size))
+        for name, _, sizes in parts
+    ]
 
 
 def widths(chain: str, width: int) -> list[int]:
     """The features before each layer and after the last one; ``width`` where no layer says."""
     layers = parse(chain)
-    first = next((layer.sizes[0] * (1 + (layers[0].name in GATED)) for layer in layers if layer.sizes), width)
+    first = next(
+        (layer.sizes[0] * (1 + (layers[0].name in GATED)) for layer in layers if layer.sizes), width
+    )
     found = [first]
     for layer in layers:
         last = found[-1] // 2 if layer.name in GATED else found[-1]
@@ -98,7 +105,9 @@ def clamped(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Cast(nn.Module):
-    """Round to FP8, and collect the largest magnitude, as delayed scaling does; fp64, the reference, passes."""
+    """Round to FP8, and collect the largest magnitude, as delayed scaling does; fp64, the
+    reference, passes.
+    """
 
     def __init__(self, transpose: bool = False) -> None:
         super().__init__()
@@ -150,7 +159,9 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "qgeglu": over_halves(lambda a, b: a * torch.sigmoid(1.702 * a) * b),
     "reglu": over_halves(lambda a, b: torch.relu(a) * b),
     "sreglu": over_halves(lambda a, b: torch.relu(a).square() * b),
-    "situglu": over_halves(lambda a, b: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25)),
+    "situglu": over_halves(
+        lambda a, b: 4 * torch.tanh(a / 4) * torch.sigmoid(a) * 25 * torch.tanh(b / 25)
+    ),
     "clampedswiglu": over_halves(clamped),
     "scale": Scale,
     "identity": nn.Identity,
@@ -165,11 +176,16 @@ def plain(chain: str, table: Mapping[str, Callable[..., Any]] = PLAIN) -> nn.Mod
     """The chain in PyTorch's own modules, or in those of another table."""
     layers = parse(chain)
     modules = [table[name](*sizes) for name, sizes in layers]
-    return Branches(chain, modules) if {"add", "fork"} & {layer.name for layer in layers} else nn.Sequential(*modules)
+    return (
+        Branches(chain, modules)
+        if {"add", "fork"} & {layer.name for layer in layers}
+        else nn.Sequential(*modules)
+    )
 
 
 class Work:
-    """A chain's parameters and inputs on a device, drawn once for all providers: normal, never zeros.
+    """A chain's parameters and inputs on a device, drawn once for all providers: normal, never
+    zeros.
 
     Args:
         chain: The chain.
@@ -180,7 +196,9 @@ class Work:
         sets: How many sets of inputs, for timers that rotate.
     """
 
-    def __init__(self, chain: str, rows: int, width: int, dtype: str, device: torch.device, sets: int = 1) -> None:
+    def __init__(
+        self, chain: str, rows: int, width: int, dtype: str, device: torch.device, sets: int = 1
+    ) -> None:
         self.chain, self.rows, self.dtype, self.device = chain, rows, DTYPES[dtype], device
         self.generator = torch.Generator(device).manual_seed(0)
         at = widths(chain, width)
@@ -189,14 +207,23 @@ class Work:
             shapes_only = plain(chain)
         self.params = [self._param(like) for like in shapes_only.parameters()]
         shapes = [at[0], *(at[i] for i, name in enumerate(names) if name == "add")]
-        self.inputs = [[self._normal(rows, n).requires_grad_() for n in shapes] for _ in range(sets)]
-        self.grads = [self._normal(rows, n) for n in (at[-1], *(at[i] for i, n in enumerate(names) if n == "fork"))]
+        self.inputs = [
+            [self._normal(rows, n).requires_grad_() for n in shapes] for _ in range(sets)
+        ]
+        self.grads = [
+            self._normal(rows, n)
+            for n in (at[-1], *(at[i] for i, n in enumerate(names) if n == "fork"))
+        ]
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def _param(self, like: nn.Parameter) -> Tensor:
-        return self._normal(*like.shape) / math.sqrt(like.shape[-1]) if like.ndim > 1 else 1 + self._normal(*like.shape)
+        return (
+            self._normal(*like.shape) / math.sqrt(like.shape[-1])
+            if like.ndim > 1
+            else 1 + self._normal(*like.shape)
+        )
 
     def fill(self, model: nn.Module) -> nn.Module:
         """Give a provider's model the parameters."""
@@ -214,9 +241,14 @@ class Work:
     def results(
         self, model: Callable[..., Any], params: list[Tensor], inputs: list[Tensor], backward: bool
     ) -> list[Tensor]:
-        """The outputs, and with a backward the gradients of inputs and parameters; else as gradients are on or off."""
+        """The outputs, and with a backward the gradients of inputs and parameters; else as
+        gradients are on or off.
+        """
         if not backward:
-            return [comparable(y.detach() if isinstance(y, Tensor) else y) for y in several(model(*inputs))]
+            return [
+                comparable(y.detach() if isinstance(y, Tensor) else y)
+                for y in several(model(*inputs))
+            ]
         outputs = several(model(*inputs))
         grads = [grad.to(outputs[0].dtype) for grad in self.grads]
         return [*outputs, *torch.autograd.grad(outputs, [*inputs, *params], grads)]
@@ -243,7 +275,9 @@ def comparable(y: Any) -> Tensor:
 
 
 def error(results: list[Tensor], reference: list[Tensor]) -> float:
-    """The largest relative Frobenius error; infinite with NaN, another shape than the reference, or too few results."""
+    """The largest relative Frobenius error; infinite with NaN, another shape than the reference, or
+    too few results.
+    """
     pairs = list(zip(results, reference, strict=False))  # a cast gives more than the reference
     if len(results) < len(reference) or any(a.shape != b.shape for a, b in pairs):
         return math.inf

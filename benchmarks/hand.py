@@ -1,4 +1,5 @@
-"""Single ops as somebody would write them by hand: autograd functions by the formulas of opfuse's ops.
+"""Single ops as somebody would write them by hand: autograd functions by the formulas of opfuse's
+ops.
 
 Each saves what the op saves, and computes in fp32 where the op does, on whole tensors.
 """
@@ -48,7 +49,9 @@ def product(gate: Callable[..., Any], linear: Callable[..., Any] = lambda b: (b,
     def backward(dy: Tensor, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         (value, slope), (factor, its_slope) = gate(a), linear(b)
-        return torch.cat((dy * factor * slope, dy * value * (1 if its_slope is None else its_slope)), -1)
+        return torch.cat(
+            (dy * factor * slope, dy * value * (1 if its_slope is None else its_slope)), -1
+        )
 
     return in_fp32(forward, backward)
 
@@ -125,7 +128,9 @@ class Pointwise(torch.autograd.Function):
 
 
 class LayerNorm(torch.autograd.Function):
-    """torch's kernels, with the backward in fp32, which half precision needs for an exact gradient of the weight."""
+    """torch's kernels, with the backward in fp32, which half precision needs for an exact gradient
+    of the weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -137,7 +142,9 @@ class LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         w, wants = weight.float(), [True] * 3
-        grads = aten.native_layer_norm_backward(dy.float(), x.float(), weight.shape, mean, rstd, w, w, wants)
+        grads = aten.native_layer_norm_backward(
+            dy.float(), x.float(), weight.shape, mean, rstd, w, w, wants
+        )
         return tuple(grad.to(x.dtype) for grad in grads)
 
 
@@ -154,7 +161,11 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
-        normalized, dy, over = x.float() * rstd, dy.float(), torch.sum if weight is None else torch.mean
+        normalized, dy, over = (
+            x.float() * rstd,
+            dy.float(),
+            torch.sum if weight is None else torch.mean,
+        )
         g = dy if weight is None else dy * weight
         dx = rstd * (g - normalized * over(g * normalized, -1, keepdim=True))
         dw = None if weight is None else (dy * normalized).sum(0).to(weight.dtype)

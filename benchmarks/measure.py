@@ -61,9 +61,11 @@ def around(built: Built, metric: str):
 
 
 def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None = None) -> Step:
-    """CPU time of this process, which with one thread does not count the time that other programs get.
+    """CPU time of this process, which with one thread does not count the time that other programs
+    get.
 
-    With more threads it is the time on the clock: CPU time would be the sum of theirs, as if nothing ran at once.
+    With more threads it is the time on the clock: CPU time would be the sum of theirs, as if
+        nothing ran at once.
 
     Args:
         passes: What to call; one set of inputs is enough.
@@ -91,9 +93,11 @@ def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None
 
 
 def cuda_timer(passes: Sequence[Step]) -> Step:
-    """Time on the GPU: ``do_bench``, or a CUDA graph over several sets of inputs for calls below a millisecond.
+    """Time on the GPU: ``do_bench``, or a CUDA graph over several sets of inputs for calls below a
+    millisecond.
 
-    That is well above ``SHORT_US``, where it begins to matter, so that two programs of one ratio are timed alike.
+    That is well above ``SHORT_US``, where it begins to matter, so that two programs of one ratio
+    are timed alike.
     """
     from triton.testing import do_bench
 
@@ -181,7 +185,8 @@ def sample_rounds(
     deadline: float = math.inf,
     failed: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds past the deadline.
+    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds
+    past the deadline.
 
     One that raises an error leaves the round-robin, its reason in ``failed`` if that is given.
     """
@@ -223,13 +228,17 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
 
 
 def noise(first: Sequence[float], again: Sequence[float]) -> float:
-    """How far a provider is from itself: half the width of the middle 60 % of its rounds' ratios, and their median."""
+    """How far a provider is from itself: half the width of the middle 60 % of its rounds' ratios,
+    and their median.
+    """
     low, middle, high = spread([a / b for a, b in zip(first, again, strict=True)])
     return max((high - low) / 2, abs(middle - 1))
 
 
 def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """How far the rounds' ratios are from each other: half the width of their middle 60 %, as a share of the median."""
+    """How far the rounds' ratios are from each other: half the width of their middle 60 %, as a
+    share of the median.
+    """
     if not all(denominator):
         return 0.0
     low, middle, high = spread([a / b for a, b in zip(numerator, denominator, strict=True)])
@@ -242,7 +251,9 @@ def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     owned = {param.untyped_storage().data_ptr() for param in built.params}
 
     def count(tensor: Any) -> None:
-        if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others, as a quantized tensor may be
+        if hasattr(
+            tensor, "__tensor_flatten__"
+        ):  # a subclass around others, as a quantized tensor may be
             for name in tensor.__tensor_flatten__()[0]:
                 count(getattr(tensor, name))
         elif (storage := tensor.untyped_storage()).data_ptr() not in owned:
@@ -252,7 +263,10 @@ def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
         count(tensor)
         return tensor
 
-    with around(built, "forward"), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        around(built, "forward"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         outputs = built.model(*inputs)  # alive, so that no storage is counted twice
     del outputs
     return sum(kept.values())
@@ -279,7 +293,9 @@ def poison(device: torch.device, megabytes: int = 512) -> None:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Rounded to FP8 as a real cast does, scaled first: of numbers left small most bits would be zero, and faster."""
+    """Rounded to FP8 as a real cast does, scaled first: of numbers left small most bits would be
+    zero, and faster.
+    """
     return (x * (448 / x.abs().amax())).to(torch.float8_e4m3fn)
 
 
@@ -287,12 +303,22 @@ def ceilings(device: torch.device, size: int = 0) -> dict[str, float | None]:
     """What the machine reaches now: a copy, and matrix products of random numbers."""
     size = size or (8192 if device.type == "cuda" else 1024)
     sample = timer(device)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) / math.sqrt(size) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device, dtype=torch.bfloat16) / math.sqrt(size)
+        for _ in range(2)
+    )
     source = torch.randint(
-        0, 100, (size * size * (8 if device.type == "cuda" else 64),), device=device, dtype=torch.int16
+        0,
+        100,
+        (size * size * (8 if device.type == "cuda" else 64),),
+        device=device,
+        dtype=torch.int16,
     )
     target = torch.empty_like(source)
-    work = {"copy_TBps": (lambda: target.copy_(source), 2 * source.nbytes), "bf16_TF": (lambda: a @ b, 2 * size**3)}
+    work = {
+        "copy_TBps": (lambda: target.copy_(source), 2 * source.nbytes),
+        "bf16_TF": (lambda: a @ b, 2 * size**3),
+    }
     # The driver's copy is not the fastest: on an H100 a kernel moved 3.0 TB/s where it moved 2.4.
     work["kernel_TBps"] = lambda: torch.bitwise_not(source, out=target), 2 * source.nbytes
     if device.type == "cpu":
@@ -301,7 +327,12 @@ def ceilings(device: torch.device, size: int = 0) -> dict[str, float | None]:
     elif torch.cuda.get_device_capability(device) >= (8, 9):
         one = torch.ones((), device=device)
         x, y = rounded(a), rounded(b.t().contiguous()).t()
-        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        options = {
+            "scale_a": one,
+            "scale_b": one,
+            "out_dtype": torch.bfloat16,
+            "use_fast_accum": True,
+        }
         work["fp8_TF"] = lambda: torch._scaled_mm(x, y, **options), 2 * size**3
     found: dict[str, float | None] = dict.fromkeys(("copy_TBps", "bf16_TF", "fp8_TF"))
     for name, (step, amount) in work.items():

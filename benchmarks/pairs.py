@@ -1,14 +1,16 @@
-"""The Python of small chains in this checkout against another one, in processes that take turns on one core.
+"""The Python of small chains in this checkout against another one, in processes that take turns on
+one core.
 
 python benchmarks/pairs.py OTHER_CHECKOUT
 python benchmarks/pairs.py OTHER_CHECKOUT --ops
 python benchmarks/pairs.py checks
 
-The two processes of a pair take turns of a few milliseconds, so that what slows the machine down slows both; which of
-them begins changes from pair to pair. What is printed is the median of the ratios of the pairs, this checkout over the
-other, and a 95 % interval of that median (by ranks, which assumes nothing about the noise). ``--ops`` measures every
-norm, activation and gated op alone instead of the chains O1 and O2. ``checks`` prints what each of the checks costs
-that a call makes beside its work, in nanoseconds.
+The two processes of a pair take turns of a few milliseconds, so that what slows the machine down
+slows both; which of them begins changes from pair to pair. What is printed is the median of the
+ratios of the pairs, this checkout over the other, and a 95 % interval of that median (by ranks,
+which assumes nothing about the noise). ``--ops`` measures every norm, activation and gated op alone
+instead of the chains O1 and O2. ``checks`` prints what each of the checks costs that a call makes
+beside its work, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -35,10 +37,16 @@ SAMPLES, SECONDS = 40, 0.005
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=pathlib.Path, help="a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--ops", action="store_true", help="each op alone, forward and backward, instead of O1 and O2")
+    parser.add_argument(
+        "--ops",
+        action="store_true",
+        help="each op alone, forward and backward, instead of O1 and O2",
+    )
     parser.add_argument("--core", type=int, default=None, help="default: the last one")
     options = parser.parse_args()
     core = options.core if options.core is not None else max(os.sched_getaffinity(0))
@@ -46,12 +54,19 @@ def main() -> None:
     if not (other / "opfuse" / "__init__.py").is_file():
         parser.error(f"{other} is no checkout of opfuse")
     what = "ops" if options.ops else "chains"
-    pairs = [run_pair((ROOT, other) if number % 2 else (other, ROOT), core, what) for number in range(options.pairs)]
-    print(f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}")
+    pairs = [
+        run_pair((ROOT, other) if number % 2 else (other, ROOT), core, what)
+        for number in range(options.pairs)
+    ]
+    print(
+        f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}"
+    )
     for name in pairs[0][ROOT]:
         ratios = sorted(pair[ROOT][name] / pair[other][name] for pair in pairs)
         low, high = interval(ratios)
-        before, after = (statistics.median(pair[where][name] for pair in pairs) for where in (other, ROOT))
+        before, after = (
+            statistics.median(pair[where][name] for pair in pairs) for where in (other, ROOT)
+        )
         middle = statistics.median(ratios)
         print(f"{name:40} {before:8.2f} -> {after:8.2f} us  {middle:.3f}x  [{low:.3f}, {high:.3f}]")
 
@@ -73,7 +88,9 @@ def cpu() -> str:
     return platform.processor()
 
 
-def run_pair(checkouts: Sequence[pathlib.Path], core: int, what: str) -> dict[pathlib.Path, dict[str, float]]:
+def run_pair(
+    checkouts: Sequence[pathlib.Path], core: int, what: str
+) -> dict[pathlib.Path, dict[str, float]]:
     """The numbers of two checkouts, each from a process of its own: microseconds a call, by case."""
     children = {checkout: start_child(checkout, core, what) for checkout in checkouts}
     numbers: dict[pathlib.Path, dict[str, Any]] = {checkout: {} for checkout in checkouts}
@@ -93,7 +110,9 @@ def start_child(checkout: pathlib.Path, core: int, what: str) -> subprocess.Pope
     paths = [checkout, *checkout.glob("plugins/*/src")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     command = ["taskset", "-c", str(core), sys.executable, __file__, "child", what]
-    return subprocess.Popen(command, env=env, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def measure(what: str) -> Iterator[dict[str, Any]]:
@@ -126,11 +145,18 @@ def small_chains() -> Iterator[tuple[str, str | None, Any, Any]]:
     x = torch.randn(4, 16, requires_grad=True)
     yield "O1 unfused", "", opfuse.Sequential(*[ops.Identity() for _ in range(4)]), x
     for title, plugins in (("O2 unfused", ""), ("O2", None)):
-        yield title, plugins, opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)), x
+        yield (
+            title,
+            plugins,
+            opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16)),
+            x,
+        )
 
 
 def single_ops() -> Iterator[tuple[str, str | None, Any, Any]]:
-    """The ops of L3 alone on 16 rows of 64 numbers, for which a call in Python takes most of the time."""
+    """The ops of L3 alone on 16 rows of 64 numbers, for which a call in Python takes most of the
+    time.
+    """
     import torch
 
     import opfuse
@@ -146,7 +172,9 @@ def single_ops() -> Iterator[tuple[str, str | None, Any, Any]]:
 
 
 def timed(call: Callable[[], Any]) -> Iterator[float]:
-    """Microseconds a call takes: the least of the samples so far, since others only wait for something else."""
+    """Microseconds a call takes: the least of the samples so far, since others only wait for
+    something else.
+    """
     for _ in range(200):
         call()  # the first one plans
     count, best = max(int(SECONDS / sample(call, 200) * 200), 1), math.inf
@@ -176,9 +204,15 @@ for op in dicts:
 """,
         "dicts = [vars(op) for op in chain]",
     ),
-    "forward: no method or declaration of an op was replaced (in the key)": ("ops.Identity.changes", ""),
+    "forward: no method or declaration of an op was replaced (in the key)": (
+        "ops.Identity.changes",
+        "",
+    ),
     "forward: no forward-mode AD": ("forward_ad._current_level >= 0", ""),
-    "forward: a parameter is where it was": ("where['_parameters'].get('weight')", "where = vars(ops.Bias(4))"),
+    "forward: a parameter is where it was": (
+        "where['_parameters'].get('weight')",
+        "where = vars(ops.Bias(4))",
+    ),
     "forward: nothing special about the program": ("program.is_plain", ""),
     "forward: an op gave a tensor": (
         "type(x) is not Tensor and not isinstance(x, kinds)",
@@ -192,8 +226,14 @@ for op in dicts:
         "for i in unsaved:\n  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
         "unsaved, contexts = program.saved.nothing, program.pool.new()",
     ),
-    "forward: no numbers to hand on, no gradients to put away": ("program.saved.attributes; program.accumulating", ""),
-    "forward: no zeros for outputs without a gradient": ("node.materialize_grads = False", "node = x.grad_fn"),
+    "forward: no numbers to hand on, no gradients to put away": (
+        "program.saved.attributes; program.accumulating",
+        "",
+    ),
+    "forward: no zeros for outputs without a gradient": (
+        "node.materialize_grads = False",
+        "node = x.grad_fn",
+    ),
     "backward: no gradient is batched": (
         "x is not None and batched(x) or (extras and True)",
         "batched, extras = execute.is_legacy_batchedtensor, ()",

@@ -1,4 +1,6 @@
-"""Who runs a workload: opfuse, PyTorch, and the peers, each built from the same chain, or left out with a reason."""
+"""Who runs a workload: opfuse, PyTorch, and the peers, each built from the same chain, or left out
+with a reason.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Built:
         model: Takes the inputs, gives the outputs.
         context: Makes the context to call it in.
         config: What a reader should know of it.
-        reference: The right outputs, where they are not the chain's: those of operands that are quantized already.
+        reference: The right outputs, where they are not the chain's: those of operands that are
+            quantized already.
     """
 
     model: Any
@@ -76,7 +79,9 @@ def _medium():
 
 
 def eager(work: Work, case: Any, compiling: bool = False, medium: bool = False) -> Built:
-    """PyTorch's own modules; under ``torch.compile`` as it comes; with matrix products of medium precision."""
+    """PyTorch's own modules; under ``torch.compile`` as it comes; with matrix products of medium
+    precision.
+    """
     if medium and case.dtype != "fp32":
         raise Skip("medium precision is for fp32")
     model = work.fill(plain(work.chain))
@@ -87,14 +92,18 @@ def eager(work: Work, case: Any, compiling: bool = False, medium: bool = False) 
 def separate(work: Work, case: Any) -> Built:
     """Each layer compiled on its own: one good kernel for each."""
     model = work.fill(plain(work.chain))
-    return Built(nn.Sequential(*[torch.compile(layer, fullgraph=True, dynamic=False) for layer in model]))
+    return Built(
+        nn.Sequential(*[torch.compile(layer, fullgraph=True, dynamic=False) for layer in model])
+    )
 
 
 _tuned: set[str] = set()
 
 
 def compile_max(work: Work, case: Any) -> Built:
-    """``torch.compile`` in its strongest honest form: tuned, with TMA and mixed reductions, without CUDA graphs."""
+    """``torch.compile`` in its strongest honest form: tuned, with TMA and mixed reductions, without
+    CUDA graphs.
+    """
     from torch._inductor import config, list_mode_options
 
     if work.device.type != "cuda":
@@ -102,15 +111,32 @@ def compile_max(work: Work, case: Any) -> Built:
     if work.gemms and len(_tuned | {work.chain}) > MAX_TUNED:
         raise Skip(f"tunes at most {MAX_TUNED} GEMM chains in a run")
     _tuned.update([work.chain] * work.gemms)
-    wanted = {"triton.enable_persistent_tma_matmul", "triton.mix_order_reduction"} & set(config.get_config_copy())
+    wanted = {"triton.enable_persistent_tma_matmul", "triton.mix_order_reduction"} & set(
+        config.get_config_copy()
+    )
     options = list_mode_options("max-autotune-no-cudagraphs") | dict.fromkeys(wanted, True)
-    model = torch.compile(work.fill(plain(work.chain)), fullgraph=True, dynamic=False, options=options)
+    model = torch.compile(
+        work.fill(plain(work.chain)), fullgraph=True, dynamic=False, options=options
+    )
     return Built(model, config={"options": options})
 
 
 OPS = {"linear": "Linear", "bias": "Bias", "gelu": "GELU", "swiglu": "SwiGLU", "rmsnorm": "RMSNorm"}
-OPS |= {"layernorm": "LayerNorm", "l2norm": "L2Normalization", "qgelu": "QGELU", "relu": "ReLU", "srelu": "SReLU"}
-OPS |= {"silu": "SiLU", "glu": "GLU", "geglu": "GEGLU", "qgeglu": "QGEGLU", "reglu": "ReGLU", "sreglu": "SReGLU"}
+OPS |= {
+    "layernorm": "LayerNorm",
+    "l2norm": "L2Normalization",
+    "qgelu": "QGELU",
+    "relu": "ReLU",
+    "srelu": "SReLU",
+}
+OPS |= {
+    "silu": "SiLU",
+    "glu": "GLU",
+    "geglu": "GEGLU",
+    "qgeglu": "QGEGLU",
+    "reglu": "ReGLU",
+    "sreglu": "SReGLU",
+}
 OPS |= {"situglu": "SiTUGLU", "clampedswiglu": "ClampedSwiGLU"}
 OPS |= {"identity": "Identity", "add": "AddExtraInput", "fork": "MakeExtraOutput"}
 
@@ -131,7 +157,9 @@ def recipe_of(name: str) -> opfuse.Recipe:
 
 
 def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
-    """Chains of opfuse with every plugin installed, if one of them fuses something here; or with the selected ones."""
+    """Chains of opfuse with every plugin installed, if one of them fuses something here; or with
+    the selected ones.
+    """
     recipe = recipe_of(case.recipe) if case.recipe else None
     *body, last = parse(work.chain)
     casts = last.name in ("cast", "castt")
@@ -150,11 +178,18 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
     with context():
         if casts:
             model = model.to(work.device, work.dtype)
-            return Built(_quantizing(model, work, case), context, {"checked": case.metric != "backward"})
+            return Built(
+                _quantizing(model, work, case), context, {"checked": case.metric != "backward"}
+            )
         work.fill(model)
         steps = opfuse.explain(model, *work.inputs[0]).to_dict()
         wanted = PASSES.get(case.metric.split()[0], ("forward", "backward"))
-        fused = [f"{direction} {step['fusion']}" for direction in wanted for step in steps[direction] if step["fusion"]]
+        fused = [
+            f"{direction} {step['fusion']}"
+            for direction in wanted
+            for step in steps[direction]
+            if step["fusion"]
+        ]
         if not fused and selection is None and not case.unfused:
             raise NotBuilt("no plugin fuses anything here")
         if last.name != "product":
@@ -163,7 +198,9 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
         (ctx,) = step.ctxs
         quantize, quantize_weight = ctx.quantizers[0]
         ctx.params = (quantize_weight(ctx.params[0]),)
-        made = product(work, quantize, step.call, ctx.params[0].dequantize(), lambda x: x.dequantize())
+        made = product(
+            work, quantize, step.call, ctx.params[0].dequantize(), lambda x: x.dequantize()
+        )
         return dataclasses.replace(made, context=context, config={"fused": fused})
 
 
@@ -181,15 +218,23 @@ def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
     return Hand((lambda x: step.call(work.grads[0])) if backward else step.call)
 
 
-def product(work: Work, quantize: Any, multiply: Any, weight: Tensor, dequantize: Callable[[Any], Tensor]) -> Built:
-    """A product by a quantized weight alone: inputs are quantized beforehand, and stand for what is left of them."""
+def product(
+    work: Work, quantize: Any, multiply: Any, weight: Tensor, dequantize: Callable[[Any], Tensor]
+) -> Built:
+    """A product by a quantized weight alone: inputs are quantized beforehand, and stand for what is
+    left of them.
+    """
     ready = {id(x): quantize(x.detach()) for (x,) in work.inputs}
     first = dequantize(ready[id(work.inputs[0][0])]).double()
-    return Built(Hand(lambda x: multiply(ready[id(x)])), reference=[first @ weight.detach().double().t()])
+    return Built(
+        Hand(lambda x: multiply(ready[id(x)])), reference=[first @ weight.detach().double().t()]
+    )
 
 
 def liger(work: Work, case: Any) -> Built:
-    """Liger's Triton kernels in place of norms, residual norms and SwiGLU; not in place, so that passes repeat."""
+    """Liger's Triton kernels in place of norms, residual norms and SwiGLU; not in place, so that
+    passes repeat.
+    """
     if work.device.type != "cuda":
         raise Skip("its kernels need a GPU")
     need("liger_kernel")
@@ -198,7 +243,9 @@ def liger(work: Work, case: Any) -> Built:
 
     def norm(size: int) -> nn.Module:
         inner = nn.RMSNorm(size, eps=1e-5)
-        return Hand(lambda x: LigerRMSNormFunction.apply(x, inner.weight, 1e-5, 0.0, "llama", False), inner)
+        return Hand(
+            lambda x: LigerRMSNormFunction.apply(x, inner.weight, 1e-5, 0.0, "llama", False), inner
+        )
 
     mine = {"rmsnorm": norm, "swiglu": lambda: Hand(LigerFusedGateUpSiLUMulFunction.apply)}
     names = [layer.name for layer in parse(work.chain)]
@@ -225,14 +272,23 @@ def torchao(work: Work, case: Any, recipe: str = "tensorwise") -> Built:
 
         def cast(x):
             y = hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())
-            return (y._data, y._data.t().contiguous(), y._scale) if work.chain == "castt" else (y._data, y._scale)
+            return (
+                (y._data, y._data.t().contiguous(), y._scale)
+                if work.chain == "castt"
+                else (y._data, y._scale)
+            )
 
-        model, x = Hand(torch.compile(cast, fullgraph=True, dynamic=False)), work.inputs[0][0].detach()
+        model, x = (
+            Hand(torch.compile(cast, fullgraph=True, dynamic=False)),
+            work.inputs[0][0].detach(),
+        )
         *_, scale = model(x)  # its own, where the other casts have a fixed one
         return Built(model, reference=[x.double() * scale / FP8_SCALE])
     if not case.recipe or not work.gemms:
         raise Skip("it converts FP8 linear layers, and there is none")
-    model = convert_to_float8_training(work.fill(plain(work.chain)), config=Float8LinearConfig.from_recipe_name(recipe))
+    model = convert_to_float8_training(
+        work.fill(plain(work.chain)), config=Float8LinearConfig.from_recipe_name(recipe)
+    )
     return Built(torch.compile(model, fullgraph=True, dynamic=False), config={"recipe": recipe})
 
 
@@ -245,7 +301,9 @@ def te(work: Work, case: Any) -> Built:
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch import ops
 
-    model = work.fill(ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)]))
+    model = work.fill(
+        ops.Sequential(*[table(ops)[name](*sizes) for name, sizes in parse(work.chain)])
+    )
     if not case.recipe:
         return Built(model)
     context = functools.partial(te_pytorch.autocast, recipe=getattr(recipes, case.recipe)())
@@ -253,7 +311,9 @@ def te(work: Work, case: Any) -> Built:
 
 
 def library(work: Work, case: Any) -> Built:
-    """What PyTorch itself calls for it, by hand: a GEMM with GELU in its epilogue, or a scaled FP8 GEMM."""
+    """What PyTorch itself calls for it, by hand: a GEMM with GELU in its epilogue, or a scaled FP8
+    GEMM.
+    """
     names, params = [layer.name for layer in parse(work.chain)], work.params
     if names == ["linear", "gelu"] and case.metric == "inference":
         weight, bias = params
@@ -266,7 +326,13 @@ def library(work: Work, case: Any) -> Built:
     weight = cast(params[0])[0]
     options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     multiply = functools.partial(torch._scaled_mm, mat2=weight.t(), **options)
-    return product(work, lambda x: cast(x)[0], multiply, weight.double() / FP8_SCALE, lambda y: y.double() / FP8_SCALE)
+    return product(
+        work,
+        lambda x: cast(x)[0],
+        multiply,
+        weight.double() / FP8_SCALE,
+        lambda y: y.double() / FP8_SCALE,
+    )
 
 
 def blocks(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -288,7 +354,10 @@ def _blockwise(work: Work) -> Built:
 
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         y, scale = blocks(x, 1)
-        return y, scale.t().contiguous().t()  # the library wants the scales of a column next to each other
+        return (
+            y,
+            scale.t().contiguous().t(),
+        )  # the library wants the scales of a column next to each other
 
     def multiply(x: tuple[Tensor, Tensor]) -> Tensor:
         return step(x[0], w.t(), x[1], kinds.BlockWise1x128, scale_w.t(), kinds.BlockWise128x128)

@@ -24,7 +24,9 @@ QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,mig.mode.current"
 
 def _run(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -39,7 +41,9 @@ def _version(name: str) -> str | None:
 def gpu_state() -> dict[str, str]:
     """Clocks, power and temperature now, read and never set."""
     line = _run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader").partition("\n")[0]
-    return dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
+    return (
+        dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
+    )
 
 
 def load() -> float | None:
@@ -50,7 +54,9 @@ def load() -> float | None:
 def _cpu() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor()
 
@@ -63,18 +69,36 @@ def about(suite: str, device: torch.device) -> dict[str, Any]:
     host["allocator"] = "tuned" if TUNED.items() <= os.environ.items() else "default"
     host["load"] = load()
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "opfuse": opfuse.__version__}
+    versions |= {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "opfuse": opfuse.__version__,
+    }
     versions["triton"] = _version("triton")
     versions["plugins"] = {row["distribution"]: row["version"] for row in opfuse.plugins.listing()}
     versions["peers"] = {name: _version(name) for name in PEERS}
-    made = {"schema": SCHEMA, "suite": suite, "git_sha": _run("git", "rev-parse", "HEAD"), "host": host, "gpu": None}
+    made = {
+        "schema": SCHEMA,
+        "suite": suite,
+        "git_sha": _run("git", "rev-parse", "HEAD"),
+        "host": host,
+        "gpu": None,
+    }
     changed = bool(_run("git", "status", "--porcelain", "--untracked-files=no"))
     made |= {"dirty": changed if made["git_sha"] else None, "versions": versions}
     made["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        made["gpu"] = {"name": found.name, "sms": found.multi_processor_count, "l2": found.L2_cache_size}
-        made["gpu"] |= {"mem": found.total_memory, "capability": [found.major, found.minor], "before": gpu_state()}
+        made["gpu"] = {
+            "name": found.name,
+            "sms": found.multi_processor_count,
+            "l2": found.L2_cache_size,
+        }
+        made["gpu"] |= {
+            "mem": found.total_memory,
+            "capability": [found.major, found.minor],
+            "before": gpu_state(),
+        }
         drivers = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         made["gpu"] |= {"driver": drivers.partition("\n")[0], "runtime": torch.version.cuda}
     return made

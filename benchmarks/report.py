@@ -1,4 +1,6 @@
-"""What runs say: two of them compared, a folder of them with plots, and the page of the documentation."""
+"""What runs say: two of them compared, a folder of them with plots, and the page of the
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def load(path: str | pathlib.Path) -> Run:
 
 
 def runs_in(folder: pathlib.Path) -> dict[pathlib.Path, Run]:
-    """The runs of a folder; what else is there, such as the numbers of probes, is left out and told."""
+    """The runs of a folder; what else is there, such as the numbers of probes, is left out and
+    told.
+    """
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -57,21 +61,31 @@ def key(row: Row) -> tuple[str, ...]:
 
 def device(run: Run) -> str:
     """What a run measured on."""
-    name = run["gpu"]["name"] if run["gpu"] else f"{run['host']['cpu']}, {run['host']['threads']} thread(s)"
+    name = (
+        run["gpu"]["name"]
+        if run["gpu"]
+        else f"{run['host']['cpu']}, {run['host']['threads']} thread(s)"
+    )
     return name + "; allocator tuned" * (run["host"].get("allocator") == "tuned")
 
 
 def machine(run: Run) -> str:
     """What ratios depend on besides the code of opfuse."""
     versions = {name: run["versions"].get(name) for name in ("torch", "triton")}
-    return device(run) + "".join(f"; {name} {version}" for name, version in versions.items() if version)
+    return device(run) + "".join(
+        f"; {name} {version}" for name, version in versions.items() if version
+    )
 
 
 def compare(before: str, after: str) -> int:
     """Print the ratios of two runs side by side; times of different runs are never compared."""
     first, second = load(before), load(after)
     old, new = ({key(row): row for row in run["ratios"]} for run in (first, second))
-    both = [(old[of], row) for of, row in new.items() if of in old and (old[of]["value"], row["value"]) != (None, None)]
+    both = [
+        (old[of], row)
+        for of, row in new.items()
+        if of in old and (old[of]["value"], row["value"]) != (None, None)
+    ]
     if not both:
         raise SystemExit(f"{before} and {after} have no ratio in common")
     if machine(first) != machine(second):
@@ -80,7 +94,9 @@ def compare(before: str, after: str) -> int:
     wide = max(map(len, names)) + 2
     print(f"{'':{wide}}  before   after  change")
     for name, (then, now) in zip(names, both, strict=True):
-        numbers = "".join(" " * 8 if row["value"] is None else f"{row['value']:8.3f}" for row in (then, now))
+        numbers = "".join(
+            " " * 8 if row["value"] is None else f"{row['value']:8.3f}" for row in (then, now)
+        )
         print(f"{name:{wide}}{numbers}{change(then, now)}")
     if alone := len(old.keys() ^ new.keys()):
         print(f"{alone} ratios are in one of the two only")
@@ -88,7 +104,9 @@ def compare(before: str, after: str) -> int:
 
 
 def change(then: Row, now: Row) -> str:
-    """How a ratio changed, and whether that is more than the noise; or why one of the two has no number."""
+    """How a ratio changed, and whether that is more than the noise; or why one of the two has no
+    number.
+    """
     for when, row in (("before", then), ("after", now)):
         if row["value"] is None:
             return f"{'':8}  {when}: {row['reason']}"
@@ -97,13 +115,17 @@ def change(then: Row, now: Row) -> str:
     floor = (then["noise"] or 0) + (now["noise"] or 0)
     if a == b or (a and abs(b / a - 1) <= 2 * floor):
         return share
-    better = abs(b - now["goal"]) < abs(a - now["goal"]) if now.get("exact") else (b < a) == now["cost"]
+    better = (
+        abs(b - now["goal"]) < abs(a - now["goal"]) if now.get("exact") else (b < a) == now["cost"]
+    )
     return f"{share}  {'better' if better else 'WORSE'}"
 
 
 def against(row: Row) -> str:
     """A ratio in words."""
-    other = {"sol": "share of copy bandwidth", "self": row["metric"], "": row["metric"]}.get(row["den"])
+    other = {"sol": "share of copy bandwidth", "self": row["metric"], "": row["metric"]}.get(
+        row["den"]
+    )
     who = "" if row["num"] == "opfuse" else f"{row['num']}: "
     return who + (other or f"{'cost over' if row['cost'] else 'times as fast as'} {row['den']}")
 
@@ -127,17 +149,32 @@ def table(rows: Iterable[Row]) -> list[str]:
 
 
 def bars(axis: Any, rows: list[Row], label: str) -> None:
-    """A bar from 1 to each ratio, on a logarithmic scale, its goal as a line and its bound as a ring."""
+    """A bar from 1 to each ratio, on a logarithmic scale, its goal as a line and its bound as a
+    ring.
+    """
     at = range(len(rows))
-    style = {"xerr": [(row["noise"] or 0) * row["value"] for row in rows], "height": 0.6, "error_kw": {"lw": 0.8}}
-    axis.barh(at, [row["value"] - 1 for row in rows], left=1, color=[COLORS[row["pass"]] for row in rows], **style)
+    style = {
+        "xerr": [(row["noise"] or 0) * row["value"] for row in rows],
+        "height": 0.6,
+        "error_kw": {"lw": 0.8},
+    }
+    axis.barh(
+        at,
+        [row["value"] - 1 for row in rows],
+        left=1,
+        color=[COLORS[row["pass"]] for row in rows],
+        **style,
+    )
     axis.set_xscale("log")
     ticks = [0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20]
     axis.set_xticks(ticks, map(str, ticks), minor=False)
     axis.set_xticks([], minor=True)
     marked = [row[name] for row in rows for name in ("value", "goal", "bound") if row[name]]
     axis.set_xlim(min([0.8, *marked]) / 1.1, max([1.8, *marked]) * 1.15)
-    line, ring = {"marker": "|", "s": 110, "color": "black"}, {"s": 22, "facecolors": "none", "edgecolors": "black"}
+    line, ring = (
+        {"marker": "|", "s": 110, "color": "black"},
+        {"s": 22, "facecolors": "none", "edgecolors": "black"},
+    )
     for name, style in (("goal", line), ("bound", ring)):
         if found := [(row[name], i) for i, row in enumerate(rows) if row[name] is not None]:
             axis.scatter(*zip(*found, strict=True), zorder=3, label=name, **style)
@@ -157,16 +194,26 @@ def plot(rows: list[Row], title: str) -> str:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["value"] and row["den"] not in ("", "self", "plan", "fused-plan")]
+    shown = [
+        row for row in rows if row["value"] and row["den"] not in ("", "self", "plan", "fused-plan")
+    ]
     halves = [
-        (half, label) for cost, label in LABELS.items() if (half := [row for row in shown if row["cost"] == cost])
+        (half, label)
+        for cost, label in LABELS.items()
+        if (half := [row for row in shown if row["cost"] == cost])
     ]
     if not halves:
         return ""
     heights = [len(half) + 1.5 for half, _ in halves]
     with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
-        wide = 5 + 0.056 * max(len(row["case"] + against(row)) for row in shown)  # inches: bars, and what names them
-        options = {"figsize": (wide, 0.24 * sum(heights) + 0.6), "squeeze": False, "height_ratios": heights}
+        wide = 5 + 0.056 * max(
+            len(row["case"] + against(row)) for row in shown
+        )  # inches: bars, and what names them
+        options = {
+            "figsize": (wide, 0.24 * sum(heights) + 0.6),
+            "squeeze": False,
+            "height_ratios": heights,
+        }
         figure, axes = pyplot.subplots(len(halves), **options)
         for (half, label), axis in zip(halves, axes[:, 0], strict=True):
             bars(axis, half, label)
@@ -187,7 +234,10 @@ def digest(rows: Any) -> str:
 def where(run: Run) -> str:
     """The machine of a run, in one sentence."""
     host, versions = run["host"], run["versions"]
-    plugins = ", ".join(f"{name} {version}" for name, version in versions["plugins"].items()) or "no plugin"
+    plugins = (
+        ", ".join(f"{name} {version}" for name, version in versions["plugins"].items())
+        or "no plugin"
+    )
     state = (run["git_sha"][:10] or "an unknown commit") + (" with changes" if run["dirty"] else "")
     return (
         f"{device(run)}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
@@ -196,10 +246,14 @@ def where(run: Run) -> str:
 
 
 def report(folder: str) -> int:
-    """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each family of goals."""
+    """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each
+    family of goals.
+    """
     home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
     if not (runs := runs_in(home)):
-        raise SystemExit(f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}")
+        raise SystemExit(
+            f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}"
+        )
     for path, run in runs.items():
         text += [f"## {path.stem}", "", where(run), ""]
         page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
@@ -212,7 +266,10 @@ def report(folder: str) -> int:
                 page.append(picture[picture.index("<svg") :])
             head, _, *lines = table(rows)
             text += [head, _, *lines, ""]
-            cells = [html.escape(line[1:-1].replace("**", "")).replace("|", "<td>") for line in (head, *lines)]
+            cells = [
+                html.escape(line[1:-1].replace("**", "")).replace("|", "<td>")
+                for line in (head, *lines)
+            ]
             page += ["<table>", *(f"<tr><td>{line}" for line in cells), "</table>"]
     (home / "report.md").write_text("\n".join(text), encoding="utf-8")
     (home / "report.html").write_text("\n".join(page), encoding="utf-8")
@@ -224,13 +281,18 @@ PAGE = pathlib.Path(__file__).parent / "page.md"
 
 
 def committed() -> list[Run]:
-    """The runs in ``benchmarks/results``, newest first, each without what a newer one of its suite measured again."""
+    """The runs in ``benchmarks/results``, newest first, each without what a newer one of its suite
+    measured again.
+    """
     runs: list[Run] = []
     seen: set[tuple[str, ...]] = set()
     for run in sorted(runs_in(RESULTS).values(), key=lambda run: run["time"], reverse=True):
         mark = "; tuned allocator" * (run["host"].get("allocator") == "tuned")
         mark += f"; {run['gpu']['name']}" if run.get("gpu") else ""
-        marked = {of: [row | {"case": row["case"] + mark} for row in run[of]] for of in ("ratios", "cases")}
+        marked = {
+            of: [row | {"case": row["case"] + mark} for row in run[of]]
+            for of in ("ratios", "cases")
+        }
         ratios = [row for row in marked["ratios"] if (run["suite"], *key(row)) not in seen]
         cases = {(row["id"], row["case"]) for row in ratios}
         if ratios:
@@ -246,28 +308,47 @@ def written(runs: list[Run]) -> tuple[str, str]:
         [row for run in runs for row in run["ratios"]],
         lambda ids: [f"- {n}: {TITLES[n]}" for n in in_order(ids)],
     )
-    seen = {row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None}
+    seen = {
+        row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None
+    }
     on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
-    absent = {row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")}
+    absent = {
+        row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")
+    }
     absent -= {row["id"] for row in rows if row["value"] is not None}
     unknown = [
         "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured.",
         "",
         *listed(on_gpu),
     ]
-    unknown += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)] if absent else []
+    unknown += (
+        ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)]
+        if absent
+        else []
+    )
     single = [row for row in rows if row["id"] not in ("L1", "L3", "C4")]
-    behind, met = (table(row for row in single if row["pass"] is wanted) for wanted in (False, True))
+    behind, met = (
+        table(row for row in single if row["pass"] is wanted) for wanted in (False, True)
+    )
     many = [row for row in rows if row["id"] in ("L1", "L3", "C4") and row["value"] is not None]
     for name in sorted({row["id"] for row in many}):
         of = [row for row in many if row["id"] == name]
         values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
         line = f"{name}, {TITLES[name]}: {len(of)} cases, median {statistics.median(values):.3g}, "
-        line += f"worst {max(values) if of[0]['cost'] else min(values):.3g}, goal {of[0]['goal']:.3g}"
-        (behind if missed else met).extend(["", f"{line}, missed by {missed}." if missed else f"{line}."])
+        line += (
+            f"worst {max(values) if of[0]['cost'] else min(values):.3g}, goal {of[0]['goal']:.3g}"
+        )
+        (behind if missed else met).extend(
+            ["", f"{line}, missed by {missed}." if missed else f"{line}."]
+        )
     pairs = [pair for run in runs for pair in unfused(run)]
     slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
-    parts = {"unknown": unknown, "behind": behind, "met": met, "runs": [f"- {where(run)}" for run in runs]}
+    parts = {
+        "unknown": unknown,
+        "behind": behind,
+        "met": met,
+        "runs": [f"- {where(run)}" for run in runs],
+    }
     parts["unfused"] = ["| chain | ratio |", "|---|---|", *slow]
     parts["alone"] = alone([row for row in rows if row["id"] == "L3"])
     parts = {name: "\n".join(lines) for name, lines in parts.items()}
@@ -275,7 +356,9 @@ def written(runs: list[Run]) -> tuple[str, str]:
 
 
 def alone(rows: list[Row]) -> list[str]:
-    """A table of single ops: over eager, over an autograd function by hand, and whether the goal is met."""
+    """A table of single ops: over eager, over an autograd function by hand, and whether the goal is
+    met.
+    """
     lines = ["| op | over PyTorch | over by hand | noise | goal | |", "|---|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: row["case"]):
         beside = row.get("beside") or {}
@@ -283,21 +366,34 @@ def alone(rows: list[Row]) -> list[str]:
         cells = [f"{value:.2f}" if value else "" for value in over]
         noise = f"±{row['noise']:.0%}" if row["noise"] else ""
         state = row["reason"] or ("met" if row["pass"] else "missed")
-        lines.append(f"| {row['case']} | {cells[0]} | {cells[1]} | {noise} | {row['goal']} | {state} |")
+        lines.append(
+            f"| {row['case']} | {cells[0]} | {cells[1]} | {noise} | {row['goal']} | {state} |"
+        )
     return lines
 
 
 def unfused(run: Run) -> list[tuple[str, float]]:
     """How many times faster than eager a chain is with all plugins off."""
-    timed = [row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "L3", "O1")]
+    timed = [
+        row for row in run["cases"] if row.get("median_us") and row["id"] not in ("L1", "L3", "O1")
+    ]
     times = {(row["case"], row["provider"]): row["median_us"] for row in timed}
-    found = [(case, times.get((case, "eager")), mine) for (case, name), mine in times.items() if name == "opfuse-off"]
+    found = [
+        (case, times.get((case, "eager")), mine)
+        for (case, name), mine in times.items()
+        if name == "opfuse-off"
+    ]
     return [(case, plain / mine) for case, plain, mine in found if plain]
 
 
 def pictured(runs: list[Run]) -> list[Row]:
     """The rows in the page's picture."""
-    rows = [row for run in runs for row in run["ratios"] if row["id"] not in ("L1", "L3") and row["value"] is not None]
+    rows = [
+        row
+        for run in runs
+        for row in run["ratios"]
+        if row["id"] not in ("L1", "L3") and row["value"] is not None
+    ]
     return sorted(rows, key=lambda row: row["id"])
 
 

@@ -21,7 +21,19 @@ from .providers import PROVIDERS, Built, NotBuilt, Skip
 AGAIN = " again"
 UNQUANTIZED = ("eager", "compile", "compile-max", "separate", "opfuse-off")
 PASSES = ("inference", "forward", "backward", "forward+backward")
-NUMBERS = ("median_us", "p20", "p80", "rounds", "bytes", "flops", "sol", "peak_mem", "saved_bytes", "rel_err", "config")
+NUMBERS = (
+    "median_us",
+    "p20",
+    "p80",
+    "rounds",
+    "bytes",
+    "flops",
+    "sol",
+    "peak_mem",
+    "saved_bytes",
+    "rel_err",
+    "config",
+)
 Row = dict[str, Any]
 
 
@@ -34,7 +46,8 @@ class Harness:
         providers: Names of those to run; None: all that a case needs.
         rounds: How often each provider has its turn; 0: what the case says, or the device.
         make_timer: The timer; None: the device's.
-        deadline: Of ``time.monotonic``; after it no provider is built, and rounds end when there are five.
+        deadline: Of ``time.monotonic``; after it no provider is built, and rounds end when there
+            are five.
     """
 
     def __init__(
@@ -55,7 +68,9 @@ class Harness:
         """The rows of a case's providers and the ratios of its goals."""
         rows: dict[str, Row] = {}
         try:
-            if "torch._dynamo" in sys.modules:  # every case compiles the same few modules anew, and there is a limit
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # every case compiles the same few modules anew, and there is a limit
                 torch._dynamo.reset()
             gc.collect()
             if self.device.type == "cuda":
@@ -64,7 +79,12 @@ class Harness:
         except Exception as reason:  # out of memory, or a GPU that an earlier kernel broke: what was measured stays
             status = {"status": f"failed: {measure.failure(reason)}"}
             samples, rows = {}, {name: status for name in self._wanted(case)}
-        same = {"id": case.id, "family": case.id[0], "case": case.name, "shape": [case.rows, case.chain]}
+        same = {
+            "id": case.id,
+            "family": case.id[0],
+            "case": case.name,
+            "shape": [case.rows, case.chain],
+        }
         same |= {"dtype": case.dtype, "metric": case.metric} | dict.fromkeys(NUMBERS)
         listed = [same | {"provider": name} | row for name, row in rows.items()]
         return listed, [self._ratio(case, goal, rows, samples) for goal in case.goals]
@@ -82,7 +102,11 @@ class Harness:
         key = "median_us" if case.metric.split()[0] in PASSES else "value"
         for name, values in numbers.items():
             if not name.endswith(AGAIN):
-                rows[name] = _status(values) if isinstance(values, Skip) else {"status": "ok"} | _summary(values, key)
+                rows[name] = (
+                    _status(values)
+                    if isinstance(values, Skip)
+                    else {"status": "ok"} | _summary(values, key)
+                )
         return {name: values for name, values in numbers.items() if not isinstance(values, Skip)}
 
     def _wanted(self, case: Case) -> list[str]:
@@ -101,23 +125,35 @@ class Harness:
         built = self._build(case, work, passing, rows)
         if metric == "saved bytes":
             return {name: [rows[name]["saved_bytes"]] for name in built}
-        passes = {name: measure.steps(each, work, passing, case.id[0] == "O") for name, each in built.items()}
+        passes = {
+            name: measure.steps(each, work, passing, case.id[0] == "O")
+            for name, each in built.items()
+        }
         if metric == "peak bytes":
-            peaks = {name: self._peak(each, passes[name][0], passing, rows[name]) for name, each in built.items()}
+            peaks = {
+                name: self._peak(each, passes[name][0], passing, rows[name])
+                for name, each in built.items()
+            }
             return {name: [peak] for name, peak in peaks.items() if peak is not None}
         samplers = {}
         for name in [*built, *list(built)[:1]]:
             step, each = passes[name][0], built[name]
             host = case.metric.startswith("host ")
-            sampler = (lambda step=step: measure.host_us(step)) if host else self.make_timer(passes[name])
+            sampler = (
+                (lambda step=step: measure.host_us(step)) if host else self.make_timer(passes[name])
+            )
             key = name if name not in samplers else name + AGAIN
             samplers[key] = sampler, lambda each=each: around(each, passing)
         rounds = self.rounds or case.rounds or (5 if self.device.type == "cuda" else 15)
         failed: dict[str, str] = {}
-        samples = measure.sample_rounds(samplers, rounds, 2 if rounds > 5 else 1, self.deadline, failed)
+        samples = measure.sample_rounds(
+            samplers, rounds, 2 if rounds > 5 else 1, self.deadline, failed
+        )
         for name in {name.removesuffix(AGAIN): None for name in failed}:
             rows[name]["status"] = f"failed: {failed.get(name) or failed[name + AGAIN]}"
-            samples = {key: values for key, values in samples.items() if key.removesuffix(AGAIN) != name}
+            samples = {
+                key: values for key, values in samples.items() if key.removesuffix(AGAIN) != name
+            }
             del built[name]
         for name, each in built.items():
             rows[name] |= _summary(samples[name]) | self._shares(case, name, samples[name])
@@ -140,7 +176,9 @@ class Harness:
         size = 2 * case.rows * widths(case.chain, case.width)[0]
         return min(16, max(2, math.ceil(3 * cache / size)))
 
-    def _build(self, case: Case, work: Work, passing: str, rows: dict[str, Row]) -> dict[str, Built]:
+    def _build(
+        self, case: Case, work: Work, passing: str, rows: dict[str, Row]
+    ) -> dict[str, Built]:
         """The providers that run, each with the right answer."""
         found: dict[str, Built] = {}
         backward = passing in ("backward", "forward+backward")
@@ -157,11 +195,22 @@ class Harness:
                 with around(built, passing):
                     results = work.results(built.model, built.params, work.inputs[0], backward)
                 first = time.perf_counter() - start
-                wrong = error(results, built.reference or reference) if built.config.get("checked", True) else None
+                wrong = (
+                    error(results, built.reference or reference)
+                    if built.config.get("checked", True)
+                    else None
+                )
                 del results
-                rows[name] = {"status": "ok", "rel_err": wrong, "first_call_s": first, "config": built.config}
+                rows[name] = {
+                    "status": "ok",
+                    "rel_err": wrong,
+                    "first_call_s": first,
+                    "config": built.config,
+                }
                 if wrong is not None and wrong > limit:
-                    rows[name]["status"] = f"wrong answer: relative error {wrong:.1e}, at most {limit:.0e}"
+                    rows[name]["status"] = (
+                        f"wrong answer: relative error {wrong:.1e}, at most {limit:.0e}"
+                    )
                     continue
                 if passing != "inference":
                     rows[name]["saved_bytes"] = saved = measure.saved_bytes(built, work.inputs[0])
@@ -178,9 +227,18 @@ class Harness:
     def _shares(self, case: Case, name: str, samples: list[float]) -> Row:
         """Of what the machine reaches: bandwidth where a case says its bytes, else matrix products."""
         seconds, copy = measure.spread(samples)[1] * 1e-6, self.ceilings.get("copy_TBps")
-        dtype = "fp8" if case.recipe and name not in UNQUANTIZED else "bf16" if name.endswith("-medium") else case.dtype
+        dtype = (
+            "fp8"
+            if case.recipe and name not in UNQUANTIZED
+            else "bf16"
+            if name.endswith("-medium")
+            else case.dtype
+        )
         top = self.ceilings.get(f"{dtype}_TF")
-        moved, amount = case.traffic, flops(case.chain, case.rows, case.metric.removeprefix("host "))
+        moved, amount = (
+            case.traffic,
+            flops(case.chain, case.rows, case.metric.removeprefix("host ")),
+        )
         return {
             "bytes": moved or None,
             "flops": amount,
@@ -188,10 +246,22 @@ class Harness:
             "flops_share": amount / seconds / (top * 1e12) if amount and top else None,
         }
 
-    def _ratio(self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]) -> Row:
+    def _ratio(
+        self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]
+    ) -> Row:
         """A goal with what was measured; without a number, with the reason."""
-        made = {"id": goal.id or case.id, "case": case.name, "num": goal.subject, "den": goal.versus}
-        made |= {"metric": case.metric, "goal": goal.goal, "stretch": goal.stretch, "bound": goal.bound}
+        made = {
+            "id": goal.id or case.id,
+            "case": case.name,
+            "num": goal.subject,
+            "den": goal.versus,
+        }
+        made |= {
+            "metric": case.metric,
+            "goal": goal.goal,
+            "stretch": goal.stretch,
+            "bound": goal.bound,
+        }
         made |= {"cost": goal.cost, "exact": goal.exact}
         made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
         if "/" in goal.versus:
@@ -200,7 +270,11 @@ class Harness:
             if name not in ("self", "sol") and name not in samples:
                 status = rows.get(name, {}).get("status", "not asked for")
                 status = "no number" if status == "ok" else status
-                made["pass"] = False if status.startswith(("wrong", "failed")) and name == goal.subject else None
+                made["pass"] = (
+                    False
+                    if status.startswith(("wrong", "failed")) and name == goal.subject
+                    else None
+                )
                 return made | {"reason": status if name == goal.subject else f"{name}: {status}"}
         mine, alone = samples[goal.subject], goal.versus in ("self", "sol")
         if alone:
@@ -215,35 +289,54 @@ class Harness:
             floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again])
         else:  # a count has none; of times it is not known where who was to be measured twice failed
             floor = 0.0 if len(mine) == 1 else None
-        reached = value == goal.goal if goal.exact else value <= goal.goal if goal.cost else value >= goal.goal
+        reached = (
+            value == goal.goal
+            if goal.exact
+            else value <= goal.goal
+            if goal.cost
+            else value >= goal.goal
+        )
         if floor is not None and not alone:  # the other may be noisier than who is measured twice
             floor = max(floor, measure.unrest(mine, samples[goal.versus]))
-        beyond = None if alone or floor is None else abs(value - 1) > 2 * floor  # what a claim needs
+        beyond = (
+            None if alone or floor is None else abs(value - 1) > 2 * floor
+        )  # what a claim needs
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
 
-    def _either(self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]) -> Row:
-        """A goal against the first of two, or the second where that does not reach it; with all three numbers."""
+    def _either(
+        self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]
+    ) -> Row:
+        """A goal against the first of two, or the second where that does not reach it; with all
+        three numbers.
+        """
         first, second = goal.versus.split("/")
         pairs = {(goal.subject, first), (goal.subject, second), (second, first)}
         single = {
-            (mine, other): self._ratio(case, dataclasses.replace(goal, subject=mine, versus=other), rows, samples)
+            (mine, other): self._ratio(
+                case, dataclasses.replace(goal, subject=mine, versus=other), rows, samples
+            )
             for mine, other in pairs
         }
         beside = {f"{mine} / {other}": row["value"] for (mine, other), row in single.items()}
         at_most = single[second, first]["pass"] is False
-        best = single[goal.subject, second if at_most and not single[goal.subject, first]["pass"] else first]
+        best = single[
+            goal.subject, second if at_most and not single[goal.subject, first]["pass"] else first
+        ]
         return best | {"beside": beside}
 
 
 def near(row: Row) -> bool:
     """Whether the noise could turn what is said of a ratio's goal."""
     return (
-        bool(row["value"] and row["goal"] and row["noise"]) and abs(row["value"] / row["goal"] - 1) <= 2 * row["noise"]
+        bool(row["value"] and row["goal"] and row["noise"])
+        and abs(row["value"] / row["goal"] - 1) <= 2 * row["noise"]
     )
 
 
 def _status(reason: Skip) -> Row:
-    return {"status": ("not built: " if isinstance(reason, NotBuilt) else "skipped: ") + str(reason)}
+    return {
+        "status": ("not built: " if isinstance(reason, NotBuilt) else "skipped: ") + str(reason)
+    }
 
 
 def _summary(values: list[float], key: str = "median_us") -> Row:
@@ -257,7 +350,9 @@ def select(suite: str, ids: Iterable[str] | None = None) -> list[Case]:
     known, here = ({name for case in cases for name in case.ids} for cases in (CASES, chosen))
     wanted = set(ids) if ids is not None else here
     if strange := wanted - known:
-        raise ValueError(f"expected ids of {', '.join(in_order(known))}; got {', '.join(sorted(strange))}")
+        raise ValueError(
+            f"expected ids of {', '.join(in_order(known))}; got {', '.join(sorted(strange))}"
+        )
     if absent := wanted - here:
         raise ValueError(
             f"{', '.join(in_order(absent))}: not in the suite {suite}, which has {', '.join(in_order(here))}"
@@ -275,7 +370,12 @@ def together(ratios: list[Row]) -> list[Row]:
     if not (rows := [row for row in ratios if row["id"] == "G1"]):
         return []
     values = [row["value"] for row in rows]
-    made = rows[0] | {"case": "geometric mean of the shapes above", "goal": 0.95, "stretch": 0.98, "bound": 1.05}
+    made = rows[0] | {
+        "case": "geometric mean of the shapes above",
+        "goal": 0.95,
+        "stretch": 0.98,
+        "bound": 1.05,
+    }
     made |= {"value": None, "noise": None, "beyond_noise": None, "pass": None, "reason": ""}
     if None in values:
         return [made | {"reason": "not every shape has a number"}]

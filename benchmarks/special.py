@@ -1,6 +1,8 @@
-"""Cases that are no timed pass of a chain: counts, captures, cold starts, and one step of a plan alone.
+"""Cases that are no timed pass of a chain: counts, captures, cold starts, and one step of a plan
+alone.
 
-Each function takes the case and the device, and gives the numbers by provider: samples, or one value.
+Each function takes the case and the device, and gives the numbers by provider: samples, or one
+    value.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Numbers = dict[str, list[float] | Skip]
 
 
 def in_place(case: Case, device: torch.device) -> Numbers:
-    """The backward of bias + GELU where the incoming gradient may be overwritten, as inside a chain; C2."""
+    """The backward of bias + GELU where the incoming gradient may be overwritten, as inside a
+    chain; C2.
+    """
     work = Work(case.chain, case.rows, case.width, case.dtype, device)
     dy, (grad,) = torch.empty_like(work.grads[0]), work.grads
     z = work.inputs[0][0].detach() + work.params[0]
@@ -48,18 +52,32 @@ def in_place(case: Case, device: torch.device) -> Numbers:
     with torch.no_grad():
         dx, (of_bias, *_), *_ = step(dy)
     if (wrong := error([dx, *of_bias], work.reference(True)[1:])) > TOLERANCE[case.dtype]:
-        raise ValueError(f"wrong answer: relative error {wrong:.1e}, at most {TOLERANCE[case.dtype]:.0e}")
+        raise ValueError(
+            f"wrong answer: relative error {wrong:.1e}, at most {TOLERANCE[case.dtype]:.0e}"
+        )
     passes["opfuse again"] = passes["opfuse"]
-    timers = {name: cpu_timer([step], before=lambda: dy.copy_(grad)) for name, step in passes.items()}
-    return sample_rounds({name: (sample, torch.no_grad) for name, sample in timers.items()}, case.rounds or 15, 2)
+    timers = {
+        name: cpu_timer([step], before=lambda: dy.copy_(grad)) for name, step in passes.items()
+    }
+    return sample_rounds(
+        {name: (sample, torch.no_grad) for name, sample in timers.items()}, case.rounds or 15, 2
+    )
 
 
 def over_hand(case: Case, device: torch.device) -> Numbers:
-    """What the forward and backward of an op take more than those of an autograd function by hand; L3."""
+    """What the forward and backward of an op take more than those of an autograd function by hand;
+    L3.
+    """
     work = Work(case.chain, case.rows, case.width, case.dtype, device)
-    built = {"opfuse": with_opfuse(work, dataclasses.replace(case, unfused=True), ""), "hand": by_hand(work, case)}
+    built = {
+        "opfuse": with_opfuse(work, dataclasses.replace(case, unfused=True), ""),
+        "hand": by_hand(work, case),
+    }
     timers = {
-        name: (cpu_timer(steps(each, work, "forward+backward")), lambda each=each: around(each, "forward+backward"))
+        name: (
+            cpu_timer(steps(each, work, "forward+backward")),
+            lambda each=each: around(each, "forward+backward"),
+        )
         for name, each in built.items()
     }
     samples = sample_rounds(timers, case.rounds, 2)
@@ -86,7 +104,8 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
 
 
 def declared_bytes(fuser: opfuse.OperationFuser, work: Work, again: Collection[int] = ()) -> int:
-    """What the ops declare: a tensor that several save, or that passes through an op unchanged, counts once.
+    """What the ops declare: a tensor that several save, or that passes through an op unchanged,
+    counts once.
 
     The inputs of the ops ``again`` are not kept but computed again.
     """
@@ -115,7 +134,9 @@ def hook_calls(case: Case, device: torch.device) -> Numbers:
     direct = manager._call
     with around(built, "forward"):
         built.model(*work.inputs[0]).backward(grad)
-        undo = manager._pluggy.add_hookcall_monitoring(lambda *call: calls.append(call), lambda *call: None)
+        undo = manager._pluggy.add_hookcall_monitoring(
+            lambda *call: calls.append(call), lambda *call: None
+        )
         manager._call = lambda *args, **kwargs: calls.append(args) or direct(*args, **kwargs)  # type: ignore
         try:
             for _ in range(3):
@@ -129,7 +150,8 @@ def hook_calls(case: Case, device: torch.device) -> Numbers:
 def captured(case: Case, device: torch.device) -> Numbers:
     """Whether forward and backward can be captured in a CUDA graph; O5.
 
-    Without waiting for the GPU, with PyTorch's answer, and with a forward that keeps no more than its ops declare.
+    Without waiting for the GPU, with PyTorch's answer, and with a forward that keeps no more than
+    its ops declare.
     """
     if device.type != "cuda":
         raise Skip("CUDA graphs need a GPU")
@@ -169,14 +191,23 @@ print(time.perf_counter() - start)
 
 
 def first_forward(case: Case, device: torch.device, processes: int) -> float:
-    """Seconds of the first forward of the last of some processes with the same caches, which were empty."""
+    """Seconds of the first forward of the last of some processes with the same caches, which were
+    empty.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        caches = {
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        }
         command = [sys.executable, "-c", COLD, case.chain, str(case.rows), str(device)]
         for _ in range(processes):
-            done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, cwd=ROOT)
+            done = subprocess.run(
+                command, env=os.environ | caches, capture_output=True, text=True, cwd=ROOT
+            )
             if done.returncode:
-                raise RuntimeError(f"the new process failed: {done.stderr.strip().splitlines()[-1]}")
+                raise RuntimeError(
+                    f"the new process failed: {done.stderr.strip().splitlines()[-1]}"
+                )
     return float(done.stdout.splitlines()[-1])
 
 
@@ -191,17 +222,22 @@ def cold_start(case: Case, device: torch.device) -> Numbers:
 def launch(case: Case, device: torch.device) -> Numbers:
     """Host time of a launch of a Triton kernel with ten arguments; O4.
 
-    It counts once a plugin's entry point has a function ``launcher``: it takes a kernel, and what it returns launches
-    as the kernel itself does, ``launcher(kernel)[grid](*arguments)``.
+    It counts once a plugin's entry point has a function ``launcher``: it takes a kernel, and what
+    it returns launches as the kernel itself does, ``launcher(kernel)[grid](*arguments)``.
     """
     plugins = [record.plugin for record in opfuse.plugins.manager.active(None)]
     found = [plugin.launcher for plugin in plugins if hasattr(plugin, "launcher")]
     if not found:
-        raise NotBuilt("no plugin has a launcher; python -m benchmarks.probes launcher times Triton's")
+        raise NotBuilt(
+            "no plugin has a launcher; python -m benchmarks.probes launcher times Triton's"
+        )
     if device.type != "cuda":
         raise Skip("a launch needs a GPU")
     from .probes.kernels import nothing
 
     given = (*[torch.empty(64, device=device, dtype=torch.int32)] * 8, 3, 4)
     mine = found[0](nothing)
-    return {"opfuse": launch_us(lambda: mine[(1,)](*given)), "jit": launch_us(lambda: nothing[(1,)](*given))}
+    return {
+        "opfuse": launch_us(lambda: mine[(1,)](*given)),
+        "jit": launch_us(lambda: nothing[(1,)](*given)),
+    }

@@ -1,4 +1,6 @@
-"""One step of an opfuse plan on its own, as a kernel is measured: with its contexts, without the chain around it."""
+"""One step of an opfuse plan on its own, as a kernel is measured: with its contexts, without the
+chain around it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class _Saved:
 
 
 class Alone(NamedTuple):
-    """A step: what it does to an incoming tensor, the quantizer its result leaves in, or None, and its contexts."""
+    """A step: what it does to an incoming tensor, the quantizer its result leaves in, or None, and
+    its contexts.
+    """
 
     call: Callable[[Any], Any]
     quantizer: Any
@@ -32,7 +36,12 @@ class Alone(NamedTuple):
 
 
 def alone(
-    model: opfuse.Sequential, inputs: list[Any], op: type, *, backward: bool = False, owns: bool = False
+    model: opfuse.Sequential,
+    inputs: list[Any],
+    op: type,
+    *,
+    backward: bool = False,
+    owns: bool = False,
 ) -> Alone:
     """The step that covers the first ``op`` of a chain, with the contexts of a real pass.
 

@@ -29,7 +29,11 @@ myst_heading_anchors = 3
 
 
 def setup(app):
-    def attributes(app, what, name, obj, options, lines):  # "Class attributes that ...:" is a section too
-        lines[:] = ["Attributes:" if line.startswith("Class attributes ") else line for line in lines]
+    def attributes(
+        app, what, name, obj, options, lines
+    ):  # "Class attributes that ...:" is a section too
+        lines[:] = [
+            "Attributes:" if line.startswith("Class attributes ") else line for line in lines
+        ]
 
     app.connect("autodoc-process-docstring", attributes, priority=400)  # before napoleon

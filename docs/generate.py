@@ -1,4 +1,5 @@
-"""Writes what comes from the code: the pages on hooks and contracts, a table in from-te-ops, plan.svg.
+"""Writes what comes from the code: the pages on hooks and contracts, a table in from-te-ops,
+plan.svg.
 
     python docs/generate.py
 
@@ -75,7 +76,9 @@ def hooks():
     for name, hook in vars(hookspecs).items():
         if name.startswith("opfuse_"):
             text, _, example = inspect.getdoc(hook).partition("\nExample:\n")
-            signature = f"{name}{inspect.signature(hook)}".replace("'", "").replace("FusionLike", "Fusion")
+            signature = f"{name}{inspect.signature(hook)}".replace("'", "").replace(
+                "FusionLike", "Fusion"
+            )
             parts += [f"## {name}\n", f"```py\n{signature}\n```\n", myst(text)]
             parts += [f"```python\n{first}{textwrap.dedent(example).rstrip()}\n```\n"]
             first = ""
@@ -89,9 +92,17 @@ def contracts():
         if issubclass(op, opfuse.BasicOperation):
             extras = [f"{op.num_extra_inputs} in"] * bool(op.num_extra_inputs)
             extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
-            contract = (code(op.saved_names), code(op.context_names), op.grad_input, ", ".join(extras))
+            contract = (
+                code(op.saved_names),
+                code(op.context_names),
+                op.grad_input,
+                ", ".join(extras),
+            )
             rows.setdefault(contract, []).append(name)
-    lines = [f"| {code(sorted(names, key=str.lower))} | {' | '.join(contract)} |" for contract, names in rows.items()]
+    lines = [
+        f"| {code(sorted(names, key=str.lower))} | {' | '.join(contract)} |"
+        for contract, names in rows.items()
+    ]
     return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
 
 
@@ -148,13 +159,23 @@ TE = {  # every public name of te.ops, and what is to be said about it
 
 def from_te_ops():
     """The page, with its table of names written anew."""
-    where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {name: f"opfuse.ops.{name}" for name in ops.__all__}
-    rows = [f"| `{name}` | {f'`{where[name]}`' if name in where else 'absent'} | {TE[name]} |" for name in sorted(TE)]
+    where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {
+        name: f"opfuse.ops.{name}" for name in ops.__all__
+    }
+    rows = [
+        f"| `{name}` | {f'`{where[name]}`' if name in where else 'absent'} | {TE[name]} |"
+        for name in sorted(TE)
+    ]
     new = [name for name in ops.__all__ if name not in TE]
     rows += ["", f"Only here, as bases of your own ops or as ops: {code(sorted(new))}."]
     table = "\n".join(["| `te.ops` | Here | Differs |", "|---|---|---|", *rows])
     page = (HERE / "from-te-ops.md").read_text(encoding="utf-8")
-    return re.sub(r"(from here \.\.\. -->\n).*?(<!-- \.\.\. to here)", rf"\1\n{table}\n\n\2", page, flags=re.DOTALL)
+    return re.sub(
+        r"(from here \.\.\. -->\n).*?(<!-- \.\.\. to here)",
+        rf"\1\n{table}\n\n\2",
+        page,
+        flags=re.DOTALL,
+    )
 
 
 class OneByOne(opfuse.FusedOperation):
@@ -172,7 +193,11 @@ class Fast:
 
     @opfuse.hookimpl
     def opfuse_forward_fusions(self):
-        linear, act, add = (ops.BasicLinear, ops.Bias), opfuse.Subclasses(ops.Activation), ops.AddExtraInput
+        linear, act, add = (
+            (ops.BasicLinear, ops.Bias),
+            opfuse.Subclasses(ops.Activation),
+            ops.AddExtraInput,
+        )
         return [
             opfuse.Fusion((*linear, act), OneByOne, name="linear+bias+activation"),
             opfuse.Fusion((*linear, add), OneByOne, name="linear+bias+add"),
@@ -180,7 +205,11 @@ class Fast:
 
     @opfuse.hookimpl
     def opfuse_backward_fusions(self):
-        return [opfuse.Fusion((ops.Bias, opfuse.Subclasses(ops.Activation)), OneByOne, name="activation+bias")]
+        return [
+            opfuse.Fusion(
+                (ops.Bias, opfuse.Subclasses(ops.Activation)), OneByOne, name="activation+bias"
+            )
+        ]
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Train a small byte-level language model twice, fused and unfused, and compare.
 
-The model is a transformer whose norms, projections and MLPs are ``opfuse.Sequential`` chains; only attention and the
-embedding are plain PyTorch. It learns from English text that every Python carries: the help topics of ``pydoc`` and
-the docstrings of the standard library. The fused run uses the installed plugins, the unfused run none; both start
-from the same weights and see the same batches, so their losses must agree, and the script fails if they do not.
+The model is a transformer whose norms, projections and MLPs are ``opfuse.Sequential`` chains; only
+attention and the embedding are plain PyTorch. It learns from English text that every Python
+carries: the help topics of ``pydoc`` and the docstrings of the standard library. The fused run uses
+the installed plugins, the unfused run none; both start from the same weights and see the same
+batches, so their losses must agree, and the script fails if they do not.
 
     python examples/train_lm.py
-    python examples/train_lm.py --steps 60 --save run.pt && python examples/train_lm.py --steps 60 --resume run.pt
+    python examples/train_lm.py --steps 60 --save run.pt && python examples/train_lm.py --steps 60
+    --resume run.pt
 """
 
 import argparse
@@ -45,7 +47,8 @@ EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must ag
 
 
 def rotate(x):
-    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows with the position.
+    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows
+    with the position.
 
     Takes and gives ``(batch, length, heads, HEAD)``.
     """
@@ -56,13 +59,17 @@ def rotate(x):
 
 
 class Block(nn.Module):
-    """Attention, in which heads share keys and values (Ainslie et al. 2023), and an MLP, each added to what came in."""
+    """Attention, in which heads share keys and values (Ainslie et al. 2023), and an MLP, each added
+    to what came in.
+    """
 
     def __init__(self, width):
         super().__init__()
         heads = width // HEAD
         self.heads = [heads, math.gcd(heads, 2), math.gcd(heads, 2)]  # of queries, keys and values
-        self.qkv = opfuse.Sequential(RMSNorm(width), Linear(width, HEAD * sum(self.heads), bias=False))
+        self.qkv = opfuse.Sequential(
+            RMSNorm(width), Linear(width, HEAD * sum(self.heads), bias=False)
+        )
         # The residual comes from outside this chain, as an extra input of the call.
         self.project = opfuse.Sequential(Linear(width, width), AddExtraInput())
         # Here both ends of the residual are in one chain, and a channel joins them.
@@ -78,7 +85,11 @@ class Block(nn.Module):
     def forward(self, x):
         """Takes and gives ``(batch, length, width)``."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD)).split(self.heads, 2)
-        heads = rotate(q), rotate(k), v.contiguous()  # a view of v would keep q and k for the backward too
+        heads = (
+            rotate(q),
+            rotate(k),
+            v.contiguous(),
+        )  # a view of v would keep q and k for the backward too
         q, k, v = (t.transpose(1, 2) for t in heads)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = self.project(attended.transpose(1, 2).flatten(2), x)
@@ -107,7 +118,9 @@ def documents():
     yield from (text for _, text in sorted(pydoc_data.topics.topics.items()))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        nodes = (node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented))
+        nodes = (
+            node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented)
+        )
         yield "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
@@ -141,13 +154,21 @@ class Run:
         torch.manual_seed(args.seed)
         self.args, self.selection = args, selection
         self.model = LanguageModel(args.width, args.layers)
-        self.forward = self.model if args.compile == "none" else torch.compile(self.model, backend=args.compile)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+        self.forward = (
+            self.model
+            if args.compile == "none"
+            else torch.compile(self.model, backend=args.compile)
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95)
+        )
         self.generator = torch.Generator().manual_seed(args.seed)
         self.losses, self.seconds = [], []
 
     def step(self, text):
-        """One optimizer step. The learning rate depends on no last step, so that any run can be continued."""
+        """One optimizer step. The learning rate depends on no last step, so that any run can be
+        continued.
+        """
         started = time.perf_counter()
         number = len(self.losses) + 1
         for group in self.optimizer.param_groups:
@@ -164,7 +185,11 @@ class Run:
 
     def tokens_per_second(self):
         """From the median step, without the first few, which plan and warm up."""
-        return self.args.batch * self.args.context / statistics.median(self.seconds[min(5, len(self.seconds) // 2) :])
+        return (
+            self.args.batch
+            * self.args.context
+            / statistics.median(self.seconds[min(5, len(self.seconds) // 2) :])
+        )
 
     @torch.no_grad()
     def validate(self, text, batches=20):
@@ -172,20 +197,31 @@ class Run:
         generator = torch.Generator().manual_seed(0)
         with opfuse.plugins.using(self.selection):
             drawn = [draw_batch(text, self.args, generator) for _ in range(batches)]
-            return statistics.fmean(loss_of(self.model(inputs), targets).item() for inputs, targets in drawn)
+            return statistics.fmean(
+                loss_of(self.model(inputs), targets).item() for inputs, targets in drawn
+            )
 
     def saved_bytes(self, inputs):
-        """The memory that one forward pass keeps for its backward, parameters excluded, shared memory once."""
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        """The memory that one forward pass keeps for its backward, parameters excluded, shared
+        memory once.
+        """
+        parameters = {
+            parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()
+        }
         kept = {}
 
         def pack(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
-                kept[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+                kept[storage.data_ptr()] = (
+                    storage  # holding it keeps its address from being used again
+                )
             return tensor.detach()
 
-        with opfuse.plugins.using(self.selection), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        with (
+            opfuse.plugins.using(self.selection),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
+        ):
             self.forward(inputs)
         return sum(storage.nbytes() for storage in kept.values())
 
@@ -197,9 +233,13 @@ class Run:
         for _ in range(length):
             with opfuse.plugins.using(self.selection):
                 logits = self.model(tokens[:, -self.args.context :])[:, -1]
-            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+            token = torch.multinomial(
+                torch.softmax(logits / temperature, -1), 1, generator=generator
+            )
             tokens = torch.cat([tokens, token], 1)
-        return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in tokens[0].tolist())
+        return "".join(
+            chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in tokens[0].tolist()
+        )
 
     def state(self):
         """Everything the next step depends on, and the losses so far: tensors and plain numbers."""
@@ -228,12 +268,16 @@ def save(path, runs, args):
 
 
 def train(runs, text, steps):
-    """Train the runs in turns, step by step, so that whatever else this machine does slows them alike."""
+    """Train the runs in turns, step by step, so that whatever else this machine does slows them
+    alike.
+    """
     with tqdm(total=steps, desc="training", unit="step") as progress:
         for _ in range(steps):
             for run in runs.values():
                 run.step(text)
-            progress.set_postfix({name: f"{run.losses[-1]:.3f}" for name, run in runs.items()}, refresh=False)
+            progress.set_postfix(
+                {name: f"{run.losses[-1]:.3f}" for name, run in runs.items()}, refresh=False
+            )
             progress.update()
 
 
@@ -242,18 +286,27 @@ def train(runs, text, steps):
 
 def differences(fused, unfused):
     """The relative difference of each number in one list to that in the other."""
-    fused, unfused = torch.tensor(fused, dtype=torch.float64), torch.tensor(unfused, dtype=torch.float64)
+    fused, unfused = (
+        torch.tensor(fused, dtype=torch.float64),
+        torch.tensor(unfused, dtype=torch.float64),
+    )
     return (fused - unfused).abs() / unfused
 
 
 def agree(runs, validation):
-    """Print how far the losses of both runs are apart, and return whether that is within the limits."""
+    """Print how far the losses of both runs are apart, and return whether that is within the
+    limits.
+    """
     fused, unfused = runs["fused"].losses, runs["unfused"].losses
     early = differences(fused[:EARLY], unfused[:EARLY]).max().item()
-    ends = [[losses[-1], validation[name]] for name, losses in (("fused", fused), ("unfused", unfused))]
+    ends = [
+        [losses[-1], validation[name]] for name, losses in (("fused", fused), ("unfused", unfused))
+    ]
     end = differences(*ends).max().item()
     good = early <= EARLY_LIMIT and end <= END_LIMIT  # false for nan
-    print(f"\nFused and unfused losses {'agree' if good else 'DO NOT AGREE'}. Largest relative difference:")
+    print(
+        f"\nFused and unfused losses {'agree' if good else 'DO NOT AGREE'}. Largest relative difference:"
+    )
     print(f"  first {min(EARLY, len(fused))} steps  {early:.1e} (limit {EARLY_LIMIT:.0e})")
     print(f"  at the end      {end:.1e} (limit {END_LIMIT:.0e}), of training and validation loss")
     return good
@@ -275,15 +328,40 @@ def plot(runs, path):
     """Draw the loss curves, and below them how far they are apart, since the eye will not see it."""
     matplotlib.rcParams["axes.grid"] = True
     figure = Figure(figsize=(8, 6), layout="constrained")
-    top, *below = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)])[:, 0]
-    for (name, run), style in zip(runs.items(), ({"lw": 1.5, "zorder": 3}, {"lw": 5, "alpha": 0.4}), strict=False):
-        top.plot(range(1, len(run.losses) + 1), run.losses, label=f"{name}, last {run.losses[-1]:.3f}", **style)
-    top.set(title="Byte-level language model on Python's own documentation", ylabel="training loss, nats per byte")
+    top, *below = figure.subplots(
+        len(runs), 1, sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)]
+    )[:, 0]
+    for (name, run), style in zip(
+        runs.items(), ({"lw": 1.5, "zorder": 3}, {"lw": 5, "alpha": 0.4}), strict=False
+    ):
+        top.plot(
+            range(1, len(run.losses) + 1),
+            run.losses,
+            label=f"{name}, last {run.losses[-1]:.3f}",
+            **style,
+        )
+    top.set(
+        title="Byte-level language model on Python's own documentation",
+        ylabel="training loss, nats per byte",
+    )
     top.legend()
     for axes in below:
         apart = differences(runs["fused"].losses, runs["unfused"].losses)
-        axes.plot(range(1, len(apart) + 1), apart, color="C3", lw=1.5, label="relative difference of the two")
-        axes.hlines(EARLY_LIMIT, 1, min(EARLY, len(apart)), color="k", ls=":", label=f"limit, first {EARLY} steps")
+        axes.plot(
+            range(1, len(apart) + 1),
+            apart,
+            color="C3",
+            lw=1.5,
+            label="relative difference of the two",
+        )
+        axes.hlines(
+            EARLY_LIMIT,
+            1,
+            min(EARLY, len(apart)),
+            color="k",
+            ls=":",
+            label=f"limit, first {EARLY} steps",
+        )
         axes.set_yscale("symlog", linthresh=1e-8)  # zero has a place
         axes.set(ylim=(0, 10), yticks=[0, 1e-8, 1e-6, 1e-4, 1e-2, 1], ylabel="relative difference")
         axes.legend(loc="upper left", ncols=2, fontsize="small")
@@ -297,7 +375,8 @@ def plot(runs, path):
 def parse_arguments():
     """The options, and the checkpoint to go on from, if any; its settings are then the defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default, what in (
         ("steps", 120, "optimizer steps to train, after those of --resume"),
@@ -311,12 +390,25 @@ def parse_arguments():
     selection = os.environ.get("OPFUSE_PLUGINS")
     what = "plugins of the fused run, as in OPFUSE_PLUGINS (--plugins=-a: all but a); None: all"
     parser.add_argument("--plugins", default=selection, metavar="SELECTION", help=what)
-    parser.add_argument("--skip-unfused", action="store_true", help="train the fused run only, and compare nothing")
-    parser.add_argument("--compile", choices=("none", "inductor"), default="none", help="torch.compile both models")
+    parser.add_argument(
+        "--skip-unfused", action="store_true", help="train the fused run only, and compare nothing"
+    )
+    parser.add_argument(
+        "--compile", choices=("none", "inductor"), default="none", help="torch.compile both models"
+    )
     out = pathlib.Path(__file__).with_name("out")
-    parser.add_argument("--out", type=pathlib.Path, default=out, metavar="DIR", help="where plot and plan go")
-    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write a checkpoint after the last step")
-    parser.add_argument("--resume", type=pathlib.Path, metavar="FILE", help="go on from a checkpoint, with its sizes")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=out, metavar="DIR", help="where plot and plan go"
+    )
+    parser.add_argument(
+        "--save", type=pathlib.Path, metavar="FILE", help="write a checkpoint after the last step"
+    )
+    parser.add_argument(
+        "--resume",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="go on from a checkpoint, with its sizes",
+    )
     args = parser.parse_args()
     try:
         opfuse.plugins.using(args.plugins)  # refuses a malformed selection
@@ -331,7 +423,11 @@ def parse_arguments():
                 parser.error(f"--{name} {getattr(args, name)}: {args.resume} was made with {value}")
         if not args.skip_unfused and "unfused" not in checkpoint["runs"]:
             parser.error(f"{args.resume} holds no unfused run: add --skip-unfused")
-    if min(args.steps, args.batch, args.context, args.layers) < 1 or args.width < 1 or args.width % HEAD:
+    if (
+        min(args.steps, args.batch, args.context, args.layers) < 1
+        or args.width < 1
+        or args.width % HEAD
+    ):
         parser.error(f"sizes and steps start at 1, and the width is a multiple of {HEAD}")
     return args, checkpoint
 
@@ -341,7 +437,9 @@ def main():
     args, checkpoint = parse_arguments()
     for folder in (args.out, *([args.save.parent] if args.save else [])):
         folder.mkdir(parents=True, exist_ok=True)  # now, rather than a failure after the training
-    selections = {"fused": args.plugins} if args.skip_unfused else {"fused": args.plugins, "unfused": ""}
+    selections = (
+        {"fused": args.plugins} if args.skip_unfused else {"fused": args.plugins, "unfused": ""}
+    )
     runs = {name: Run(args, selection) for name, selection in selections.items()}
     for name, run in runs.items():
         if checkpoint:
@@ -349,7 +447,9 @@ def main():
     fused = runs["fused"]
     training, validating = load_text()
     size = sum(parameter.numel() for parameter in fused.model.parameters())
-    print(f"{size:,} parameters; {len(training):,} bytes to train on, {len(validating):,} to validate on.")
+    print(
+        f"{size:,} parameters; {len(training):,} bytes to train on, {len(validating):,} to validate on."
+    )
     if not opfuse.plugins.listing():
         print("No opfuse plugin is installed: the fused run is unfused too.")
     train(runs, training, args.steps)
@@ -361,7 +461,9 @@ def main():
         plan = opfuse.explain(fused.model, inputs)
     (args.out / "plan.txt").write_text(f"{plan.details}\n", encoding="utf-8")
     validation = {name: run.validate(validating) for name, run in runs.items()}
-    print(f"\nThe plan of the fused run\n\n{plan}\n\nA sample of the fused run\n\n{fused.generate()}")
+    print(
+        f"\nThe plan of the fused run\n\n{plan}\n\nA sample of the fused run\n\n{fused.generate()}"
+    )
     table(runs, validation, inputs)
     good = args.skip_unfused or agree(runs, validation)
     plot(runs, args.out / "loss.png")

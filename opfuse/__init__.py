@@ -11,7 +11,7 @@ from .engine.fuser import (
 from .engine.plan import FusionPlan
 from .environment import Environment
 from .errors import PluginWarning
-from .fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from .fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from .hookspecs import hookimpl
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .overrides import computes_as
@@ -23,10 +23,33 @@ __version__ = "0.1.0"
 
 # fmt: off
 __all__ = [
-    "BasicOperation", "Environment", "FusedOperation", "FusibleOperation", "Fusion", "FusionPlan", "Maybe",
-    "OneOf", "OperationContext", "OperationFuser", "PluginWarning", "Quantizer", "QuantizerRole", "Recipe",
-    "Sequential", "Some", "Subclasses", "autocast", "checkpoint_contexts", "computes_as", "explain", "hookimpl",
-    "ops", "options", "plugins", "register_backward_fusion", "register_forward_backward_fusion",
+    "BasicOperation",
+    "Environment",
+    "FusedOperation",
+    "FusibleOperation",
+    "Fusion",
+    "FusionPlan",
+    "OneOf",
+    "OneOrMore",
+    "OperationContext",
+    "OperationFuser",
+    "Optional",
+    "PluginWarning",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "Sequential",
+    "Subclasses",
+    "autocast",
+    "checkpoint_contexts",
+    "computes_as",
+    "explain",
+    "hookimpl",
+    "ops",
+    "options",
+    "plugins",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
 # fmt: on

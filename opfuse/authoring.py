@@ -1,7 +1,8 @@
 """What the author of a plugin may use beside the classes of the contract.
 
 Attributes:
-    ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or pickled.
+    ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
+        pickled.
     op_class: The class of an op as its author wrote it.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """

@@ -30,10 +30,14 @@ class _UserError(click.ClickException):
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Keep stdout for the answer: foreign code prints to stderr, plugin warnings take one line there."""
+    """Keep stdout for the answer: foreign code prints to stderr, plugin warnings take one line
+    there.
+    """
     show = warnings.showwarning
 
-    def one_line(message: Warning | str, category: type[Warning], *where: Any, **file_and_line: Any) -> None:
+    def one_line(
+        message: Warning | str, category: type[Warning], *where: Any, **file_and_line: Any
+    ) -> None:
         if issubclass(category, PluginWarning):
             click.echo("Warning: " + " ".join(str(message).split()), err=True)
         else:
@@ -75,7 +79,8 @@ def main(ctx: click.Context) -> None:
 def plugins(as_json: bool) -> None:
     """List every installed plugin.
 
-    The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in this
+    The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in
+    this
     precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status 1.
     """
     with _quiet_stdout():
@@ -86,7 +91,9 @@ def plugins(as_json: bool) -> None:
 
 
 def _listing() -> list[dict[str, Any]]:
-    """Every plugin, in strict mode too: there each failure is raised, and the next call goes on behind it."""
+    """Every plugin, in strict mode too: there each failure is raised, and the next call goes on
+    behind it.
+    """
     for _ in range(len(manager.records)):
         try:
             return manager.listing()
@@ -102,12 +109,19 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
             "A plugin is a package with an entry point in group opfuse.v1; pip install one.",
         ]
     cells = [("PLUGIN", "DISTRIBUTION", "STATE")]
-    cells += [(row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows]
+    cells += [
+        (row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    starts = ["".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
+    starts = [
+        "".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
     lines = [starts[0] + "FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
-        fusions = [f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()]
+        fusions = [
+            f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()
+        ]
         lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
@@ -157,7 +171,12 @@ def _load(target: str) -> tuple[Any, ...]:
 
 @main.command(short_help="Write a new plugin.")
 @click.argument("name")
-@click.option("--into", metavar="DIR", default=".", help="The folder for the new one; default: the current one.")
+@click.option(
+    "--into",
+    metavar="DIR",
+    default=".",
+    help="The folder for the new one; default: the current one.",
+)
 def new(name: str, into: str) -> None:
     """Write a complete plugin into a new folder opfuse-plugin-NAME.
 

@@ -1,4 +1,6 @@
-"""Context managers over the settings of this thread: options, recipe, and both again on recomputation."""
+"""Context managers over the settings of this thread: options, recipe, and both again on
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, 
 class options(Setting):
     """Set options of planning for a ``with`` block, in this thread.
 
-    The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong number),
-    ``double_backward=True`` (run unfused, differentiable any number of times) and ``debug=True`` (slow: raise where a
-    step writes into its input, a parameter, an extra or a saved tensor that is not its own). A plugin's option is
-    named after the plugin: ``options(**{"linear.recompute": True})``. Values must be hashable: they are part
-    of the plan's key.
+    The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong
+    number), ``double_backward=True`` (run unfused, differentiable any number of times) and
+    ``debug=True`` (slow: raise where a step writes into its input, a parameter, an extra or a saved
+    tensor that is not its own). A plugin's option is named after the plugin:
+    ``options(**{"linear.recompute": True})``. Values must be hashable: they are part of the plan's
+    key.
 
     Raises:
-        ValueError: An unknown option, or a negative limit. One that its plugin does not know is refused by the
-            next plan.
+        ValueError: An unknown option, or a negative limit. One that its plugin does not know is
+            refused by the next plan.
         TypeError: A value of the wrong type, or one that is not hashable.
     """
 
@@ -41,9 +44,13 @@ class options(Setting):
             try:
                 hash(value)
             except TypeError:
-                raise TypeError(f"option {name!r}: expected a hashable value, got {value!r}") from None
+                raise TypeError(
+                    f"option {name!r}: expected a hashable value, got {value!r}"
+                ) from None
         if values.get("fusion_limit", 0) < 0:
-            raise ValueError(f"option fusion_limit must not be negative, got {values['fusion_limit']}")
+            raise ValueError(
+                f"option fusion_limit must not be negative, got {values['fusion_limit']}"
+            )
         super().__init__(0, values)
 
     def _new_value(self, before: Options) -> Options:
@@ -73,11 +80,17 @@ class autocast(Setting):
         amax_reduction_group: Any = None,
     ) -> None:
         if calibrating or amax_reduction_group is not None:
-            raise NotImplementedError("autocast: calibrating and amax_reduction_group come with the FP8 recipes")
+            raise NotImplementedError(
+                "autocast: calibrating and amax_reduction_group come with the FP8 recipes"
+            )
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}")
+            raise TypeError(
+                f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}"
+            )
         if enabled and recipe is None:
-            raise ValueError("autocast: the core has no default recipe, pass recipe=... (offered by a plugin)")
+            raise ValueError(
+                "autocast: the core has no default recipe, pass recipe=... (offered by a plugin)"
+            )
         super().__init__(2, recipe if enabled else None)
         self._depths: list[int] = []
 
@@ -106,11 +119,15 @@ class _Forward(Recorder):
         """Keep the state of the chain's quantizers."""
         super().record(fuser, plan)
         quantizers = [q for op in fuser._chain.ops for q in op._quantizers.of(current.recipe)[0]]
-        self.states.append([(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names])
+        self.states.append(
+            [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
+        )
 
 
 class _Recompute(Recorder):
-    """Around the recomputation: the settings of the forward, and for each chain the state it started from."""
+    """Around the recomputation: the settings of the forward, and for each chain the state it
+    started from.
+    """
 
     restores = True
 
@@ -132,7 +149,9 @@ class _Recompute(Recorder):
             state.copy_(value)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Put the state back that the chain started from. Not for an outer recorder: it was told in the forward."""
+        """Put the state back that the chain started from. Not for an outer recorder: it was told in
+        the forward.
+        """
         for quantizer, name, before in next(self._states):
             state = getattr(quantizer, name)
             self._after.append((state, state.clone()))
@@ -142,9 +161,10 @@ class _Recompute(Recorder):
 def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
     """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
 
-    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU in another
-    thread). Without this it would run without the recipe and would update quantizer state a second time; a chain
-    that runs under a recipe inside of ``torch.utils.checkpoint`` raises then.
+    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU
+    in another thread). Without this it would run without the recipe and would update quantizer
+    state a second time; a chain that runs under a recipe inside of ``torch.utils.checkpoint``
+    raises then.
     """
     forward = _Forward()
     return forward, _Recompute(forward)

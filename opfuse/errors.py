@@ -1,7 +1,7 @@
 """The warning class of opfuse.
 
-Errors are the built-in ``ValueError``, ``TypeError`` and ``RuntimeError``: a caller should not need to
-import opfuse to catch a wrong shape.
+Errors are the built-in ``ValueError``, ``TypeError`` and ``RuntimeError``: a caller should not need
+to import opfuse to catch a wrong shape.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ from __future__ import annotations
 class PluginWarning(UserWarning):
     """A plugin could not be used; everything else works without it.
 
-    The text names the distribution, its version, the reason and the switch that silences it. The same
-    plugin stays visible as ``failed`` in ``opfuse plugins``.
+    The text names the distribution, its version, the reason and the switch that silences it. The
+    same plugin stays visible as ``failed`` in ``opfuse plugins``.
     """

@@ -1,16 +1,19 @@
-"""Fusions: the declaration "this pattern may be replaced by that fused op", and one matcher for all.
+"""Fusions: the declaration "this pattern may be replaced by that fused op", and one matcher for
+all.
 
 A pattern is a sequence of elements, each matching basic ops:
 
-- a class: exactly that class (classes torch derives for parametrization or FSDP count as the original),
+- a class: exactly that class (classes torch derives for parametrization or FSDP count as the
+  original),
 - ``Subclasses(C)``: ``C`` and everything derived from it that still computes what ``C`` does,
 - ``OneOf(a, b)``: any of the elements,
-- ``Maybe(e)``: the element or nothing,
-- ``Some(e)``: the element once or more.
+- ``Optional(e)``: the element or nothing,
+- ``OneOrMore(e)``: the element once or more.
 
 An op that overrides what the element stands for is not matched, see :func:`opfuse.computes_as`: for
-``Subclasses(C)`` the passes (``op_forward``, ``op_backward``, ``fuser_forward``, ``fuser_backward``) that ``C``
-does not leave abstract; for an exact class any method, on the instance.
+``Subclasses(C)`` the passes (``op_forward``, ``op_backward``, ``fuser_forward``,
+``fuser_backward``) that ``C`` does not leave abstract; for an exact class any method, on the
+instance.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ PASSES = ("joint", "forward", "backward")
 class Subclasses:
     """Matches one op whose class is ``cls``, or derived from it without overriding its passes.
 
-    What ``cls`` leaves abstract may be given: ``Subclasses(Activation)`` matches every activation that gives its
+    What ``cls`` leaves abstract may be given: ``Subclasses(Activation)`` matches every activation
+    that gives its
     ``value`` and ``derivative``, and none that brings an ``op_forward`` of its own.
     """
 
@@ -49,14 +53,14 @@ class OneOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Maybe:
+class Optional:
     """Matches the element, or nothing."""
 
     element: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Some:
+class OneOrMore:
     """Matches the element once or more."""
 
     element: Any
@@ -68,18 +72,18 @@ class Fusion:
 
     Args:
         pattern: Elements to match, in order; see :mod:`opfuse.fusion`.
-        build: Called with the tuple of matched basic ops when the fusion is chosen; returns the fused op.
-            A :class:`FusedOperation` subclass is its own ``build``.
-        when: ``when(ops, env)`` returns True, or a sentence that says why not. Called while planning, with
-            metadata only. None: always.
+        build: Called with the tuple of matched basic ops when the fusion is chosen; returns the
+            fused op. A :class:`FusedOperation` subclass is its own ``build``.
+        when: ``when(ops, env)`` returns True, or a sentence that says why not. Called while
+            planning, with metadata only. None: always.
         benefit: How many full-size tensor reads and writes disappear, as a number or as
-            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions the set with
-            the largest sum is taken.
+            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions the set
+            with the largest sum is taken.
         priority: Fusions of higher priority choose first; default 0.
         name: What reports call it; default: the name of ``build``.
         needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
-        needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and ask it again
-            with ``env.rows``.
+        needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
+            ask it again with ``env.rows``.
 
     Raises:
         ValueError: The pattern is empty, or can match nothing.
@@ -100,17 +104,31 @@ class Fusion:
             raise TypeError(f"a fusion's pattern is a sequence of elements, got {self.pattern!r}")
         object.__setattr__(self, "pattern", tuple(self.pattern))
         if not callable(self.build):
-            raise TypeError(f"a fusion's build is a FusedOperation subclass or a function, got {self.build!r}")
+            raise TypeError(
+                f"a fusion's build is a FusedOperation subclass or a function, got {self.build!r}"
+            )
         if not self.name:
-            object.__setattr__(self, "name", getattr(self.build, "__name__", type(self.build).__name__))
+            object.__setattr__(
+                self, "name", getattr(self.build, "__name__", type(self.build).__name__)
+            )
         for element in self.pattern:
             _check_element(element, self.name)
-        if all(isinstance(element, Maybe) for element in self.pattern):
-            raise ValueError(f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing")
+        if all(isinstance(element, Optional) for element in self.pattern):
+            raise ValueError(
+                f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing"
+            )
         if self.when is not None and not callable(self.when):
-            raise TypeError(f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}")
-        if self.benefit is not None and not isinstance(self.benefit, (int, float)) and not callable(self.benefit):
-            raise TypeError(f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}")
+            raise TypeError(
+                f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}"
+            )
+        if (
+            self.benefit is not None
+            and not isinstance(self.benefit, (int, float))
+            and not callable(self.benefit)
+        ):
+            raise TypeError(
+                f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}"
+            )
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
 
@@ -119,14 +137,19 @@ class Fusion:
         return sorted(_ends(self.pattern, ops, start) - {start})
 
     def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
-        """Where the pattern would match from ``start``, if no op overrode what an element stands for.
+        """Where the pattern would match from ``start``, if no op overrode what an element stands
+        for.
 
         Returns:
             For each such end (exclusive) the sentence that says who overrides what.
         """
         loose, reasons = _ends(self.pattern, ops, start, strict=False), {}
         for end in loose - _ends(self.pattern, ops, start) - {start}:
-            found = (_override(element, op) for op in ops[start:end] for element in _classes(self.pattern))
+            found = (
+                _override(element, op)
+                for op in ops[start:end]
+                for element in _classes(self.pattern)
+            )
             reasons[end] = next((reason for reason in found if reason), "")
         return {end: reason for end, reason in reasons.items() if reason}
 
@@ -142,13 +165,19 @@ FusionLike: TypeAlias = Fusion | Callable[..., Sequence[Any]]
 
 def fusion_name(fusion: FusionLike) -> str:
     """What reports call a fusion or a fusion function."""
-    return fusion.name if isinstance(fusion, Fusion) else getattr(fusion, "__name__", type(fusion).__name__)
+    return (
+        fusion.name
+        if isinstance(fusion, Fusion)
+        else getattr(fusion, "__name__", type(fusion).__name__)
+    )
 
 
 def _check_element(element: Any, name: str) -> None:
     if isinstance(element, type):
         if not issubclass(element, BasicOperation):
-            raise TypeError(f"fusion {name}: patterns are made of basic ops, {element.__name__} is none")
+            raise TypeError(
+                f"fusion {name}: patterns are made of basic ops, {element.__name__} is none"
+            )
     elif isinstance(element, Subclasses):
         if not isinstance(element.cls, type):
             raise TypeError(f"fusion {name}: Subclasses takes a class, got {element.cls!r}")
@@ -156,15 +185,21 @@ def _check_element(element: Any, name: str) -> None:
         if not element.elements:
             raise ValueError(f"fusion {name}: OneOf() is empty")
         for inner in element.elements:
-            if isinstance(inner, (Maybe, Some)):
-                raise TypeError(f"fusion {name}: OneOf takes classes, Subclasses and OneOf, got {inner!r}")
+            if isinstance(inner, (Optional, OneOrMore)):
+                raise TypeError(
+                    f"fusion {name}: OneOf takes classes, Subclasses and OneOf, got {inner!r}"
+                )
             _check_element(inner, name)
-    elif isinstance(element, (Maybe, Some)):
-        if isinstance(element.element, (Maybe, Some)):
-            raise TypeError(f"fusion {name}: Maybe and Some take a class, Subclasses or OneOf, got {element.element!r}")
+    elif isinstance(element, (Optional, OneOrMore)):
+        if isinstance(element.element, (Optional, OneOrMore)):
+            raise TypeError(
+                f"fusion {name}: Optional and OneOrMore take a class, Subclasses or OneOf, got {element.element!r}"
+            )
         _check_element(element.element, name)
     else:
-        raise TypeError(f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Maybe or Some")
+        raise TypeError(
+            f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Optional or OneOrMore"
+        )
 
 
 def _classes(elements: Sequence[Any]) -> list[Any]:
@@ -174,19 +209,27 @@ def _classes(elements: Sequence[Any]) -> list[Any]:
         if isinstance(element, OneOf):
             found += _classes(element.elements)
         else:
-            found += _classes([element.element]) if isinstance(element, (Maybe, Some)) else [element]
+            found += (
+                _classes([element.element])
+                if isinstance(element, (Optional, OneOrMore))
+                else [element]
+            )
     return found
 
 
 def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
     if isinstance(element, OneOf):
         return any(_matches(inner, op, strict) for inner in element.elements)
-    of_class = isinstance(op, element.cls) if isinstance(element, Subclasses) else op_class(op) is element
+    of_class = (
+        isinstance(op, element.cls) if isinstance(element, Subclasses) else op_class(op) is element
+    )
     return of_class and not (strict and _override(element, op))
 
 
 def _override(element: Any, op: BasicOperation) -> str:
-    """The sentence that says what an op of the element's class overrides; ``""``: nothing, or it is none."""
+    """The sentence that says what an op of the element's class overrides; ``""``: nothing, or it is
+    none.
+    """
     if isinstance(element, Subclasses):
         name = overridden(op, element.cls, *PASS_METHODS) if isinstance(op, element.cls) else None
     else:
@@ -197,15 +240,21 @@ def _override(element: Any, op: BasicOperation) -> str:
     return f"this {own} has its own {name}" if name in vars(op) else f"{own} overrides {name}"
 
 
-def _ends(pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True) -> set[int]:
-    """Where the pattern can end, element by element; ``strict``: without ops that override what it stands for."""
+def _ends(
+    pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True
+) -> set[int]:
+    """Where the pattern can end, element by element; ``strict``: without ops that override what it
+    stands for.
+    """
     ends = {start}
     for element in pattern:
-        inner = element.element if isinstance(element, (Maybe, Some)) else element
-        fresh = ends if isinstance(element, Maybe) else set()
+        inner = element.element if isinstance(element, (Optional, OneOrMore)) else element
+        fresh = ends if isinstance(element, Optional) else set()
         after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end], strict)}
-        while isinstance(element, Some) and not after <= fresh:
+        while isinstance(element, OneOrMore) and not after <= fresh:
             fresh = fresh | after
-            after = {end + 1 for end in after if end < len(ops) and _matches(inner, ops[end], strict)}
+            after = {
+                end + 1 for end in after if end < len(ops) and _matches(inner, ops[end], strict)
+            }
         ends = fresh | after
     return ends

@@ -1,9 +1,9 @@
 """The plugin contract, and nothing else.
 
-A plugin is a distribution with an entry point in group ``opfuse.v1`` that names a module or object whose
-functions are marked with :data:`opfuse.hookimpl`. Every hook returns declarations and is called while
-planning, never during a forward or backward pass. Adding an argument to a hook is compatible (an
-implementation may take fewer); anything else opens group ``opfuse.v2``.
+A plugin is a distribution with an entry point in group ``opfuse.v1`` that names a module or object
+whose functions are marked with :data:`opfuse.hookimpl`. Every hook returns declarations and is
+called while planning, never during a forward or backward pass. Adding an argument to a hook is
+compatible (an implementation may take fewer); anything else opens group ``opfuse.v2``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ hookimpl = pluggy.HookimplMarker("opfuse")
 def opfuse_forward_fusions() -> list[FusionLike]:
     """Fusions of the forward pass.
 
-    The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops would, since
-    their own backward, or a backward fusion of somebody else, reads it.
+    The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops
+    would, since their own backward, or a backward fusion of somebody else, reads it.
 
     Example:
         class BiasReLU(opfuse.FusedOperation):
             def fuser_forward(self, basic_op_ctxs, input_, **unused):
                 bias, relu = basic_op_ctxs
-                hidden = self.basic_ops[1].operand(relu, input_ + bias.params[0])  # leaves what the backward reads
-                return hidden.relu(), [(), ()]
+                hidden = self.basic_ops[1].operand(relu, input_ + bias.params[0])  # leaves what the
+                backward reads return hidden.relu(), [(), ()]
 
 
         @opfuse.hookimpl
@@ -47,8 +47,9 @@ def opfuse_forward_fusions() -> list[FusionLike]:
 def opfuse_backward_fusions() -> list[FusionLike]:
     """Fusions of the backward pass.
 
-    The fused op implements ``fuser_backward`` and relies only on what the basic ops leave in their contexts. It
-    returns the gradient of the input, the gradients of each op's parameters, and those of each op's extra inputs.
+    The fused op implements ``fuser_backward`` and relies only on what the basic ops leave in their
+    contexts. It returns the gradient of the input, the gradients of each op's parameters, and those
+    of each op's extra inputs.
 
     Example:
         class BiasReLUGrad(opfuse.FusedOperation):
@@ -70,8 +71,8 @@ def opfuse_backward_fusions() -> list[FusionLike]:
 def opfuse_joint_fusions() -> list[FusionLike]:
     """Fusions of both passes by one fused op, which may keep what it likes between them.
 
-    The fused op implements ``fuser_forward`` and ``fuser_backward``. Joint fusions choose before forward and backward
-    fusions of the same precedence.
+    The fused op implements ``fuser_forward`` and ``fuser_backward``. Joint fusions choose before
+    forward and backward fusions of the same precedence.
 
     Example:
         class TwiceScaled(opfuse.FusedOperation):
@@ -94,7 +95,8 @@ def opfuse_joint_fusions() -> list[FusionLike]:
 def opfuse_recipes() -> dict[str, type[Recipe]]:
     """Quantization recipes by name: frozen dataclasses derived from :class:`opfuse.Recipe`.
 
-    A recipe is a value: it is part of a plan's key, and its JSON form names quantizer state in checkpoints.
+    A recipe is a value: it is part of a plan's key, and its JSON form names quantizer state in
+    checkpoints.
     ``opfuse.plugins.recipes()`` has those of all plugins; of two with one name the first plugin's.
 
     Example:
@@ -116,8 +118,9 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 def opfuse_options() -> dict[str, Any]:
     """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
 
-    Who sets one with :class:`opfuse.options` finds it in ``env.options`` of every fusion; a name that the plugin does
-    not declare, or a value of another type than the default's (None: any), is refused when a plan is made.
+    Who sets one with :class:`opfuse.options` finds it in ``env.options`` of every fusion; a name
+    that the plugin does not declare, or a value of another type than the default's (None: any), is
+    refused when a plan is made.
 
     Example:
         @opfuse.hookimpl
@@ -128,10 +131,11 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookspec(firstresult=True)
 def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-    """A new quantizer for a tensor of ``role`` under ``recipe``; None for a recipe of somebody else.
+    """A new quantizer for a tensor of ``role`` under ``recipe``; None for a recipe of somebody
+    else.
 
-    The first answer counts. Asked once for each tensor that an op quantizes, when the op meets the recipe first; the
-    quantizer lives as long as the op.
+    The first answer counts. Asked once for each tensor that an op quantizes, when the op meets the
+    recipe first; the quantizer lives as long as the op.
 
     Example:
         from opfuse.quantization import QuantizedTensor

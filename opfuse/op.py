@@ -1,9 +1,9 @@
 """The operation classes: what the user composes and what a plugin replaces.
 
 A :class:`BasicOperation` is one tensor operation with its parameters and state. A
-:class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven by
-:class:`opfuse.OperationFuser` through ``fuser_forward`` and ``fuser_backward``; class, method and keyword
-names are those of Transformer Engine's ``te.ops``, so an op written for it runs here.
+:class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven
+by :class:`opfuse.OperationFuser` through ``fuser_forward`` and ``fuser_backward``; class, method
+and keyword names are those of Transformer Engine's ``te.ops``, so an op written for it runs here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 class OperationContext:
     """What one basic op leaves in forward for its backward: an open bag of attributes.
 
-    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change them, since
-    what it writes there would be there in later calls. It may add attributes if it
-    declares ``context_names``, or declares nothing at all; tensors go through :meth:`save_for_backward`. The
-    backward gets another context with the same attributes, so nothing written in forward is ever mutated.
-    Keep no reference to a context: that of an op that adds no attributes takes none (an AttributeError says
-    so), is cleared when the pass is over, and serves a later one.
+    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change
+    them, since what it writes there would be there in later calls. It may add attributes if it
+    declares ``context_names``, or declares nothing at all; tensors go through
+    :meth:`save_for_backward`. The backward gets another context with the same attributes, so
+    nothing written in forward is ever mutated. Keep no reference to a context: that of an op that
+    adds no attributes takes none (an AttributeError says so), is cleared when the pass is over, and
+    serves a later one.
 
     Attributes:
         requires_grad: Whether this op takes part in the backward at all.
@@ -46,14 +47,16 @@ class OperationContext:
         param_requires_grad: One flag per parameter.
         dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
         backward_override: The recipe's, or None.
-        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized with.
+        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized
+            with.
         next_op_input_quantizer: What the next op wants its input quantized with.
         quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
         saved_tensors: What :meth:`save_for_backward` was given (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
-        may_recompute: On the first context of a fused op that ``recomputes``, whether the next op would do without
-            its input (forward only).
-        recomputable_output: There the forward may put its output then: it agrees to compute it again.
+        may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
+            would do without its input (forward only).
+        recomputable_output: There the forward may put its output then: it agrees to compute it
+            again.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,8 @@ class ModuleCache:
 class _OperationMeta(ABCMeta):
     """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op.
 
-    It also notices when a class gets another method or constant, which plans made before do not know.
+    It also notices when a class gets another method or constant, which plans made before do not
+    know.
     """
 
     @property
@@ -100,11 +104,15 @@ class _OperationMeta(ABCMeta):
         init = inspect.signature(cls.__init__)  # type: ignore[misc]
         return init.replace(parameters=list(init.parameters.values())[1:])
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> None:
         super().__init__(name, bases, namespace, **kwargs)
         given = namespace.get("grad_input", "shared")
         if isinstance(given, str) and given not in ("fresh", "same", "shared"):
-            raise ValueError(f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}")
+            raise ValueError(
+                f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
+            )
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -131,12 +139,16 @@ class _OperationMeta(ABCMeta):
 
 
 def _class_changed(name: str) -> None:
-    if not name.startswith(("__abstractmethods__", "_abc_")):  # those are set when any class is made
+    if not name.startswith(
+        ("__abstractmethods__", "_abc_")
+    ):  # those are set when any class is made
         FusibleOperation._count_change()
 
 
 def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What is wrong with the arguments of an op's constructor, and the remedy; None: they fit its signature."""
+    """What is wrong with the arguments of an op's constructor, and the remedy; None: they fit its
+    signature.
+    """
     signature = inspect.signature(cls)
     try:
         signature.bind(*args, **kwargs)
@@ -149,7 +161,9 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     surplus = dict(zip(by_name, args[places:], strict=False))
     if not 0 < len(args) - places == len(surplus):
         return reason
-    call = ", ".join([*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())])
+    call = ", ".join(
+        [*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())]
+    )
     word = "a keyword" if len(surplus) == 1 else "keywords"
     return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
 
@@ -157,21 +171,25 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
-    ``is_fused_op`` says whether an op stands for a run of basic ops. Class attributes that an op may set:
-        grad_input: How the gradient that the backward returns relates to other tensors. ``"fresh"``: newly
-            allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or fresh. ``"shared"``
-            (default): may alias something the caller sees. Decides ``ctx.owns_grad_output`` of the next step.
+    ``is_fused_op`` says whether an op stands for a run of basic ops. Class attributes that an op
+    may set:
+        grad_input: How the gradient that the backward returns relates to other tensors.
+            ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
+            fresh. ``"shared"`` (default): may alias something the caller sees. Decides
+            ``ctx.owns_grad_output`` of the next step.
         kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
             parameters of ``op_forward``.
-        real_numbers: Names of attributes that take real numbers only. A tensor would get no gradient there, and could
-            change in place where nobody sees it.
+        real_numbers: Names of attributes that take real numbers only. A tensor would get no
+            gradient there, and could change in place where nobody sees it.
     """
 
     is_fused_op: ClassVar[bool]
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     real_numbers: ClassVar[tuple[str, ...]] = ()
-    changes: ClassVar[int] = 0  # how often a method or declaration of any op was replaced; part of a plan's key
+    changes: ClassVar[int] = (
+        0  # how often a method or declaration of any op was replaced; part of a plan's key
+    )
     param_names: tuple[str, ...] | None = None
     _captured = False
 
@@ -200,15 +218,24 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def __setattr__(self, name: str, value: Any) -> None:
         inherited = getattr(type(self), name, None) if self._captured else None
         if inherited is not None and name == "__dict__":
-            raise RuntimeError(f"the attributes of this {type(self).__name__} are in use: a fuser captured them")
+            raise RuntimeError(
+                f"the attributes of this {type(self).__name__} are in use: a fuser captured them"
+            )
         self._refuse_lent(name)
         if name in self.real_numbers:
             value = check_real(self, name, value)
         is_new = name not in self.__dict__
         super().__setattr__(name, value)
-        if self._captured and isinstance(value, (dict, nn.Module)):  # dictionaries of hooks or parameters, maybe
+        if self._captured and isinstance(
+            value, (dict, nn.Module)
+        ):  # dictionaries of hooks or parameters, maybe
             self._count_change()
-        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter):
+        if (
+            isinstance(value, Tensor)
+            and value.is_leaf
+            and value.requires_grad
+            and not isinstance(value, nn.Parameter)
+        ):
             self._count_change()  # planning refuses it: it would get no gradient
         if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
             return
@@ -219,7 +246,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """Refuse to set a parameter that lives on the owner: the op would go on reading that one."""
         if "_owner" in self.__dict__ and name in (self.param_names or ()):
             owner = type(self.__dict__["_owner"]).__name__
-            raise RuntimeError(f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there")
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
+            )
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -235,7 +264,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """Called once, when ``__init__`` is over."""
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        raise RuntimeError("opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's replicas")
+        raise RuntimeError(
+            "opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's replicas"
+        )
 
     def pre_first_fuser_forward(self) -> None:
         """Called once, when a fuser captures this op."""
@@ -252,11 +283,15 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         return None
 
     def writes_output(self, quantizer: Quantizer) -> bool:
-        """Whether the forward can write its output quantized with ``quantizer``; if not, the core casts."""
+        """Whether the forward can write its output quantized with ``quantizer``; if not, the core
+        casts.
+        """
         return False
 
     def writes_grad_input(self, quantizer: Quantizer) -> bool:
-        """Whether the backward can write its result quantized with ``quantizer``; if not, the core casts."""
+        """Whether the backward can write its result quantized with ``quantizer``; if not, the core
+        casts.
+        """
         return False
 
     def fuser_forward(
@@ -274,9 +309,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         Args:
             basic_op_ctxs: One context per basic op.
             input_: Input of the first basic op.
-            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is inside.
+            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is
+                inside.
             prev_op_grad_output_quantizer: See :class:`OperationContext`.
-            next_op_input_quantizer: See :class:`OperationContext`; None if ``writes_output`` declined.
+            next_op_input_quantizer: See :class:`OperationContext`; None if ``writes_output``
+                declined.
             basic_op_kwargs: Keyword arguments per basic op.
 
         Returns:
@@ -285,18 +322,23 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         raise NotImplementedError(f"{type(self).__name__} has no forward pass")
 
     def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
     ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
         """Backward pass over the basic ops this op stands for.
 
         Args:
             basic_op_ctxs: One context per basic op, with what its forward saved.
             grad_output: Gradient of the last basic op's output.
-            basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means zero.
+            basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means
+                zero.
 
         Returns:
-            The gradient of the input, the parameter gradients of each basic op, and the gradients of the
-            extra inputs of each basic op.
+            The gradient of the input, the parameter gradients of each basic op, and the gradients
+            of the extra inputs of each basic op.
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward pass")
 
@@ -314,7 +356,11 @@ def check_real(op: object, name: str, value: Any) -> float:
         TypeError: It is not a real number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        what = f"a {type(value).__name__}, whose gradient would be lost" if isinstance(value, Tensor) else repr(value)
+        what = (
+            f"a {type(value).__name__}, whose gradient would be lost"
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
         raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {what}")
     return float(value)
 
@@ -332,7 +378,8 @@ _DECLARED: dict[str, Any] = {
 }
 """What a class declares about its passes, and what holds where nothing is declared.
 
-A class that overrides a pass says anew what is true of it: what it inherits was said of another one.
+A class that overrides a pass says anew what is true of it: what it inherits was said of another
+    one.
 """
 
 
@@ -343,7 +390,9 @@ def _defined(cls: type, name: str, start: int = 0) -> int:
 
 
 def _overriding(cls: type) -> int:
-    """How far up the first ancestor is that overrides a pass of another one; behind all of them if none does."""
+    """How far up the first ancestor is that overrides a pass of another one; behind all of them if
+    none does.
+    """
     first = len(cls.__mro__)
     for name in _PASSES:
         own = _defined(cls, name)
@@ -351,7 +400,9 @@ def _overriding(cls: type) -> int:
         if inherited == len(cls.__mro__) or cls.__mro__[own].__module__.startswith("opfuse.ops."):
             continue
         base = cls.__mro__[inherited]
-        template = base.__module__ == "opfuse.op" or getattr(vars(base)[name], "__isabstractmethod__", False)
+        template = base.__module__ == "opfuse.op" or getattr(
+            vars(base)[name], "__isabstractmethod__", False
+        )
         if not template:
             first = min(first, own)
     return first
@@ -375,29 +426,31 @@ _make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 class BasicOperation(FusibleOperation):
     """One tensor operation with its parameters and state.
 
-    Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs implements
-    ``fuser_forward`` and ``fuser_backward`` instead.
+    Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs
+    implements ``fuser_forward`` and ``fuser_backward`` instead.
 
-    A class that overrides one of these passes inherits no declaration about them, but says anew what is true of it:
-    ``saved_names``, ``context_names``, ``grad_input``, ``differentiable``, ``keeps_rows``, ``casts_input`` and
-    ``takes_params``.
+    A class that overrides one of these passes inherits no declaration about them, but says anew
+    what is true of it: ``saved_names``, ``context_names``, ``grad_input``, ``differentiable``,
+    ``keeps_rows``, ``casts_input`` and ``takes_params``.
 
     Class attributes that describe an op to fusions and to the fuser:
         num_extra_inputs, num_extra_outputs: Tensors beside the main one.
-        takes_params: Names of the parameters that the passes take, in order; None: all that there are at the end of
-            ``__init__``. Others belong to a ``forward`` of its own.
+        takes_params: Names of the parameters that the passes take, in order; None: all that there
+            are at the end of ``__init__``. Others belong to a ``forward`` of its own.
         saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
-        context_names: Context attributes beyond the documented ones that the backward reads, such as a number of the
-            op; the forward leaves each where ``ctx.requires_grad``.
+        context_names: Context attributes beyond the documented ones that the backward reads, such
+            as a number of the op; the forward leaves each where ``ctx.requires_grad``.
         in_features: Last dimension the op takes, or None for any.
-        out_features: Last dimension it gives, or None for the one it got divided by ``feature_ratio``.
+        out_features: Last dimension it gives, or None for the one it got divided by
+            ``feature_ratio``.
         feature_ratio: See above; None: unknown.
         keeps_rows: Whether the output has the leading dimensions of the input, all but the last.
-        differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made of
-            differentiable torch operations), which second derivatives and functorch need.
-        params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype, outside autocast.
-        autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own, unless the next op
-            ``casts_input``; None: autocast's own.
+        differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made
+            of differentiable torch operations), which second derivatives and functorch need.
+        params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype,
+            outside autocast.
+        autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own,
+            unless the next op ``casts_input``; None: autocast's own.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
     """
@@ -458,10 +511,13 @@ class BasicOperation(FusibleOperation):
         if self._captured and name not in (self.param_names or ()):
             self._count_change()
 
-    def accumulate_grads(self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def accumulate_grads(
+        self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> tuple[Any, ...]:
         """Put gradients away that autograd is not to see, whatever fusion computed them.
 
-        Called once in a backward that would add them to ``.grad``, and not by ``torch.autograd.grad``.
+        Called once in a backward that would add them to ``.grad``, and not by
+        ``torch.autograd.grad``.
 
         Args:
             params: The parameters of the forward.
@@ -525,7 +581,9 @@ class BasicOperation(FusibleOperation):
             raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
         if self._captured:
             when = "a Sequential at its first call, or op(x)"
-            raise RuntimeError(f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op")
+            raise RuntimeError(
+                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op"
+            )
 
     # Quantizers
 
@@ -534,7 +592,9 @@ class BasicOperation(FusibleOperation):
         return 0
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
-        """What each of the ``num_quantizers(mode)`` tensors is, for the recipe; None: unnamed roles."""
+        """What each of the ``num_quantizers(mode)`` tensors is, for the recipe; None: unnamed
+        roles.
+        """
         return None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
@@ -563,15 +623,18 @@ class BasicOperation(FusibleOperation):
             ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
             input_: The input tensor.
             **kwargs: The op's own keyword arguments. An op whose signature names
-                ``prev_op_grad_output_quantizer`` and ``next_op_input_quantizer`` gets these too, and one with two
-                more positional parameters gets them there, as in Transformer Engine; see :class:`OperationContext`.
+                ``prev_op_grad_output_quantizer`` and ``next_op_input_quantizer`` gets these too,
+                and one with two more positional parameters gets them there, as in Transformer
+                Engine; see :class:`OperationContext`.
 
         Returns:
             The output tensor.
         """
 
     @abstractmethod
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """Backward pass: the gradient of the input, and one gradient (or None) per parameter."""
 
     def fuser_forward(
@@ -588,10 +651,16 @@ class BasicOperation(FusibleOperation):
         by_position, by_name = asks_for_quantizers(self)
         before = [quantizers.get(name) for name in by_position]
         given = {name: quantizers.get(name) for name in by_name}
-        return self.op_forward(basic_op_ctxs[0], input_, *before, **given, **basic_op_kwargs[0]), [()]
+        return self.op_forward(basic_op_ctxs[0], input_, *before, **given, **basic_op_kwargs[0]), [
+            ()
+        ]
 
     def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
     ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
         """Run ``op_backward``; see :meth:`FusibleOperation.fuser_backward`."""
         self._check_has_no_extras("backward")
@@ -605,7 +674,9 @@ class BasicOperation(FusibleOperation):
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Apply the op on its own: the output, or ``(output, *extra_outputs)``."""
-        return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        return self._own_fuser().run(
+            input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
+        )
 
     # State
 
@@ -614,17 +685,23 @@ class BasicOperation(FusibleOperation):
         self._quantizers.apply(fn)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._quantizers.save(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._quantizers.load(state_dict, prefix)
         if type(self).set_extra_state is nn.Module.set_extra_state:
-            pickled = state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes one for every op
+            pickled = state_dict.pop(
+                f"{prefix}_extra_state", None
+            )  # Transformer Engine writes one for every op
             if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
                 what = "is pickled FP8 state of Transformer Engine, which opfuse does not read"
-                args[-1].append(f"{prefix}_extra_state {what}: drop the key to load the parameters without it")
+                args[-1].append(
+                    f"{prefix}_extra_state {what}: drop the key to load the parameters without it"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -632,8 +709,12 @@ _QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 
 def asks_for_quantizers(op: BasicOperation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of Transformer Engine's quantizers an op's ``op_forward`` takes: by position, and by name."""
-    return _asked_by(getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward))
+    """Which of Transformer Engine's quantizers an op's ``op_forward`` takes: by position, and by
+    name.
+    """
+    return _asked_by(
+        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
+    )
 
 
 asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
@@ -651,17 +732,18 @@ def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[st
 class FusedOperation(FusibleOperation):
     """Stands for a run of basic ops and keeps no state of its own.
 
-    A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the subclass
-    itself. In a forward-only fusion ``fuser_forward`` must leave in each context exactly what the basic op
-    would (``saved_names`` and ``context_names`` say what); a backward-only fusion may rely on exactly that;
-    a joint fusion may keep what it likes.
+    A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the
+    subclass itself. In a forward-only fusion ``fuser_forward`` must leave in each context exactly
+    what the basic op would (``saved_names`` and ``context_names`` say what); a backward-only fusion
+    may rely on exactly that; a joint fusion may keep what it likes.
 
     Attributes:
-        recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An op behind it that
-            saves this very tensor as its ``"input"`` then does not keep it, and finds it in its backward all the
-            same; ``fuser_forward`` agrees to that at each call, see
-            :attr:`OperationContext.may_recompute`.
-        notes: What reports add about this op, such as the time it spent compiling; an attribute or a property.
+        recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An
+            op behind it that saves this very tensor as its ``"input"`` then does not keep it, and
+            finds it in its backward all the same; ``fuser_forward`` agrees to that at each call,
+            see :attr:`OperationContext.may_recompute`.
+        notes: What reports add about this op, such as the time it spent compiling; an attribute or
+            a property.
 
     Args:
         basic_ops: The basic ops this op stands for, in order.
@@ -684,7 +766,9 @@ class FusedOperation(FusibleOperation):
             raise ValueError(f"{type(self).__name__} needs at least one basic op to stand for")
         for op in ops:
             if not isinstance(op, BasicOperation):
-                raise TypeError(f"{type(self).__name__} stands for basic ops, got {type(op).__name__}")
+                raise TypeError(
+                    f"{type(self).__name__} stands for basic ops, got {type(op).__name__}"
+                )
         self.basic_ops = nn.ModuleList(ops)
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -696,7 +780,8 @@ class FusedOperation(FusibleOperation):
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
 
     def planned(self, env: Environment) -> None:
-        """Called once, when a plan takes this op: where it is going to run, and the options in force.
+        """Called once, when a plan takes this op: where it is going to run, and the options in
+        force.
 
         If it raises, such as for an option's value, there is a warning, and the fusion is not used.
         """
@@ -709,7 +794,8 @@ class FusedOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
-    # The basic ops one after the other: what a kernel falls back to, and what its results are held against
+    # The basic ops one after the other: what a kernel falls back to, and what its results are held
+    # against
 
     def run_separately(
         self,
@@ -738,7 +824,9 @@ class FusedOperation(FusibleOperation):
             x, (given,) = op.fuser_forward(
                 [ctx],
                 x,
-                basic_op_extra_inputs=[[made[c] if extra is None else extra for extra, c in extras]],
+                basic_op_extra_inputs=[
+                    [made[c] if extra is None else extra for extra, c in extras]
+                ],
                 prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
                 next_op_input_quantizer=next_op_input_quantizer if i == last else None,
                 basic_op_kwargs=[kwargs],
@@ -749,9 +837,15 @@ class FusedOperation(FusibleOperation):
         return x, outputs
 
     def run_separately_backward(
-        self, basic_op_ctxs: Sequence[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+        self,
+        basic_op_ctxs: Sequence[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
     ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
-        """The backward of the basic ops, one after the other; takes and gives what ``fuser_backward`` does."""
+        """The backward of the basic ops, one after the other; takes and gives what
+        ``fuser_backward`` does.
+        """
         dy: Tensor | None = grad_output
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
@@ -767,7 +861,9 @@ class FusedOperation(FusibleOperation):
             else:
                 given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
                 grads = [_sum(grad, inside.get(channel)) for grad, channel in given]
-                dy, (of_params[i],), (of_op,) = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[grads])
+                dy, (of_params[i],), (of_op,) = op.fuser_backward(
+                    [ctx], dy, basic_op_grad_extra_outputs=[grads]
+                )
                 of_extras[i] = of_op = tuple(of_op)
                 for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
                     if channel is not None:
@@ -777,30 +873,47 @@ class FusedOperation(FusibleOperation):
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
-        """The basic ops, with their ``op_forward`` and ``op_backward`` where these are all there is to call."""
+        """The basic ops, with their ``op_forward`` and ``op_backward`` where these are all there is
+        to call.
+        """
         changes, found = self._cache.separate
         if changes == FusibleOperation.changes:
             return found  # type: ignore[no-any-return]
         found = []
-        default = {name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")}
+        default = {
+            name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")
+        }
         for op in self.basic_ops:
             assert isinstance(op, BasicOperation)
-            plain = not (op.num_extra_inputs or op.num_extra_outputs or default.keys() & vars(op).keys())
+            plain = not (
+                op.num_extra_inputs or op.num_extra_outputs or default.keys() & vars(op).keys()
+            )
             forward = plain and type(op).fuser_forward is default["fuser_forward"]
             forward = forward and asks_for_quantizers(op) == ((), ())
             backward = plain and type(op).fuser_backward is default["fuser_backward"]
-            found.append((op, op.op_forward if forward else None, op.op_backward if backward else None))
+            found.append(
+                (op, op.op_forward if forward else None, op.op_backward if backward else None)
+            )
         self._cache.separate = FusibleOperation.changes, found
         return found
 
-    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
 def _in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
     """What a later op gets of an extra output: an alias that says whether a gradient flows."""
-    if tensor is None or not (ctx.requires_grad and tensor.is_floating_point()) or is_dynamo_compiling():
+    if (
+        tensor is None
+        or not (ctx.requires_grad and tensor.is_floating_point())
+        or is_dynamo_compiling()
+    ):
         return tensor
     return tensor.detach().requires_grad_()
 

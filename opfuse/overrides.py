@@ -1,4 +1,6 @@
-"""What an op's class, or the op itself, overrides: whether what is known of the class holds for this op."""
+"""What an op's class, or the op itself, overrides: whether what is known of the class holds for
+this op.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ _CALL = "__call__", "_call_impl"
 
 def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
     """The hooks of a module's call, by kind."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
@@ -27,14 +34,16 @@ def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
 def hook_kinds(module: nn.Module) -> str:
     """The kinds of hooks that a module's call runs, in words; ``""`` if there are none."""
     kinds = ("forward", "forward pre-", "backward", "backward pre-")
-    return " and ".join(kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks)
+    return " and ".join(
+        kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks
+    )
 
 
 def why_apart(op: nn.Module) -> str:
     """Why an op must run through its own ``__call__``; ``""`` if it need not.
 
-    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter, say), or one that
-    was set on the instance or on its class.
+    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter,
+    say), or one that was set on the instance or on its class.
     """
     if hooks := hook_kinds(op):
         return f"has {hooks} hooks"
@@ -51,8 +60,8 @@ def own_call(op: nn.Module) -> str:
 def op_class(op: nn.Module) -> type[nn.Module]:
     """The class of an op as its author wrote it, without the classes torch derives around it.
 
-    ``torch.nn.utils.parametrize`` and FSDP change a module's class in place; a fusion that names the
-    original class still means this op.
+    ``torch.nn.utils.parametrize`` and FSDP change a module's class in place; a fusion that names
+    the original class still means this op.
     """
     cls = type(op)
     while True:
@@ -70,14 +79,17 @@ PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
 def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
-    """Whether what computes ``cls`` may stand for an op: the op is one, and ``cls`` is still who defines it.
+    """Whether what computes ``cls`` may stand for an op: the op is one, and ``cls`` is still who
+    defines it.
 
     Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
-    ``computes_as(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the instance, computes
-    something else, or may. Ask while planning: a change on the op or its class makes a new plan.
+    ``computes_as(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the
+    instance, computes something else, or may. Ask while planning: a change on the op or its class
+    makes a new plan.
 
-    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or FSDP override
-    nothing. Nor is it of importance what ``torch.nn.Module`` defines: ``forward`` is the affair of the fuser.
+    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or
+    FSDP override nothing. Nor is it of importance what ``torch.nn.Module`` defines: ``forward`` is
+    the affair of the fuser.
 
     Args:
         op: The op.
@@ -88,7 +100,9 @@ def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
 
 
 def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
-    """The first of the methods of ``cls`` that an op of this class does not have from it; see :func:`computes_as`."""
+    """The first of the methods of ``cls`` that an op of this class does not have from it; see
+    :func:`computes_as`.
+    """
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None
@@ -98,8 +112,12 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
         given = _on_class(cls, name)
         if own is cls or given is None or given is _on_class(own, name):
             continue
-        of_pass = name.replace("fuser_", "op_")  # a pass that is abstract may be given by either of its methods
-        abstract = given is _on_class(BasicOperation, name) and getattr(_on_class(cls, of_pass), _ABSTRACT, False)
+        of_pass = name.replace(
+            "fuser_", "op_"
+        )  # a pass that is abstract may be given by either of its methods
+        abstract = given is _on_class(BasicOperation, name) and getattr(
+            _on_class(cls, of_pass), _ABSTRACT, False
+        )
         if not (abstract or getattr(given, _ABSTRACT, False)):
             return name
     return None
@@ -116,8 +134,14 @@ def _on_class(cls: type, name: str) -> Any:
 def _methods_of(cls: type) -> dict[str, None]:
     """The names of the methods that a class has from opfuse's classes and its own."""
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    names = dict.fromkeys(name for base in bases for name in vars(base) if not name.startswith("__"))
-    return {name: None for name in names if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))}
+    names = dict.fromkeys(
+        name for base in bases for name in vars(base) if not name.startswith("__")
+    )
+    return {
+        name: None
+        for name in names
+        if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))
+    }
 
 
 def _is_method(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """Plugins: found by entry-point metadata, imported at first need, isolated from each other.
 
-Reading metadata imports nothing and happens once, at the end of ``import opfuse``. The first plan (or
-listing) imports the plugins that are not blocked, one by one in sorted order. A plugin that fails in its
-metadata, its import, its registration or a hook is a :class:`opfuse.PluginWarning` and stays listed as
-``failed``; ``OPFUSE_STRICT=1`` raises instead. An error inside a running kernel is never caught.
+Reading metadata imports nothing and happens once, at the end of ``import opfuse``. The first plan
+(or listing) imports the plugins that are not blocked, one by one in sorted order. A plugin that
+fails in its metadata, its import, its registration or a hook is a :class:`opfuse.PluginWarning` and
+stays listed as ``failed``; ``OPFUSE_STRICT=1`` raises instead. An error inside a running kernel is
+never caught.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def normalize(name: str) -> str:
 class PluginRecord:
     """One plugin, whatever became of it.
 
-    ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it belongs
-    to another contract version. Whether it is blocked depends on the selection in force.
+    ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it
+    belongs to another contract version. Whether it is blocked depends on the selection in force.
     """
 
     name: str
@@ -71,7 +72,9 @@ class PluginRecord:
         return self.name, *self.aliases
 
     def answers_to(self, name: str) -> bool:
-        """Whether a name in a selection means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
+        """Whether a name in a selection means this plugin; case, ``-``, ``_`` and ``.`` make no
+        difference.
+        """
         return normalize(name) in map(normalize, (*self.names, self.distribution))
 
     @property
@@ -97,19 +100,26 @@ class FusionSource(NamedTuple):
     @property
     def full_name(self) -> str:
         """The fusion and its plugin, for messages."""
-        where = f"plugin {self.distribution} {self.version}" if self.distribution else "registered in code"
+        where = (
+            f"plugin {self.distribution} {self.version}"
+            if self.distribution
+            else "registered in code"
+        )
         return f"fusion {self.name} ({where})"
 
 
 class Selection(NamedTuple):
-    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked`` if ``only`` is None, else ``only``, in that order."""
+    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked`` if ``only`` is None, else ``only``, in that
+    order.
+    """
 
     only: tuple[str, ...] | None
     blocked: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str | None) -> Selection:
-        """Parse the grammar: None = all, empty = none, ``a,b`` = these, in this precedence, ``-a`` = all but a.
+        """Parse the grammar: None = all, empty = none, ``a,b`` = these, in this precedence, ``-a``
+        = all but a.
 
         Raises:
             ValueError: The two forms are mixed.
@@ -117,15 +127,21 @@ class Selection(NamedTuple):
         if text is None:
             return cls(None)
         if not isinstance(text, str):
-            raise TypeError(f"expected plugins as one string, such as 'a,b' or '-a', or None, got {text!r}")
+            raise TypeError(
+                f"expected plugins as one string, such as 'a,b' or '-a', or None, got {text!r}"
+            )
         names = [part.strip() for part in text.split(",") if part.strip()]
         blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
         if blocked and len(blocked) != len(names):
-            raise ValueError(f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or '-a,-b'")
+            raise ValueError(
+                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or '-a,-b'"
+            )
         return cls(None, blocked) if blocked else cls(tuple(names))
 
     def position(self, record: PluginRecord) -> int | None:
-        """The position of a selected plugin in the user's list (0 where there is no list); None: blocked."""
+        """The position of a selected plugin in the user's list (0 where there is no list); None:
+        blocked.
+        """
         if self.only is None:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
@@ -141,7 +157,9 @@ class Registration:
     def unregister(self) -> None:
         """Take the fusion back. Doing it twice does no harm."""
         with self.manager._lock:
-            self.manager._registered = [other for other in self.manager._registered if other is not self]
+            self.manager._registered = [
+                other for other in self.manager._registered if other is not self
+            ]
             self.manager._changed()
 
 
@@ -173,21 +191,32 @@ class PluginManager:
                     continue
                 seen.add(normalize(name))
                 known: dict[tuple[str, str], PluginRecord] = {}
-                for ep in sorted(ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)):
+                for ep in sorted(
+                    ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)
+                ):
                     if (ep.group, ep.value) in known:
                         known[ep.group, ep.value].aliases += (ep.name,)
                         continue
-                    record = known[ep.group, ep.value] = PluginRecord(ep.name, name, version, ep.group, ep.load)
+                    record = known[ep.group, ep.value] = PluginRecord(
+                        ep.name, name, version, ep.group, ep.load
+                    )
                     if ep.group != hookspecs.GROUP:
                         record.state = "incompatible"
-                        record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                        record.error = (
+                            f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                        )
                     self.records.append(record)
             except Exception as error:  # told when plugins are needed, unless this one is blocked
                 self.records.append(PluginRecord(name, name, version, broken=error))
         self.records.sort(key=lambda record: record.key)
 
     def register(
-        self, plugin: Any, *, name: str, distribution: str = "registered in code", version: str = "0"
+        self,
+        plugin: Any,
+        *,
+        name: str,
+        distribution: str = "registered in code",
+        version: str = "0",
     ) -> PluginRecord:
         """Add a plugin object that is not installed (a notebook's, a test's).
 
@@ -196,7 +225,9 @@ class PluginManager:
         """
         _check_plugin(plugin)
         if not isinstance(name, str):
-            raise TypeError(f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}")
+            raise TypeError(
+                f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}"
+            )
         with self._lock:
             record = PluginRecord(name, distribution, version, load=lambda: plugin)
             self.records = sorted([*self.records, record], key=lambda record: record.key)
@@ -219,11 +250,15 @@ class PluginManager:
     # Loading
 
     def active(self, text: str | None) -> list[PluginRecord]:
-        """The plugins that a selection leaves, loaded, in sorted order or in the order of the user's list."""
+        """The plugins that a selection leaves, loaded, in sorted order or in the order of the
+        user's list.
+        """
         selection = Selection.parse(text)
         with self._lock:
             for name in selection.only or selection.blocked:
-                if name not in self._warned and not any(record.answers_to(name) for record in self.records):
+                if name not in self._warned and not any(
+                    record.answers_to(name) for record in self.records
+                ):
                     self._warned.add(name)
                     what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
                     warnings.warn(PluginWarning(what), stacklevel=2)
@@ -235,7 +270,9 @@ class PluginManager:
             return [record for record in chosen if record.state == "loaded"]
 
     def _load(self, record: PluginRecord) -> None:
-        record.state = "loading"  # a plugin that plans while it is imported does not load itself again
+        record.state = (
+            "loading"  # a plugin that plans while it is imported does not load itself again
+        )
         stage = "import" if record.broken is None else "metadata"
         try:
             if record.broken is not None:
@@ -257,30 +294,44 @@ class PluginManager:
             self._fail(record, stage, error)
 
     def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
-        """Register a plugin with pluggy; refuse one that is there already, and hooks that nobody knows."""
+        """Register a plugin with pluggy; refuse one that is there already, and hooks that nobody
+        knows.
+        """
         _check_plugin(plugin)
         for other in self.records:
             if other.plugin is plugin:
-                raise ValueError(f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already")
+                raise ValueError(
+                    f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already"
+                )
         name = f"{record.distribution}:{record.name}"
-        self._pluggy.register(plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name)
+        self._pluggy.register(
+            plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name
+        )
         record.plugin = plugin
         callers = self._pluggy.get_hookcallers(plugin) or []
         for caller in callers:
             mine = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
             if not caller.has_spec() and not all(impl.optionalhook for impl in mine):
-                known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("opfuse_")))
+                known = ", ".join(
+                    sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+                )
                 raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
 
     def _read_hooks(self, record: PluginRecord) -> None:
         """Call the hooks of a plugin that are called once."""
-        record.fusions = tuple((passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes))
+        record.fusions = tuple(
+            (passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes)
+        )
         for recipes in self._call(record, "opfuse_recipes"):
             record.recipes.update(_checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            if not isinstance(options, dict) or not all(str(o).partition(".")[0] in record.names for o in options):
-                raise TypeError(f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}")
+            if not isinstance(options, dict) or not all(
+                str(o).partition(".")[0] in record.names for o in options
+            ):
+                raise TypeError(
+                    f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}"
+                )
             record.options.update(options)
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
@@ -295,7 +346,9 @@ class PluginManager:
                 raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
             for fusion in result:
                 if not isinstance(fusion, Fusion) and not callable(fusion):
-                    raise TypeError(f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}")
+                    raise TypeError(
+                        f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}"
+                    )
                 yield fusion
 
     def _fail(self, record: PluginRecord, stage: str, error: BaseException) -> None:
@@ -305,7 +358,9 @@ class PluginManager:
             raise error
         what = f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}"
         switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
-        warnings.warn(PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3)
+        warnings.warn(
+            PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3
+        )
 
     # What plugins give
 
@@ -319,32 +374,49 @@ class PluginManager:
                 for record in self.active(text):
                     index = selection.position(record) if selection.only is not None else None
                     who = record.distribution, record.version
-                    sources += [FusionSource(passes, f, *who, _rank(index, f)) for passes, f in record.fusions]
+                    sources += [
+                        FusionSource(passes, f, *who, _rank(index, f))
+                        for passes, f in record.fusions
+                    ]
                 found = self._sources[text] = tuple(sources)
         return found
 
     def check_options(self, given: Options, text: str | None) -> None:
-        """Refuse options that a plugin in use does not know or of another type; warn of those that are nobody's.
+        """Refuse options that a plugin in use does not know or of another type; warn of those that
+        are nobody's.
 
         Raises:
             ValueError: A plugin does not have an option of this name.
             TypeError: The option takes another type: that of its default.
         """
         selection = Selection.parse(text)
-        active = [r for r in self.records if r.state == "loaded" and selection.position(r) is not None]
+        active = [
+            r for r in self.records if r.state == "loaded" and selection.position(r) is not None
+        ]
         for name, value in [(name, value) for name, value in given if "." in name]:
             owner = name.partition(".")[0]
             owners = [record for record in active if owner in record.names]
-            known = {option: default for record in owners for option, default in record.options.items()}
+            known = {
+                option: default for record in owners for option, default in record.options.items()
+            }
             if owners and name not in known:
-                raise ValueError(f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}")
+                raise ValueError(
+                    f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
+                )
             _check_option(owner, name, value, known.get(name))
-            if not any(owner in record.names for record in self.records) and name not in self._warned:
+            if (
+                not any(owner in record.names for record in self.records)
+                and name not in self._warned
+            ):
                 self._warned.add(name)
-                warnings.warn(PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2)
+                warnings.warn(
+                    PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2
+                )
 
     def recipes(self) -> dict[str, type[Recipe]]:
-        """The recipes that the active plugins offer, by name; of two with one name the first plugin's."""
+        """The recipes that the active plugins offer, by name; of two with one name the first
+        plugin's.
+        """
         return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
 
     def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
@@ -359,18 +431,26 @@ class PluginManager:
                     if isinstance(quantizer, Quantizer):
                         return quantizer
                     if quantizer is not None:
-                        raise TypeError(f"opfuse_quantizer must return a Quantizer, got {type(quantizer).__name__}")
+                        raise TypeError(
+                            f"opfuse_quantizer must return a Quantizer, got {type(quantizer).__name__}"
+                        )
             except Exception as error:
                 self._fail(record, "hook call", error)
                 self._changed()
-        raise RuntimeError(f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does")
+        raise RuntimeError(
+            f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does"
+        )
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it stays on whatever plugins are selected."""
         if not isinstance(fusion, Fusion) and not callable(fusion):
-            raise TypeError(f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}")
+            raise TypeError(
+                f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}"
+            )
         with self._lock:
-            rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)  # the latest chooses first
+            rank = (
+                (1, -self.generation, 0) if prepend else _rank(None, fusion)
+            )  # the latest chooses first
             registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
             self._registered.append(registration)
             self._changed()
@@ -386,8 +466,16 @@ class PluginManager:
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
-            row: dict[str, Any] = {"name": record.name, "distribution": record.distribution, "version": record.version}
-            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks), "fusions": {}}
+            row: dict[str, Any] = {
+                "name": record.name,
+                "distribution": record.distribution,
+                "version": record.version,
+            }
+            row |= {
+                "state": "blocked" if blocked else record.state,
+                "hooks": list(record.hooks),
+                "fusions": {},
+            }
             for passes, fusion in record.fusions:
                 row["fusions"].setdefault(fusion_name(fusion), []).append(passes)
             rows.append(row | {"error": record.error})
@@ -396,7 +484,9 @@ class PluginManager:
 
 def _check_plugin(plugin: Any) -> None:
     if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
-        raise TypeError(f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got {plugin!r}")
+        raise TypeError(
+            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got {plugin!r}"
+        )
 
 
 def _check_option(owner: str, name: str, value: Any, default: Any) -> None:
@@ -409,7 +499,9 @@ def _check_option(owner: str, name: str, value: Any, default: Any) -> None:
 
 def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
     if not isinstance(recipes, dict):
-        raise TypeError(f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}")
+        raise TypeError(
+            f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
+        )
     for name, recipe in recipes.items():
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
@@ -417,7 +509,9 @@ def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
 
 
 def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
-    """Smaller chooses first: the user's list, then prepended registrations (1, ...), then by priority."""
+    """Smaller chooses first: the user's list, then prepended registrations (1, ...), then by
+    priority.
+    """
     priority = fusion.priority if isinstance(fusion, Fusion) else 0
     return (2, 0, -priority) if index is None else (0, index, -priority)
 
@@ -426,8 +520,8 @@ class using(Setting):
     """Select plugins for a ``with`` block, in this thread.
 
     Args:
-        selection: The grammar of ``OPFUSE_PLUGINS``: ``"a,b"`` these in this precedence, ``"-a"`` all but
-            a, ``""`` none, None all.
+        selection: The grammar of ``OPFUSE_PLUGINS``: ``"a,b"`` these in this precedence, ``"-a"``
+            all but a, ``""`` none, None all.
 
     Raises:
         ValueError: The two forms are mixed.
@@ -439,7 +533,9 @@ class using(Setting):
 
 
 manager = PluginManager()
-"""The plugins of this process. With the settings of each thread it is all that the core keeps at module level."""
+"""The plugins of this process. With the settings of each thread it is all that the core keeps at
+module level.
+"""
 ThreadSettings.quantizer = staticmethod(manager.quantizer)
 
 listing = manager.listing

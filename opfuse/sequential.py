@@ -18,10 +18,11 @@ from .overrides import hook_kinds, kwarg_names
 
 
 class Sequential(nn.Sequential):
-    """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut it.
+    """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut
+    it.
 
-    The ops of a nested ``Sequential`` belong to that chain too, unless something makes its own call matter; see
-    :func:`opfuse.explain`. ``torch.nn.Sequential`` keeps chains apart.
+    The ops of a nested ``Sequential`` belong to that chain too, unless something makes its own call
+    matter; see :func:`opfuse.explain`. ``torch.nn.Sequential`` keeps chains apart.
 
     Args:
         *args: Modules, or one dict of named modules.
@@ -46,21 +47,25 @@ class Sequential(nn.Sequential):
         return self._cache.value  # type: ignore[no-any-return]
 
     def forward(
-        self, input: Tensor, *extra_inputs: Tensor, op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
         """Run the chain.
 
         Args:
             input: Input of the first module.
             *extra_inputs: Extra inputs of the ops that take some, in order.
-            op_kwargs: Keyword arguments of single ops, by op or by index. A container such as ``Linear``
-                hands each to the basic op that takes it.
+            op_kwargs: Keyword arguments of single ops, by op or by index. A container such as
+                ``Linear`` hands each to the basic op that takes it.
 
         Returns:
             The output, or ``(output, *extra_outputs)``.
 
         Raises:
-            ValueError: The wrong number of extra inputs; ``op_kwargs`` for something that is not an op here.
+            ValueError: The wrong number of extra inputs; ``op_kwargs`` for something that is not an
+                op here.
             TypeError: A keyword argument that an op does not take.
         """
         cache = self._cache
@@ -70,7 +75,9 @@ class Sequential(nn.Sequential):
             return run(input, *extra_inputs)
         extras = [_extras(group) for group in groups]
         if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
-            raise ValueError(f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}")
+            raise ValueError(
+                f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}"
+            )
         kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
         x, outputs = input, []
         for group, (takes, gives) in zip(groups, extras, strict=True):
@@ -87,21 +94,34 @@ class Sequential(nn.Sequential):
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
         ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.ops]
-        if not isinstance(op_kwargs, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()):
-            raise TypeError(f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}")
+        if not isinstance(op_kwargs, Mapping) or not all(
+            isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
+        ):
+            raise TypeError(
+                f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}"
+            )
         for key, kwargs in op_kwargs.items():
             target: Any = self[key] if isinstance(key, int) else key
             if target not in ops and target not in flatten(ops):
-                raise ValueError(f"op_kwargs: {type(target).__name__} is not an op of this Sequential")
+                raise ValueError(
+                    f"op_kwargs: {type(target).__name__} is not an op of this Sequential"
+                )
             for name, value in kwargs.items():
-                takers = [op for op in flatten([target]) if (names := kwarg_names(op)) is None or name in names]
+                takers = [
+                    op
+                    for op in flatten([target])
+                    if (names := kwarg_names(op)) is None or name in names
+                ]
                 if not takers:
-                    raise TypeError(f"{type(target).__name__} does not take the keyword argument {name!r}")
+                    raise TypeError(
+                        f"{type(target).__name__} does not take the keyword argument {name!r}"
+                    )
                 for op in takers:
                     resolved.setdefault(op, {})[name] = value
         return resolved
 
-    # Editing: what a list does. torch takes each name for a position, and so drops the layers of a slice.
+    # Editing: what a list does. torch takes each name for a position, and so drops the layers of a
+    # slice.
 
     def append(self, module: nn.Module) -> Sequential:
         """Add a module at the end, named by the next free number."""
@@ -116,12 +136,16 @@ class Sequential(nn.Sequential):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before another; numbers count on in order, and other names stay where they are."""
+        """Add a module before another; numbers count on in order, and other names stay where they
+        are.
+        """
         index = operator.index(index)
         children = list(self.append(module)._modules.items())
         children.insert(index, children.pop())
         numbers = iter(sorted(filter(str.isdecimal, self._modules), key=int))
-        self._modules = OrderedDict((next(numbers) if name.isdecimal() else name, child) for name, child in children)
+        self._modules = OrderedDict(
+            (next(numbers) if name.isdecimal() else name, child) for name, child in children
+        )
         return self
 
     def pop(self, key: int | slice = -1) -> nn.Module:
@@ -132,7 +156,9 @@ class Sequential(nn.Sequential):
         children = list(self._modules.items())
         del children[idx]
         counted = enumerate(children)
-        self._modules = OrderedDict((str(i) if name.isdecimal() else name, child) for i, (name, child) in counted)
+        self._modules = OrderedDict(
+            (str(i) if name.isdecimal() else name, child) for i, (name, child) in counted
+        )
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
         return self.extend(other)
@@ -140,7 +166,9 @@ class Sequential(nn.Sequential):
     def __imul__(self, times: int) -> Sequential:
         return self.extend(list(self * times)[len(self) :])
 
-    def __add__(self, other: Iterable[nn.Module]) -> Sequential:  # torch's would not fuse, nor would its product
+    def __add__(
+        self, other: Iterable[nn.Module]
+    ) -> Sequential:  # torch's would not fuse, nor would its product
         return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
@@ -180,7 +208,9 @@ def _contents(chain: Sequential) -> list[Any]:
     return contents
 
 
-def _run(group: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[Any, dict[str, Any]]) -> Any:
+def _run(
+    group: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[Any, dict[str, Any]]
+) -> Any:
     """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
     if not isinstance(group, OperationFuser):
         return group(x, *extra_inputs)
@@ -209,7 +239,9 @@ def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
     for index, (child, piece) in enumerate(zip(children, pieces, strict=True)):
         common = [name for name in _written(piece) if written[name] > 1]
         if common and isinstance(child, Sequential):
-            apart[child] = f"its channel {common[0]!r} has the name of another one in the chain around it"
+            apart[child] = (
+                f"its channel {common[0]!r} has the name of another one in the chain around it"
+            )
             pieces[index] = [child]
     return [part for piece in pieces for part in piece], apart
 
@@ -221,13 +253,19 @@ def _written(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _regroup(chain: Sequential, *key: Any) -> None:
-    """Group the parts; while ``torch.compile`` traces, the call is a constant of the graph, guarded by ``key``."""
+    """Group the parts; while ``torch.compile`` traces, the call is a constant of the graph, guarded
+    by ``key``.
+    """
     if chain._cache.key != list(key):
         groups: list[Any] = []
-        for fusible, group in groupby(parts(chain)[0], lambda part: isinstance(part, FusibleOperation)):
+        for fusible, group in groupby(
+            parts(chain)[0], lambda part: isinstance(part, FusibleOperation)
+        ):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
-        alone = groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
+        alone = (
+            groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
+        )
         chain._cache.value, chain._cache.key = (groups, alone), list(key)
 
 

@@ -1,6 +1,7 @@
 """What a thread has set: options, the selection of plugins, the recipe, and who is told of calls.
 
-The settings are part of a plan's key. They are read in forward only: a plan carries what its backward needs.
+The settings are part of a plan's key. They are read in forward only: a plan carries what its
+backward needs.
 """
 
 from __future__ import annotations
@@ -13,28 +14,36 @@ from typing import Any, ClassVar, TypeVar
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
 Settings = tuple[Options, str | None, Any]
-"""Options, plugin selection and recipe (or None): a plain tuple, which ``torch.compile`` can rebuild."""
+"""Options, plugin selection and recipe (or None): a plain tuple, which ``torch.compile`` can
+rebuild.
+"""
 
 
 def _options_from_environ() -> Options:
     text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
     if not text:
         return ()
-    return (("fusion_limit", int(text) if text.isdecimal() else text),)  # text is refused by the first plan
+    return (
+        ("fusion_limit", int(text) if text.isdecimal() else text),
+    )  # text is refused by the first plan
 
 
 def _no_quantizer(recipe: Any, role: Any) -> Any:
-    raise RuntimeError(f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported")
+    raise RuntimeError(
+        f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported"
+    )
 
 
 class ThreadSettings(threading.local):
-    """The settings of one thread. Class attributes are the defaults; a ``with`` block sets instance attributes.
+    """The settings of one thread. Class attributes are the defaults; a ``with`` block sets instance
+    attributes.
 
     Attributes:
         values: Options, plugin selection and recipe.
         recorder: Who is told of the calls of this thread.
         recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
-        quantizer: ``quantizer(recipe, role)`` makes a new quantizer; the plugin manager puts its own here.
+        quantizer: ``quantizer(recipe, role)`` makes a new quantizer; the plugin manager puts its
+            own here.
     """
 
     values: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
@@ -75,7 +84,8 @@ class Recorder:
     """Told of every call of a fuser in its thread, inside a ``with`` block of its own.
 
     Attributes:
-        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a forward again.
+        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a
+            forward again.
     """
 
     restores: ClassVar[bool] = False

@@ -37,7 +37,9 @@ def register():
     added = []
 
     def add(plugin=None, *, name="test", distribution="opfuse-plugin-test", version="1.0", **hooks):
-        record = plugins.register(plugin or make_plugin(**hooks), name=name, distribution=distribution, version=version)
+        record = plugins.register(
+            plugin or make_plugin(**hooks), name=name, distribution=distribution, version=version
+        )
         added.append(record)
         return record
 

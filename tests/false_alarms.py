@@ -57,7 +57,9 @@ def main(first, last):
         if str(seed) in load():
             continue
         found = sound.report(seed)
-        print(f"{seed}: {found['kind']} {found['pattern']}: {found['cases']} cases, {len(found['alarms'])} alarms")
+        print(
+            f"{seed}: {found['kind']} {found['pattern']}: {found['cases']} cases, {len(found['alarms'])} alarms"
+        )
         print(*found["alarms"], sep="\n\n", flush=True)
         save({**load(), str(seed): {name: found[name] for name in ("kind", "cases", "alarms")}})
 

@@ -22,7 +22,12 @@ from opfuse import ops
 
 MODELS = {
     "mlp": lambda n: [ops.Linear(n, 4 * n), ops.GELU(), ops.Linear(4 * n, n)],
-    "llama": lambda n: [ops.RMSNorm(n), ops.Linear(n, 4 * n, bias=False), ops.SwiGLU(), ops.Linear(2 * n, n, bias=False)],
+    "llama": lambda n: [
+        ops.RMSNorm(n),
+        ops.Linear(n, 4 * n, bias=False),
+        ops.SwiGLU(),
+        ops.Linear(2 * n, n, bias=False),
+    ],
     "bias": lambda n: [ops.Bias(n), ops.SiLU(), ops.ConstantScale(0.5), ops.Dropout(0.1)],
     "norms": lambda n: [ops.LayerNorm(n), ops.L2Normalization(), ops.RMSNorm(n), ops.GEGLU()],
 }
@@ -31,7 +36,13 @@ MODELS = {
 def passes(call):
     """The steps and refusals of a call, as data."""
     plan = call.plan
-    return None if plan is None else {f.name: [vars(row) for row in getattr(plan, f.name)] for f in dataclasses.fields(plan)}
+    return (
+        None
+        if plan is None
+        else {
+            f.name: [vars(row) for row in getattr(plan, f.name)] for f in dataclasses.fields(plan)
+        }
+    )
 
 
 def record(name, model, *inputs):

@@ -135,11 +135,26 @@ NUMBERS = {
     "M10": ["sol>0.85/0.9/1", "separate>1.7//2"],
     "M11": ["sol>0.85/0.9/1", "sol>0.8/0.87/1"],
     "G1": ["eager>0.9/0.95"] * 34,
-    "G2": ["eager>1.05/1.08/1.1", "eager>1.12/1.16/1.19", "eager>1.22/1.3/1.38", "eager>1.28/1.4/1.51"],
+    "G2": [
+        "eager>1.05/1.08/1.1",
+        "eager>1.12/1.16/1.19",
+        "eager>1.22/1.3/1.38",
+        "eager>1.28/1.4/1.51",
+    ],
     "G3": ["compile-max>1", "library>0.97", *["compile-max>1/1.05", "library>0.97/1.05"] * 3],
-    "G4": ["eager>1.03/1.04/1.05", "eager>1.07/1.08/1.1", "eager>1.14/1.144/1.18", "eager>1.18/1.176/1.22"],
+    "G4": [
+        "eager>1.03/1.04/1.05",
+        "eager>1.07/1.08/1.1",
+        "eager>1.14/1.144/1.18",
+        "eager>1.18/1.176/1.22",
+    ],
     "G5": ["eager>1.07/1.11/1.14", "eager>1.02/1.03/1.04"],
-    "G6": ["eager>1.06/1.1/1.12", "liger>1.02/1.05/1.07", "eager>1.14/1.2/1.24", "liger>1.06/1.1/1.14"],
+    "G6": [
+        "eager>1.06/1.1/1.12",
+        "liger>1.02/1.05/1.07",
+        "eager>1.14/1.2/1.24",
+        "liger>1.06/1.1/1.14",
+    ],
     "G7": ["eager>1.03/1.05/1.075", "liger>1/1.02/1.043", "compile>0.99/1.01"],
     "G8": ["eager>1.12/1.2/1.3", "liger>1.03/1.08/1.17", "compile>1.02"],
     "G9": ["eager>1.08/1.13/1.2", "eager>1.1/1.17/1.27"],
@@ -152,7 +167,12 @@ NUMBERS = {
     "P1": ["eager<0.55/0.5/0.53", "liger<0.72//0.7", "eager<0.55/0.5/0.53"],
     "P2": ["eager<0.75/0.65"],
     "O1": ["opfuse-off.bare<12:4.3/9:4.3/1", "opfuse-off.bare<28:17/23:17/1"],
-    "O2": ["eager<1.25/1.05/1.04", "opfuse-off.eager<1.7", "eager<1.15/1/0.96", "opfuse-off.eager<1.4"],
+    "O2": [
+        "eager<1.25/1.05/1.04",
+        "opfuse-off.eager<1.7",
+        "eager<1.15/1/0.96",
+        "opfuse-off.eager<1.4",
+    ],
     "O3": ["te<0.6/0.4"] * 4,
     "O4": ["self<5/3.5/2.2"],
     "O5": ["self=1"] * 21,
@@ -163,14 +183,49 @@ NUMBERS = {
         *["eager>1/1.1/1.12", "compile>0.99/1.02"] * 2,
     ],
     "C2": ["eager>2.3/2.6/2.6", "eager>2.3/2.7/2.7"],
-    "C3": ["eager>6/10/12.9", "compile>1", "eager>5/6/6.2", "compile>1", "eager>2.2/2.5/2.5", "compile>1"],
+    "C3": [
+        "eager>6/10/12.9",
+        "compile>1",
+        "eager>5/6/6.2",
+        "compile>1",
+        "eager>2.2/2.5/2.5",
+        "compile>1",
+    ],
     "C4": ["opfuse-off.plan=1", "fused-plan=1"] * 5,
 }
-ROWS = {"G1": {8192, 50432, 16384, 15872}, "F1": {4096, 8192}, "F2": {16640, 8192}, "F6": {4096}, "C1": {1024, 4096}}
-ROWS |= {"G2": {8192, 50432, 16384}, "G3": {8192, 50432, 16384}, "G4": {8192, 50432, 16384}, "G9": {50432, 16384}}
-ROWS |= {"G8": {16384}, "C2": {4096}, "C3": {4096}, "O1": {4}, "O2": {4}, "O3": {4}, "O6": {4}, "P1": {8192, 128}}
-PASSES = {"M1 M3 M5 M7 M9 M10 G1 G2 G3 G5 G6 F1 F2 F6": "inference", "M2 M4 M6 M8": "backward", "G4": "forward"}
-PASSES |= {"G7 G8 G9 F3 F4 F5 C1 C3": "forward+backward", "P1 C4": "saved bytes", "P2": "peak bytes"}
+ROWS = {
+    "G1": {8192, 50432, 16384, 15872},
+    "F1": {4096, 8192},
+    "F2": {16640, 8192},
+    "F6": {4096},
+    "C1": {1024, 4096},
+}
+ROWS |= {
+    "G2": {8192, 50432, 16384},
+    "G3": {8192, 50432, 16384},
+    "G4": {8192, 50432, 16384},
+    "G9": {50432, 16384},
+}
+ROWS |= {
+    "G8": {16384},
+    "C2": {4096},
+    "C3": {4096},
+    "O1": {4},
+    "O2": {4},
+    "O3": {4},
+    "O6": {4},
+    "P1": {8192, 128},
+}
+PASSES = {
+    "M1 M3 M5 M7 M9 M10 G1 G2 G3 G5 G6 F1 F2 F6": "inference",
+    "M2 M4 M6 M8": "backward",
+    "G4": "forward",
+}
+PASSES |= {
+    "G7 G8 G9 F3 F4 F5 C1 C3": "forward+backward",
+    "P1 C4": "saved bytes",
+    "P2": "peak bytes",
+}
 
 
 def named(each):
@@ -184,12 +239,15 @@ def test_the_table_of_goals(name):
         wanted = goal(text)
         values = [(getattr(found, at), getattr(wanted, at)) for at in ("goal", "stretch", "bound")]
         assert all(a == b if a is None else a == pytest.approx(b) for a, b in values)
-        which = [(found.subject, found.versus, found.cost, found.exact) for found in (found, wanted)]
+        which = [
+            (found.subject, found.versus, found.cost, found.exact) for found in (found, wanted)
+        ]
         assert which[0] == which[1]
     if name[0] in "MGFC" and name != "C4":
         assert {each.rows for each, _ in held} == ROWS.get(name, {8192})
     assert all(
-        name not in ids.split() or {each.metric for each, _ in held} == {metric} for ids, metric in PASSES.items()
+        name not in ids.split() or {each.metric for each, _ in held} == {metric}
+        for ids, metric in PASSES.items()
     )
 
 
@@ -204,7 +262,11 @@ def test_lines_with_alternatives():
 def small(chain):
     def shrink(part):
         name, _, sizes = part.partition(":")
-        return name + ":" * bool(sizes) + "x".join(str(max(2, int(n) // 32)) for n in sizes.split("x") if n)
+        return (
+            name
+            + ":" * bool(sizes)
+            + "x".join(str(max(2, int(n) // 32)) for n in sizes.split("x") if n)
+        )
 
     return " ".join(shrink(part) for part in chain.split())
 
@@ -249,16 +311,27 @@ def test_saved_bytes_count_each_storage_once_and_no_parameter():
 
 def test_a_ratio_says_how_many_times_faster(no_plugins, register, fused):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
-    rows, ratios = harness([1.0, 2.0, 3.0, 1.0]).run(case(goals=(Goal("eager", 1.5), Goal("eager", 0.5, cost=True))))
-    assert {row["provider"]: row["median_us"] for row in rows} == {"opfuse": 1, "opfuse-off": 2, "eager": 3}
-    assert [(row["value"], row["pass"]) for row in ratios] == [(3.0, True), (pytest.approx(1 / 3), True)]
+    rows, ratios = harness([1.0, 2.0, 3.0, 1.0]).run(
+        case(goals=(Goal("eager", 1.5), Goal("eager", 0.5, cost=True)))
+    )
+    assert {row["provider"]: row["median_us"] for row in rows} == {
+        "opfuse": 1,
+        "opfuse-off": 2,
+        "eager": 3,
+    }
+    assert [(row["value"], row["pass"]) for row in ratios] == [
+        (3.0, True),
+        (pytest.approx(1 / 3), True),
+    ]
     assert ratios[0]["noise"] == 0 and ratios[0]["beyond_noise"]
     assert rows[0]["rel_err"] < 1e-5 and rows[0]["config"]["fused"] == ["forward Fused"]
 
 
 def test_the_noise_is_also_that_of_the_other(no_plugins):
     def make(passes):
-        values = iter([1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0])  # the first one warms up
+        values = iter(
+            [1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        )  # the first one warms up
         made.append(1)
         return lambda: next(values)
 
@@ -272,23 +345,35 @@ def test_the_noise_is_also_that_of_the_other(no_plugins):
 def test_a_share_of_the_bandwidth(register, fused):
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear, ops.Bias), fused())])
     goal = (Goal("sol", 0.9),)
-    (row,) = harness([2.0, 1.0, 1.0, 2.0]).run(case(metric="forward", goals=goal, element_bytes=500))[1]
+    (row,) = harness([2.0, 1.0, 1.0, 2.0]).run(
+        case(metric="forward", goals=goal, element_bytes=500)
+    )[1]
     assert (row["value"], row["pass"]) == (pytest.approx(6 * 16 * 500 / 2e-6 / 1e9), True)
 
 
 def test_a_share_of_the_products_that_a_provider_makes():
     found = Harness(CPU, {"fp8_TF": 4.0, "bf16_TF": 2.0, "fp32_TF": 1.0})
     each = Case("F3", "matmul:100x100", 50, "inference", recipe="DelayedScaling")
-    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("opfuse", "te", "eager")}
-    assert share == {"opfuse": pytest.approx(0.25), "te": pytest.approx(0.25), "eager": pytest.approx(0.5)}
+    share = {
+        name: found._shares(each, name, [1.0])["flops_share"] for name in ("opfuse", "te", "eager")
+    }
+    assert share == {
+        "opfuse": pytest.approx(0.25),
+        "te": pytest.approx(0.25),
+        "eager": pytest.approx(0.5),
+    }
     each = dataclasses.replace(each, recipe="", dtype="fp32")
-    share = {name: found._shares(each, name, [1.0])["flops_share"] for name in ("eager", "eager-medium")}
+    share = {
+        name: found._shares(each, name, [1.0])["flops_share"] for name in ("eager", "eager-medium")
+    }
     assert share == {"eager": pytest.approx(1.0), "eager-medium": pytest.approx(0.5)}
 
 
 def test_special_cases_are_of_the_providers_asked_for(monkeypatch):
     monkeypatch.setattr(special, "hook_calls", lambda *given: pytest.fail("not asked for"))
-    each = case("linear:4x4", "hook calls", goals=(Goal("self", 0, cost=True),), special="hook_calls")
+    each = case(
+        "linear:4x4", "hook calls", goals=(Goal("self", 0, cost=True),), special="hook_calls"
+    )
     assert harness(providers=["eager"]).run(each)[1][0]["reason"] == "not asked for"
 
 
@@ -318,7 +403,9 @@ def test_what_is_not_built_has_no_pass_and_counts_once_it_is(register, fused):
     assert {row["provider"]: row["status"] for row in rows}["eager"] == "ok"
     register(backward_fusions=[opfuse.Fusion((ops.RMSNorm,), fused())])
     assert harness().run(each)[1][0]["pass"] is False
-    assert harness().run(case("rmsnorm:8", "forward"))[1][0]["pass"] is None  # it fuses the other pass
+    assert (
+        harness().run(case("rmsnorm:8", "forward"))[1][0]["pass"] is None
+    )  # it fuses the other pass
 
 
 def test_a_wrong_answer_is_not_timed(register):
@@ -340,7 +427,10 @@ def test_the_answer_that_is_checked_is_that_of_the_pass_that_is_timed(register):
     register(forward_fusions=[opfuse.Fusion((ops.Identity,), WrongInTraining)])
     for metric, right in (("inference", True), ("forward", False)):
         rows, (row,) = harness().run(case("identity", metric, width=4))
-        assert rows[0]["status"].startswith("ok" if right else "wrong answer") and (row["value"] is not None) == right
+        assert (
+            rows[0]["status"].startswith("ok" if right else "wrong answer")
+            and (row["value"] is not None) == right
+        )
 
 
 def test_a_wrong_gradient_in_place_is_not_timed(register):
@@ -358,7 +448,11 @@ def test_a_wrong_gradient_in_place_is_not_timed(register):
     assert harness().run(each)[1][0]["value"] is not None
     Wrong.factor = 1.5
     (row,) = harness().run(each)[1]
-    assert row["pass"] is False and row["value"] is None and "wrong answer: relative error" in row["reason"]
+    assert (
+        row["pass"] is False
+        and row["value"] is None
+        and "wrong answer: relative error" in row["reason"]
+    )
 
 
 def test_what_is_missing_or_broadcast_is_wrong():
@@ -368,14 +462,20 @@ def test_what_is_missing_or_broadcast_is_wrong():
 
 
 def test_a_product_is_of_tensors_that_are_quantized_already(register, fused):
-    each = case("product:8x16", "inference", (Goal("eager", 1.0),), recipe="Rounding", tolerance=1e-5)
+    each = case(
+        "product:8x16", "inference", (Goal("eager", 1.0),), recipe="Rounding", tolerance=1e-5
+    )
     assert harness().run(each)[1][0]["reason"] == "not built: no plugin offers the recipe Rounding"
     register(RoundingPlugin())
     assert harness().run(each)[1][0]["reason"] == "not built: no plugin fuses anything here"
     multiply = fused("Multiply")
     register(forward_fusions=[opfuse.Fusion((ops.BasicLinear,), multiply)])
     rows, (row,) = harness([1.0, 2.0, 1.0]).run(dataclasses.replace(each, tolerance=0.5))
-    assert rows[0]["rel_err"] < 1e-6 and row["value"] == 2 and "forward Multiply" in rows[0]["config"]["fused"]
+    assert (
+        rows[0]["rel_err"] < 1e-6
+        and row["value"] == 2
+        and "forward Multiply" in rows[0]["config"]["fused"]
+    )
     work = chains.Work(each.chain, 6, 0, "fp32", CPU)
     torch.testing.assert_close(
         providers.with_opfuse(work, each).reference[0].float(),
@@ -394,7 +494,10 @@ def test_blocks_of_fp8_stand_for_what_they_were():
     x = torch.randn(256, 384)
     for rows in (1, 128):
         y, scale = providers.blocks(x, rows)
-        assert scale.shape == (256 // rows, 3) and chains.error([providers.unblocked(y, scale)], [x]) < 0.04
+        assert (
+            scale.shape == (256 // rows, 3)
+            and chains.error([providers.unblocked(y, scale)], [x]) < 0.04
+        )
 
 
 def test_a_launcher_counts_once_a_plugin_has_one(register):
@@ -411,7 +514,9 @@ def test_a_launcher_counts_once_a_plugin_has_one(register):
 def test_past_the_deadline_nothing_is_built(no_plugins):
     goals = (Goal("eager", 1.0, subject="opfuse-off"),)
     rows, (row,) = harness(deadline=0.0).run(case(goals=goals))
-    assert {each["status"] for each in rows} == {"skipped: the budget is spent"} and row["pass"] is None
+    assert {each["status"] for each in rows} == {"skipped: the budget is spent"} and row[
+        "pass"
+    ] is None
     samplers = {"a": (lambda: 1.0, torch.no_grad)}
     assert len(measure.sample_rounds(samplers, 9, 1, deadline=0.0)["a"]) == 5
 
@@ -422,7 +527,8 @@ def test_a_peer_that_fails_or_is_missing_is_skipped_with_a_reason(no_plugins, mo
 
     monkeypatch.setitem(providers.PROVIDERS, "compile", fails)
     goals = tuple(
-        Goal(name, 1.0, subject="opfuse-off") for name in ("compile", "liger", "te", "compile-max", "library")
+        Goal(name, 1.0, subject="opfuse-off")
+        for name in ("compile", "liger", "te", "compile-max", "library")
     )
     ratios = harness().run(case("linear:8x8", goals=goals))[1]
     assert [row["pass"] for row in ratios] == [None] * 5
@@ -444,14 +550,25 @@ def test_what_fails_while_it_is_timed_leaves_the_others_alone(no_plugins, fails,
         return sample
 
     goals = (Goal("eager", 1.0, subject="opfuse-off"), Goal("bare", 1.0, subject="eager"))
-    rows, ratios = Harness(CPU, {}, rounds=5, make_timer=make).run(case("identity", "inference", goals, width=4))
+    rows, ratios = Harness(CPU, {}, rounds=5, make_timer=make).run(
+        case("identity", "inference", goals, width=4)
+    )
     status = {row["provider"]: row["status"] for row in rows}
-    assert status.pop(who) == "failed: RuntimeError: an illegal memory access" and set(status.values()) == {"ok"}
+    assert status.pop(who) == "failed: RuntimeError: an illegal memory access" and set(
+        status.values()
+    ) == {"ok"}
     assert ratios[0]["value"] is None
     if who == "opfuse-off":  # who was to tell the noise is gone, so nobody knows it
         assert ratios[0]["pass"] is False
-        assert (ratios[1]["value"], ratios[1]["noise"], ratios[1]["beyond_noise"]) == (1.0, None, None)
-        lines = [report.table(ratios[1:])[-1], command.show({"ratios": ratios, "left_out": []}, 0)[1]]
+        assert (ratios[1]["value"], ratios[1]["noise"], ratios[1]["beyond_noise"]) == (
+            1.0,
+            None,
+            None,
+        )
+        lines = [
+            report.table(ratios[1:])[-1],
+            command.show({"ratios": ratios, "left_out": []}, 0)[1],
+        ]
         assert "±" not in "".join(lines)
 
 
@@ -481,7 +598,10 @@ def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fus
 
     monkeypatch.setattr(measure, "peak_bytes", peak)
     (row,) = harness().run(case(metric="peak bytes", goals=(Goal("eager", 0.5, cost=True),)))[1]
-    assert selections == [None, "", None] and (row["value"], row["pass"]) == (pytest.approx(1 / 3), True)
+    assert selections == [None, "", None] and (row["value"], row["pass"]) == (
+        pytest.approx(1 / 3),
+        True,
+    )
 
 
 def test_noise_is_a_provider_against_itself():
@@ -495,7 +615,9 @@ def test_the_clock_of_a_cpu(monkeypatch, threads, clock):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for name in ("process_time", "perf_counter"):
         ticks = iter(range(9))
-        monkeypatch.setattr(measure.time, name, lambda ticks=ticks, name=name: next(ticks) * (1 + (name == clock)))
+        monkeypatch.setattr(
+            measure.time, name, lambda ticks=ticks, name=name: next(ticks) * (1 + (name == clock))
+        )
     assert measure.cpu_timer([lambda: None])() == 2e6
 
 
@@ -506,7 +628,9 @@ def test_numbers_are_rounded_to_fp8_as_a_cast_does():
 
 def test_rounds_take_turns():
     order = []
-    samplers = {name: (lambda name=name: order.append(name) or 1.0, torch.no_grad) for name in "abc"}
+    samplers = {
+        name: (lambda name=name: order.append(name) or 1.0, torch.no_grad) for name in "abc"
+    }
     measure.sample_rounds(samplers, 2, 1)
     assert "".join(order) == "abc" * 3
 
@@ -526,16 +650,28 @@ def test_one_step_of_a_plan_alone(no_plugins, backward):
     work = chains.Work("linear:4x8 gelu", 3, 0, "fp32", CPU)
     model = work.fill(opfuse.Sequential(ops.Linear(4, 8), ops.GELU()))
     step, quantizer, _ = steps.alone(model, work.inputs[0], ops.GELU, backward=backward)
-    z = torch.randn(3, 8) if not backward else torch.nn.functional.linear(work.inputs[0][0], *work.params).detach()
+    z = (
+        torch.randn(3, 8)
+        if not backward
+        else torch.nn.functional.linear(work.inputs[0][0], *work.params).detach()
+    )
     gelu = torch.nn.functional.gelu(z.requires_grad_(), approximate="tanh")
     assert quantizer is None
     if not backward:
         return torch.testing.assert_close(step(z), gelu)
-    torch.testing.assert_close(step(work.grads[0])[0], torch.autograd.grad(gelu, z, work.grads[0])[0])
+    torch.testing.assert_close(
+        step(work.grads[0])[0], torch.autograd.grad(gelu, z, work.grads[0])[0]
+    )
 
 
 def test_hook_calls_are_seen(register, monkeypatch):
-    each = case("linear:4x4", "hook calls", goals=(Goal("self", 0, cost=True),), special="hook_calls", unfused=True)
+    each = case(
+        "linear:4x4",
+        "hook calls",
+        goals=(Goal("self", 0, cost=True),),
+        special="hook_calls",
+        unfused=True,
+    )
     assert special.hook_calls(each, CPU) == {"opfuse": [0]}
     forward = opfuse.Sequential.forward
 
@@ -550,7 +686,10 @@ def test_hook_calls_are_seen(register, monkeypatch):
 
 def test_saved_bytes_that_are_not_declared_are_seen(no_plugins, monkeypatch):
     (each, *_) = select("cpu", ["C4"])
-    assert special.saved_as_planned(each, CPU)["opfuse-off"] == special.saved_as_planned(each, CPU)["plan"]
+    assert (
+        special.saved_as_planned(each, CPU)["opfuse-off"]
+        == special.saved_as_planned(each, CPU)["plan"]
+    )
     monkeypatch.setattr(ops.Bias, "saved_names", ("input",))
     assert special.declared_bytes(opfuse.Sequential(ops.Bias(4))._module_groups[0], chains.Work("bias:4", 2, 0, "fp32", CPU)) == 32  # fmt: skip
 
@@ -625,7 +764,9 @@ def pretend(each):
 
     class OnGpu(chains.Work):
         fill = lambda self, model: opened(self.device, lambda: chains.Work.fill(self, model))  # noqa: E731
-        reference = lambda self, backward: opened(self.device, lambda: chains.Work.reference(self, backward))  # noqa: E731
+        reference = lambda self, backward: opened(
+            self.device, lambda: chains.Work.reference(self, backward)
+        )
 
     class Device:
         type = "cuda"
@@ -670,7 +811,9 @@ def test_transformer_engine_by_its_names(monkeypatch, no_plugins):
     monkeypatch.setattr(providers, "need", lambda module: None)
     each = case("rmsnorm:8 matmul:8x32 swiglu matmul:16x8", recipe="DelayedScaling")
     work = pretend(each)
-    assert answer(work, providers.te(work, each), "forward+backward") < 1e-4 and used == ["DelayedScaling"]
+    assert answer(work, providers.te(work, each), "forward+backward") < 1e-4 and used == [
+        "DelayedScaling"
+    ]
     each = case("linear:8x8 gelu", "forward")
     assert answer(pretend(each), providers.te(pretend(each), each)) < 1e-4
 
@@ -687,8 +830,21 @@ def test_the_library_by_hand():
     scaled = torch.nn.functional.scaled_mm
 
     def scaled_mm(x, w, scale_x, kind, scale_w, other, output_dtype):
-        seen.append((kind.name, other.name, scale_x.shape, scale_x.stride(), scale_w.shape, scale_w.stride()))
-        return providers.unblocked(x, scale_x).matmul(providers.unblocked(w.t(), scale_w.t()).t()).to(output_dtype)
+        seen.append(
+            (
+                kind.name,
+                other.name,
+                scale_x.shape,
+                scale_x.stride(),
+                scale_w.shape,
+                scale_w.stride(),
+            )
+        )
+        return (
+            providers.unblocked(x, scale_x)
+            .matmul(providers.unblocked(w.t(), scale_w.t()).t())
+            .to(output_dtype)
+        )
 
     try:
         torch.nn.functional.scaled_mm = scaled_mm
@@ -711,7 +867,9 @@ def test_the_strongest_compilation_has_options_that_exist(monkeypatch):
                 providers.compile_max(pretend(each), each)
 
 
-@pytest.mark.parametrize("chain", ["rmsnorm:16", "swiglu", "add fork rmsnorm:16", "matmul:16x64 swiglu matmul:32x16"])
+@pytest.mark.parametrize(
+    "chain", ["rmsnorm:16", "swiglu", "add fork rmsnorm:16", "matmul:16x64 swiglu matmul:32x16"]
+)
 def test_liger_takes_what_it_is_given(monkeypatch, chain):
     pytest.importorskip("liger_kernel")
     taken = []
@@ -732,7 +890,11 @@ def test_liger_takes_what_it_is_given(monkeypatch, chain):
 
     for module in ("rms_norm", "swiglu", "fused_add_rms_norm"):
         found = vars(importlib.import_module(f"liger_kernel.ops.{module}"))
-        for function in [each for name, each in found.items() if name.startswith("Liger") and hasattr(each, "apply")]:
+        for function in [
+            each
+            for name, each in found.items()
+            if name.startswith("Liger") and hasattr(each, "apply")
+        ]:
             monkeypatch.setattr(function, "apply", apply(function))
     each = case(chain, width=32 if chain == "swiglu" else 0)
     work = pretend(each)
@@ -755,7 +917,9 @@ def test_torchao_casts(monkeypatch, chain):
 def test_torchao_training(monkeypatch, recipe):
     pytest.importorskip("torchao")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    each = Case("F3", "matmul:16x64 swiglu matmul:32x16", 8, "forward", recipe="Float8CurrentScaling")
+    each = Case(
+        "F3", "matmul:16x64 swiglu matmul:32x16", 8, "forward", recipe="Float8CurrentScaling"
+    )
     model = providers.torchao(chains.Work(each.chain, 8, 0, "bf16", CPU), each, recipe).model
     assert [type(part).__name__ for part in model] == ["Float8Linear", "SwiGLU", "Float8Linear"]
 
@@ -768,7 +932,9 @@ def test_the_gpu_timer_replays_short_calls(monkeypatch, milliseconds):
     monkeypatch.setitem(sys.modules, "triton", Testing)
     monkeypatch.setitem(sys.modules, "triton.testing", Testing)
     monkeypatch.setattr(measure, "capture", lambda passes: lambda: 7.0)
-    assert measure.cuda_timer([lambda: None])() == (5000.0 if milliseconds == 5 else 7.0)  # launches may be the time
+    assert measure.cuda_timer([lambda: None])() == (
+        5000.0 if milliseconds == 5 else 7.0
+    )  # launches may be the time
     monkeypatch.setattr(measure, "capture", lambda passes: None)  # it waits for the GPU
     assert measure.cuda_timer([lambda: None])() == milliseconds * 1000
 
@@ -780,7 +946,17 @@ def test_the_gpu_timer_replays_short_calls(monkeypatch, milliseconds):
 def run_file(tmp_path_factory):
     pytest.importorskip("tqdm")
     path = tmp_path_factory.mktemp("runs") / "run.json"
-    arguments = ["--suite", "cpu", "--ids", "O6,P1", "--rounds", "2", "--no-ceilings", "--out", str(path)]
+    arguments = [
+        "--suite",
+        "cpu",
+        "--ids",
+        "O6,P1",
+        "--rounds",
+        "2",
+        "--no-ceilings",
+        "--out",
+        str(path),
+    ]
     threads = torch.get_num_threads()
     assert command.main(arguments) == 0
     torch.set_num_threads(threads)
@@ -789,8 +965,21 @@ def run_file(tmp_path_factory):
 
 def test_a_run_is_one_file(run_file):
     run = json.loads(run_file.read_text())
-    assert {"schema", "git_sha", "dirty", "time", "host", "gpu", "versions", "ceilings", "cases", "ratios"} <= set(run)
-    assert {"id", "num", "den", "value", "noise", "goal", "stretch", "bound", "pass"} <= set(run["ratios"][0])
+    assert {
+        "schema",
+        "git_sha",
+        "dirty",
+        "time",
+        "host",
+        "gpu",
+        "versions",
+        "ceilings",
+        "cases",
+        "ratios",
+    } <= set(run)
+    assert {"id", "num", "den", "value", "noise", "goal", "stretch", "bound", "pass"} <= set(
+        run["ratios"][0]
+    )
     assert {"id", "shape", "dtype", "provider", "metric", "status"} <= set(run["cases"][0])
 
 
@@ -799,12 +988,20 @@ def test_the_budget_leaves_out_what_comes_last(capsys):
     threads = torch.get_num_threads()
     assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings"]) == 0
     assert "left out 5 cases" in capsys.readouterr().out
-    assert command.main(["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings", "--check"]) == 1
+    assert (
+        command.main(
+            ["--suite", "cpu", "--ids", "C4", "--budget", "1e-9", "--no-ceilings", "--check"]
+        )
+        == 1
+    )
     torch.set_num_threads(threads)
     assert "no goal was checked" in capsys.readouterr().out
 
 
-HOST = {"host": {"cpu": "c", "threads": 1, "load": 0.0}, "versions": {"torch": "2", "opfuse": "1", "plugins": {}}}
+HOST = {
+    "host": {"cpu": "c", "threads": 1, "load": 0.0},
+    "versions": {"torch": "2", "opfuse": "1", "plugins": {}},
+}
 EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
 
 
@@ -813,10 +1010,16 @@ EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
     [
         ("--suite cpu --ids M99", "--ids: expected ids of C1, .*; got M99"),
         ("--suite cpu --ids O1,M1", "--ids: M1: not in the suite cpu, which has C1, "),
-        ("--suite cpu --providers eager,nobody", "--providers: expected some of opfuse, .*; got nobody"),
+        (
+            "--suite cpu --providers eager,nobody",
+            "--providers: expected some of opfuse, .*; got nobody",
+        ),
         ("--suite cpu --budget 0", "expected a number above 0, got 0"),
         ("--suite cpu --rounds 1.5", "expected a whole number above 0, got 1.5"),
-        ("--suite cpu --out nowhere/run.json", "--out: expected a file in a folder that exists, got nowhere/run.json"),
+        (
+            "--suite cpu --out nowhere/run.json",
+            "--out: expected a file in a folder that exists, got nowhere/run.json",
+        ),
         ("--suite cpu --out folder", "--out: expected a file in a folder that exists, got folder"),
         ("compare only.json", "usage: python -m benchmarks compare BEFORE.json AFTER.json"),
         (
@@ -827,13 +1030,21 @@ EMPTY = HOST | {"schema": 2, "gpu": None, "cases": [], "ratios": []}
         ("compare other.json other.json", "got other.json: no ratios in it"),
         ("compare part.json part.json", "got part.json: no ratios in it"),
         ("compare empty.json empty.json", "empty.json and empty.json have no ratio in common"),
-        ("report folder", "expected a folder with what python -m benchmarks --out FILE wrote, got folder"),
+        (
+            "report folder",
+            "expected a folder with what python -m benchmarks --out FILE wrote, got folder",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_told(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for name, text in {"broken": "{", "other": "[1]", "empty": json.dumps(EMPTY), "part": '{"ratios": []}'}.items():
+    for name, text in {
+        "broken": "{",
+        "other": "[1]",
+        "empty": json.dumps(EMPTY),
+        "part": '{"ratios": []}',
+    }.items():
         (tmp_path / f"{name}.json").write_text(text)
     with pytest.raises(SystemExit) as ended:
         command.main(arguments.split())
@@ -844,7 +1055,11 @@ def test_what_cannot_be_done_is_told(arguments, message, tmp_path, monkeypatch, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", ["--suite gpu-quick", "probes"])
 def test_a_missing_gpu_is_told(arguments, capsys):
-    main = importlib.import_module("benchmarks.probes.__main__").main if arguments == "probes" else command.main
+    main = (
+        importlib.import_module("benchmarks.probes.__main__").main
+        if arguments == "probes"
+        else command.main
+    )
     with pytest.raises(SystemExit):
         main([] if arguments == "probes" else arguments.split())
     assert "CUDA GPU, and there is none" in capsys.readouterr().err
@@ -861,7 +1076,16 @@ def test_an_interrupt_keeps_what_there_is(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(Harness, "run", interrupted)
     out = tmp_path / "run.json"
-    arguments = ["--suite", "cpu", "--ids", "C4", "--no-ceilings", "--allocators", "--out", str(out)]
+    arguments = [
+        "--suite",
+        "cpu",
+        "--ids",
+        "C4",
+        "--no-ceilings",
+        "--allocators",
+        "--out",
+        str(out),
+    ]
     assert command.main(arguments) == 130  # and nothing is measured a second time
     torch.set_num_threads(threads)
     assert "left out 4 cases" in capsys.readouterr().out and len(report.load(out)["ratios"]) == 2
@@ -870,9 +1094,20 @@ def test_an_interrupt_keeps_what_there_is(monkeypatch, capsys, tmp_path):
 def test_both_allocators(tmp_path, monkeypatch):
     pytest.importorskip("tqdm")
     started = []
-    monkeypatch.setattr(command.subprocess, "run", lambda *args, **options: started.append((args, options)) or DONE)
+    monkeypatch.setattr(
+        command.subprocess, "run", lambda *args, **options: started.append((args, options)) or DONE
+    )
     DONE = types.SimpleNamespace(returncode=0, stdout="")
-    arguments = ["--suite", "cpu", "--ids", "O6", "--no-ceilings", "--allocators", "--out", str(tmp_path / "run.json")]
+    arguments = [
+        "--suite",
+        "cpu",
+        "--ids",
+        "O6",
+        "--no-ceilings",
+        "--allocators",
+        "--out",
+        str(tmp_path / "run.json"),
+    ]
     threads = torch.get_num_threads()
     assert command.main(arguments) == 0
     torch.set_num_threads(threads)
@@ -885,8 +1120,14 @@ def test_a_missed_goal_fails_the_check():
     row = {"pass": False, "value": 1.3, "goal": 1.15, "cost": True, "reason": "", "exact": False}
     assert command.verdict(row) == "MISSED" and command.verdict(row, 0.2) == "met"
     assert command.verdict(row | {"value": 0.9, "goal": 1.0, "cost": False}, 0.2) == "met"
-    assert command.verdict(row | {"value": 1.5, "goal": 1.0, "cost": False, "exact": True}, 0.2) == "MISSED"
-    assert command.verdict(row | {"pass": None, "value": None, "reason": "not built: x"}) == "not built: x"
+    assert (
+        command.verdict(row | {"value": 1.5, "goal": 1.0, "cost": False, "exact": True}, 0.2)
+        == "MISSED"
+    )
+    assert (
+        command.verdict(row | {"pass": None, "value": None, "reason": "not built: x"})
+        == "not built: x"
+    )
 
 
 def test_outside_of_a_checkout_nobody_knows_the_commit(monkeypatch, tmp_path):
@@ -905,8 +1146,24 @@ def test_an_unknown_id_is_told():
         select("cpu", ["M1", "O1"])
 
 
-ROW = {"id": "C1", "case": "x", "num": "opfuse", "den": "eager", "metric": "forward", "cost": False, "noise": 0.01}
-ROW |= {"goal": 1.0, "exact": False, "reason": "", "bound": None, "pass": True, "beyond_noise": True, "value": 1.0}
+ROW = {
+    "id": "C1",
+    "case": "x",
+    "num": "opfuse",
+    "den": "eager",
+    "metric": "forward",
+    "cost": False,
+    "noise": 0.01,
+}
+ROW |= {
+    "goal": 1.0,
+    "exact": False,
+    "reason": "",
+    "bound": None,
+    "pass": True,
+    "beyond_noise": True,
+    "value": 1.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -915,7 +1172,12 @@ ROW |= {"goal": 1.0, "exact": False, "reason": "", "bound": None, "pass": True, 
         ({}, 1.5, 1.2, "   1.500   1.200  -20.0%  WORSE"),
         ({}, 1.0, 1.03, "   1.000   1.030   +3.0%"),
         ({"cost": True}, 1.5, 1.2, "-20.0%  better"),
-        ({"cost": True, "goal": 0, "noise": 0.0}, 0, 3, "   0.000   3.000      +3  WORSE"),  # hook calls
+        (
+            {"cost": True, "goal": 0, "noise": 0.0},
+            0,
+            3,
+            "   0.000   3.000      +3  WORSE",
+        ),  # hook calls
         ({"exact": True, "noise": 0.0}, 1.0, 1.1, "+10.0%  WORSE"),
         ({"exact": True, "noise": 0.0}, 0.9, 1.0, "+11.1%  better"),
         ({"reason": "wrong answer"}, 1.5, None, "   1.500                  after: wrong answer"),
@@ -923,7 +1185,9 @@ ROW |= {"goal": 1.0, "exact": False, "reason": "", "bound": None, "pass": True, 
 )
 def test_compare_tells_what_became_worse(about, before, after, told, tmp_path, capsys):
     for name, value in (("a", before), ("b", after)):
-        (tmp_path / name).write_text(json.dumps(EMPTY | {"ratios": [ROW | about | {"value": value}]}))
+        (tmp_path / name).write_text(
+            json.dumps(EMPTY | {"ratios": [ROW | about | {"value": value}]})
+        )
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out.endswith(told + "\n")
 
@@ -955,14 +1219,19 @@ def test_the_noise_is_a_share_of_the_ratio(monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     axis = pyplot.figure().add_subplot()
     drawn = []
-    monkeypatch.setattr(axis, "barh", lambda at, values, xerr, **style: drawn.append((values, xerr)))
+    monkeypatch.setattr(
+        axis, "barh", lambda at, values, xerr, **style: drawn.append((values, xerr))
+    )
     report.bars(axis, [row], "")
     assert drawn == [([8.0 - 1], [pytest.approx(0.4)])]
 
 
 def test_compare_tells_other_machines_and_what_one_run_has_alone(tmp_path, capsys):
     (tmp_path / "a").write_text(json.dumps(EMPTY | {"ratios": [ROW]}))
-    other = {"host": HOST["host"] | {"threads": 2, "allocator": "tuned"}, "ratios": [ROW, ROW | {"id": "C2"}]}
+    other = {
+        "host": HOST["host"] | {"threads": 2, "allocator": "tuned"},
+        "ratios": [ROW, ROW | {"id": "C2"}],
+    }
     (tmp_path / "b").write_text(json.dumps(EMPTY | other))
     assert command.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     first, second, *_, last = capsys.readouterr().out.splitlines()
@@ -977,7 +1246,10 @@ def test_a_report_leaves_out_what_is_no_run(run_file, tmp_path, capsys):
     (tmp_path / "probes.json").write_text(json.dumps(HOST | {"schema": 2, "gemm": []}))
     assert command.main(["report", str(tmp_path)]) == 0
     assert "probes.json: no ratios in it" in capsys.readouterr().err
-    assert "## run" in (tmp_path / "report.md").read_text() and "probes" not in (tmp_path / "report.md").read_text()
+    assert (
+        "## run" in (tmp_path / "report.md").read_text()
+        and "probes" not in (tmp_path / "report.md").read_text()
+    )
 
 
 def test_a_report_has_tables_and_plots(run_file):
@@ -991,15 +1263,33 @@ def test_a_report_has_tables_and_plots(run_file):
 def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
     row = {"id": "C2", "num": "opfuse", "den": "eager", "metric": "backward"}
     runs = {
-        "old": {"time": "2026-01-01", "suite": "cpu", "ratios": [{**row, "case": name, "value": 1} for name in "ab"]},
+        "old": {
+            "time": "2026-01-01",
+            "suite": "cpu",
+            "ratios": [{**row, "case": name, "value": 1} for name in "ab"],
+        },
         "new": {"time": "2026-01-02", "suite": "cpu", "ratios": [{**row, "case": "b", "value": 2}]},
-        "gpu": {"time": "2026-01-03", "suite": "gpu-quick", "ratios": [{**row, "case": "b", "value": 3}]},
-        "older": {"time": "2025-01-01", "suite": "cpu", "ratios": [{**row, "case": "a", "value": 4}]},
-        "tuned": {"time": "2024-01-01", "suite": "cpu", "ratios": [{**row, "case": "a", "value": 5}]},
+        "gpu": {
+            "time": "2026-01-03",
+            "suite": "gpu-quick",
+            "ratios": [{**row, "case": "b", "value": 3}],
+        },
+        "older": {
+            "time": "2025-01-01",
+            "suite": "cpu",
+            "ratios": [{**row, "case": "a", "value": 4}],
+        },
+        "tuned": {
+            "time": "2024-01-01",
+            "suite": "cpu",
+            "ratios": [{**row, "case": "a", "value": 5}],
+        },
     }
     for name, run in runs.items():
         run["host"] = {"allocator": "tuned" if name == "tuned" else "default"}
-        run["cases"] = [{"id": "C2", "case": each["case"], "of": each["value"]} for each in run["ratios"]]
+        run["cases"] = [
+            {"id": "C2", "case": each["case"], "of": each["value"]} for each in run["ratios"]
+        ]
     monkeypatch.setattr(report, "runs_in", lambda folder: runs)
     found = report.committed()
     assert [[(r["case"], r["value"]) for r in run["ratios"]] for run in found] == [
@@ -1011,10 +1301,11 @@ def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
     assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1], [5]]
 
 
-
 def test_the_page_is_current():
     text, fingerprint = report.written(report.committed())
-    assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == text, "run python -m benchmarks page"
+    assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == text, (
+        "run python -m benchmarks page"
+    )
     assert fingerprint in (ROOT / "docs" / "performance.svg").read_text(encoding="utf-8")
 
 
@@ -1023,9 +1314,16 @@ def test_the_probes_compile_without_a_gpu(monkeypatch):
     pytest.importorskip("triton")
     probes, ahead = (importlib.import_module(f"benchmarks.probes{name}") for name in ("", ".ahead"))
     monkeypatch.setattr(ahead, "CONFIGS", probes.CONFIGS[3:4])
-    made = {(row["kernel"], row.get("fp8"), row.get("SAVE"), row.get("h")): row for row in ahead.compile_all(90)}
+    made = {
+        (row["kernel"], row.get("fp8"), row.get("SAVE"), row.get("h")): row
+        for row in ahead.compile_all(90)
+    }
     stored = made["gemm", False, True, None]
-    assert stored["HGMMA"] > 0 == stored["HMMA"] and stored["UTMALDG"] > 0 and stored["shared"] <= 232448
+    assert (
+        stored["HGMMA"] > 0 == stored["HMMA"]
+        and stored["UTMALDG"] > 0
+        and stored["shared"] <= 232448
+    )
     assert made["gemm", True, None, None]["QGMMA"] > 0
     assert all(made["norm_backward", None, None, h]["STL"] == 0 for h in (2048, 4096, 8192))
     assert made["nothing", None, None, None]["reg"] > 0
@@ -1035,5 +1333,9 @@ def test_a_probe_that_fails_says_why():
     main = importlib.import_module("benchmarks.probes.__main__")
     (row,) = main.attempted(lambda m: 1 / m, (0,))
     assert row == {"failed": "ZeroDivisionError: division by zero"}
-    wrong = main.tried(lambda: (lambda: None, torch.zeros(2)), torch.ones(2)) if torch.cuda.is_available() else None
+    wrong = (
+        main.tried(lambda: (lambda: None, torch.zeros(2)), torch.ones(2))
+        if torch.cuda.is_available()
+        else None
+    )
     assert wrong is None or wrong["failed"] == "relative error 1.0e+00"

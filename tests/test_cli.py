@@ -85,7 +85,11 @@ def call(*arguments):
 
 def test_plugins_as_json(register):
     register(
-        name="b", distribution="dist-b", version="2", forward_fusions=[pair("f"), pair("g")], joint_fusions=[pair("f")]
+        name="b",
+        distribution="dist-b",
+        version="2",
+        forward_fusions=[pair("f"), pair("g")],
+        joint_fusions=[pair("f")],
     )
     register(name="a", distribution="dist-a", recipes={})
     result = call("plugins", "--json")
@@ -98,7 +102,9 @@ def test_plugins_as_json(register):
 
 
 def test_plugins_as_a_table(register):
-    fusions = [pair(name) for name in ("linear+bias", "linear+bias+activation", "linear+bias+activation")]
+    fusions = [
+        pair(name) for name in ("linear+bias", "linear+bias+activation", "linear+bias+activation")
+    ]
     register(
         name="linear",
         distribution="opfuse-plugin-linear",
@@ -110,7 +116,10 @@ def test_plugins_as_a_table(register):
     record = register(name="broken", distribution="opfuse-plugin-broken", version="0.0.1")
     record.load = lambda: 1 / 0
     record = register(name="next", distribution="opfuse-plugin-next", version="2.0")
-    record.state, record.error = "incompatible", "written for opfuse.v2, this opfuse speaks opfuse.v1"
+    record.state, record.error = (
+        "incompatible",
+        "written for opfuse.v2, this opfuse speaks opfuse.v1",
+    )
     with plugins.using("-norm"):
         result = call("plugins")
     assert result.exit_code == 0
@@ -125,12 +134,16 @@ def test_plugins_as_a_table(register):
         "norm    opfuse-plugin-norm 1.0      blocked       -",
     ]
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Warning: opfuse plugin 'broken' (opfuse-plugin-broken 0.0.1) failed at import: ")
+    assert line.startswith(
+        "Warning: opfuse plugin 'broken' (opfuse-plugin-broken 0.0.1) failed at import: "
+    )
 
 
 @pytest.mark.usefixtures("register")
 def test_no_plugins():
-    assert call("plugins").stdout.splitlines()[0] == "No plugins are installed: every op runs unfused."
+    assert (
+        call("plugins").stdout.splitlines()[0] == "No plugins are installed: every op runs unfused."
+    )
     assert call("plugins", "--json").stdout == "[]\n"
 
 
@@ -200,12 +213,18 @@ def test_explain_as_json(register, models):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("nowhere_at_all:x", "cannot load 'nowhere_at_all:x': ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        (
+            "nowhere_at_all:x",
+            "cannot load 'nowhere_at_all:x': ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
         ("{}_broken:x", "cannot load '{}_broken:x': ZeroDivisionError: division by zero"),
         ("{}", "expected MODULE:OBJECT, got '{}'"),
         ("{}:", "expected MODULE:OBJECT, got '{}:'"),
         (":x", "expected MODULE:OBJECT, got ':x'"),
-        ("{}:missing", "cannot load '{}:missing': AttributeError: module '{}' has no attribute 'missing'"),
+        (
+            "{}:missing",
+            "cannot load '{}:missing': AttributeError: module '{}' has no attribute 'missing'",
+        ),
         (
             "{}:Inner.missing",
             "cannot load '{}:Inner.missing': AttributeError: type object 'Inner' has no attribute 'missing'",
@@ -213,7 +232,10 @@ def test_explain_as_json(register, models):
         ("{}:number", "{}:number must give (model, input, ...), got (int)"),
         ("{}:nothing", "{}:nothing must give (model, input, ...), got ()"),
         ("{}:sys", "{}:sys must give (model, input, ...), got (module)"),
-        ("{}:build_of", "{}:build_of() raised TypeError: build_of() missing 1 required positional argument: 'width'"),
+        (
+            "{}:build_of",
+            "{}:build_of() raised TypeError: build_of() missing 1 required positional argument: 'width'",
+        ),
         (
             "{}:needs_input",
             "{}:needs_input: NeedsInput raised TypeError: "
@@ -258,7 +280,9 @@ def test_as_processes(tmp_path):
     tmp_path.joinpath("here.py").write_text(textwrap.dedent(MODELS))
     info = tmp_path / "opfuse_plugin_bad-0.1.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: opfuse-plugin-bad\nVersion: 0.1\n")
+    info.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: opfuse-plugin-bad\nVersion: 0.1\n"
+    )
     info.joinpath("entry_points.txt").write_text("[opfuse.v1]\nbad-for-test = bad_for_test\n")
     script = "import sys; sys.argv[0] = 'opfuse'; from opfuse.cli import main; main()"
     env = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
@@ -266,14 +290,18 @@ def test_as_processes(tmp_path):
 
     def run(*command, **environ):
         folder, path = tmp_path, [sys.executable, *command]
-        return subprocess.run(path, env=env | environ, cwd=folder, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            path, env=env | environ, cwd=folder, capture_output=True, text=True, timeout=60
+        )
 
     alone = {"OPFUSE_PLUGINS": "bad-for-test"}
     listed = run("-m", "opfuse", "plugins", "--json", **alone)
     (row,) = [row for row in json.loads(listed.stdout) if row["name"] == "bad-for-test"]
     assert (listed.returncode, row["state"]) == (0, "failed")
     (line,) = listed.stderr.splitlines()
-    assert line.startswith("Warning: opfuse plugin 'bad-for-test' (opfuse-plugin-bad 0.1) failed at import: ModuleNotF")
+    assert line.startswith(
+        "Warning: opfuse plugin 'bad-for-test' (opfuse-plugin-bad 0.1) failed at import: ModuleNotF"
+    )
     strict = run("-c", script, "plugins", "--json", OPFUSE_STRICT="1", **alone)
     assert strict.returncode == 1
     assert json.loads(strict.stdout) == json.loads(listed.stdout)
@@ -283,4 +311,8 @@ def test_as_processes(tmp_path):
     assert explained.returncode == 0, explained.stderr
     assert explained.stdout.startswith("1 call of fusible ops")
     malformed = run("-m", "opfuse", "plugins", OPFUSE_PLUGINS="a,-b")
-    assert (malformed.returncode, len(malformed.stderr.splitlines()), malformed.stdout) == (2, 1, "")
+    assert (malformed.returncode, len(malformed.stderr.splitlines()), malformed.stdout) == (
+        2,
+        1,
+        "",
+    )

@@ -81,14 +81,22 @@ def test_checks_that_an_earlier_one_would_spare(check, register):
 def test_a_failure_of_gradcheck_is_reported_as_what_it_is(register):
     fault = faulty.FAULTS["DoublesAGradient"]
     register(name="faulty", backward_fusions=[fault.make()])
-    with pytest.raises(testing.Failure, match="^Jacobian .*: compare its backward with its forward"):
+    with pytest.raises(
+        testing.Failure, match="^Jacobian .*: compare its backward with its forward"
+    ):
         testing.run("gradcheck", plain_case("DoublesAGradient"))
 
 
 def test_a_sound_fusion_beside_a_wrong_one(register):
     faults = [faulty.FAULTS[name] for name in ("DoublesAGradient", "IsWrongInHalfPrecision")]
-    sound_one = opfuse.Fusion([opfuse.ops.BasicLinear, opfuse.ops.Bias], faulty.Forward, name="sound")
-    register(name="faulty", backward_fusions=[faults[0].make()], forward_fusions=[faults[1].make(), sound_one])
+    sound_one = opfuse.Fusion(
+        [opfuse.ops.BasicLinear, opfuse.ops.Bias], faulty.Forward, name="sound"
+    )
+    register(
+        name="faulty",
+        backward_fusions=[faults[0].make()],
+        forward_fusions=[faults[1].make(), sound_one],
+    )
     case = testing.make_chains(testing.find("faulty", "forward", "sound")).plain[0]
     testing.run("gradients", case)
     with pytest.raises(testing.Failure, match="weight of op 0 .* is wrong by"):
@@ -109,7 +117,9 @@ def test_wrong_along_an_axis(no_plugins, fault):
 def test_threads_see_each_other(no_plugins):
     (fault,) = (fault for fault in faulty_axes.FAULTS if fault.axis == "threads")
     subject = testing.Subject("faulty", fault.kind, fault.fusion)
-    with pytest.raises(testing.Failure, match="called from two threads, the output .*; keep nothing of a call"):
+    with pytest.raises(
+        testing.Failure, match="called from two threads, the output .*; keep nothing of a call"
+    ):
         testing.run("threads", testing.make_chains(subject).plain[0])
 
 
@@ -117,15 +127,22 @@ def test_how_many_faults_are_caught():
     axes = {fault.axis for fault in faulty_axes.FAULTS}
     assert len(axes) == 12 and axes == {fault.axis for fault in faulty_fresh.FAULTS}
     counts = {label: (record["caught"], record["faults"]) for label, record in CAUGHT.items()}
-    assert counts["after"][0] == counts["after"][1] == counts["before"][1] == len(faulty_axes.FAULTS)
-    assert counts["fresh"][1] == len(faulty_fresh.FAULTS) >= 12 and counts["fresh"][0] >= 0.8 * counts["fresh"][1]
+    assert (
+        counts["after"][0] == counts["after"][1] == counts["before"][1] == len(faulty_axes.FAULTS)
+    )
+    assert (
+        counts["fresh"][1] == len(faulty_fresh.FAULTS) >= 12
+        and counts["fresh"][0] >= 0.8 * counts["fresh"][1]
+    )
 
 
 def test_every_check_is_seen_to_fail():
     seen = {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together", "threads"}
     seen |= {entry["caught by"] for entry in CAUGHT["after"]["found"].values()}
     assert seen == set(testing.CHECKS)
-    assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(PLUGIN_CHECKS)
+    assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(
+        PLUGIN_CHECKS
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint
@@ -148,7 +165,9 @@ def install(folder, name, group, module):
     (folder / f"{name}.py").write_text(module, encoding="utf-8")
     info = folder / f"opfuse_plugin_{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: opfuse-plugin-{name}\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: opfuse-plugin-{name}\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}\n")
 
 
@@ -158,7 +177,9 @@ def test_wrong_distributions(name, tmp_path, monkeypatch):
     install(tmp_path, name, group, module)
     (tmp_path / "triton.py").write_text("")  # it need not be installed to be imported
     monkeypatch.syspath_prepend(tmp_path)
-    subject = testing.Subject(name, "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation))
+    subject = testing.Subject(
+        name, "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation)
+    )
     with pytest.raises(testing.Failure, match=says):
         PLUGIN_CHECKS[check](name, [testing.Case(subject, (testing.Op(opfuse.ops.GELU),))])
 
@@ -166,10 +187,14 @@ def test_wrong_distributions(name, tmp_path, monkeypatch):
 def test_a_sound_distribution_passes(tmp_path, monkeypatch):
     install(tmp_path, "sound", "opfuse.v1", faulty_distributions.SOUND)
     monkeypatch.syspath_prepend(tmp_path)
-    subject = testing.Subject("sound", "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation))
+    subject = testing.Subject(
+        "sound", "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation)
+    )
     for check in PLUGIN_CHECKS.values():
         check("sound", [testing.Case(subject, (testing.Op(opfuse.ops.GELU),))])
-    with pytest.raises(testing.Failure, match="no installed distribution has an entry point 'absent'"):
+    with pytest.raises(
+        testing.Failure, match="no installed distribution has an entry point 'absent'"
+    ):
         PLUGIN_CHECKS["entry_point"]("absent", [])
 
 
@@ -214,20 +239,42 @@ def test_the_suite_under_pytest(tmp_path):
     install(tmp_path, "function", "opfuse.v1", faulty_distributions.FUNCTION)
     (tmp_path / "test_suites.py").write_text(SUITES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+    }
     environ["OPFUSE_FUSION_LIMIT"] = "0"  # no check is about that
-    once = "not test_plugin or TestSound or TestAbsent"  # the checks of a plugin start many processes
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", once, "test_suites.py"]
+    once = (
+        "not test_plugin or TestSound or TestAbsent"  # the checks of a plugin start many processes
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        once,
+        "test_suites.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     lines = re.findall(r"^(PASSED|FAILED|SKIPPED).*", done.stdout, re.MULTILINE)
     assert len(lines) > 80, done.stdout + done.stderr
 
     def state(test):
         """The state of a test, from the summary."""
-        return re.search(rf"^(PASSED|FAILED) test_suites.py::{re.escape(test)}(?: - (.*))?$", done.stdout, re.MULTILINE)
+        return re.search(
+            rf"^(PASSED|FAILED) test_suites.py::{re.escape(test)}(?: - (.*))?$",
+            done.stdout,
+            re.MULTILINE,
+        )
 
     fusion = "test_fusion[reference-forward Gelu-"
-    failed = set(re.findall(r"^FAILED test_suites.py::(Test\w+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE))
+    failed = set(
+        re.findall(r"^FAILED test_suites.py::(Test\w+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    )
     assert not [name for name in failed if name.startswith("TestSound")], done.stdout
     assert {name for name in failed if name.startswith("TestLimits")} == {
         f"TestLimits::{fusion}gradients]",
@@ -236,7 +283,10 @@ def test_the_suite_under_pytest(tmp_path):
     }
     assert "limits declares 'gradients' (it cannot), but it works" in done.stdout
     assert "limits names 'Gelu: outptu', which is neither" in done.stdout
-    assert f"TestFaulty::{fusion}output]" in failed and f"TestFaulty::{fusion}nan_and_inf]" not in failed
+    assert (
+        f"TestFaulty::{fusion}output]" in failed
+        and f"TestFaulty::{fusion}nan_and_inf]" not in failed
+    )
     assert "declared limit: it clears NaN away" in done.stdout
     assert [name for name in failed if name.startswith("TestFunction")] == [
         "TestFunction::test_fusion[reference-forward nothing-condition]"
@@ -247,5 +297,7 @@ def test_the_suite_under_pytest(tmp_path):
 
     text = done.stdout[done.stdout.index("fails the check 'output'") :]
     snippet = text[text.index("import torch") :].split("____")[0]
-    again = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
     assert "Failure: the output is wrong by" in again.stderr, snippet

@@ -44,10 +44,17 @@ def _alone():
 def expected_saved(op, x, y, extras, wants_input, wants_params):
     """The tensors that an op must leave, by the names it declares, None where no gradient needs them."""
     wants_weight = bool(wants_params) and wants_params[0]
-    scaled, norm = isinstance(op, ops.ScaledActivation), isinstance(op, (ops.LayerNorm, ops.RMSNorm))
+    scaled, norm = (
+        isinstance(op, ops.ScaledActivation),
+        isinstance(op, (ops.LayerNorm, ops.RMSNorm)),
+    )
     dims = tuple(range(-len(op.normalized_shape), 0)) if norm else (-1,)
     wants_scales = scaled and extras[0].requires_grad
-    wants_x = wants_weight if isinstance(op, ops.BasicLinear) else wants_input or wants_weight or wants_scales
+    wants_x = (
+        wants_weight
+        if isinstance(op, ops.BasicLinear)
+        else wants_input or wants_weight or wants_scales
+    )
     values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
     if wants_input:
         values["weight"] = getattr(op, "weight", None)
@@ -59,7 +66,11 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
         centered = x - mean if isinstance(op, ops.LayerNorm) else x
         square = centered.square()
         square = square.mean(dims, keepdim=True) if norm else square.sum(-1, keepdim=True)
-        values |= {"mean": mean, "rstd": torch.rsqrt(square + op.eps)} if wants_x else {"mean": None, "rstd": None}
+        values |= (
+            {"mean": mean, "rstd": torch.rsqrt(square + op.eps)}
+            if wants_x
+            else {"mean": None, "rstd": None}
+        )
     return [values[name] for name in op.saved_names]
 
 
@@ -84,7 +95,9 @@ class Spy:
     def fuser_forward(self, ctxs, input_, **given):
         result = self.op.fuser_forward(ctxs, input_, **given)
         kept = [input_, result[0], *given["basic_op_extra_inputs"][0]]
-        self.seen.append((self.op, ctxs[0], *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept]))
+        self.seen.append(
+            (self.op, ctxs[0], *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept])
+        )
         return result
 
 
@@ -102,15 +115,23 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
         for op, ctx, x, out, *extras in Watching.seen:
             params = [getattr(op, name) for name in op.param_names]
             wants_params = [p.requires_grad for p in params]
-            publics = [e for e, channel in zip(extras, op._extra_input_channels, strict=True) if channel is None]
+            publics = [
+                e
+                for e, channel in zip(extras, op._extra_input_channels, strict=True)
+                if channel is None
+            ]
             needed = wants or any(t.requires_grad for t in (*params, *publics))
             assert (ctx.requires_grad, ctx.input_requires_grad) == (needed, wants)
             if not needed:
                 assert ctx.to_save is None
             expected = (
-                expected_saved(op, x, out, extras, wants, wants_params) if needed else [None] * len(op.saved_names)
+                expected_saved(op, x, out, extras, wants, wants_params)
+                if needed
+                else [None] * len(op.saved_names)
             )
-            for name, got, wanted in zip(op.saved_names, ctx.to_save or expected, expected, strict=True):
+            for name, got, wanted in zip(
+                op.saved_names, ctx.to_save or expected, expected, strict=True
+            ):
                 assert (got is None) == (wanted is None), (seed, op, name)
                 if name == "mask" and got is not None:
                     got, wanted = x * got / (1 - op.p), out
@@ -149,7 +170,10 @@ def test_backward_twice_is_bitwise_the_same_and_changes_no_context(style):
             continue
         contexts = [ctx for node in nodes_of(outputs) for ctx in getattr(node, "left", {}).values()]
         before = [dict(vars(ctx)) for ctx in contexts]
-        first, second = (torch.autograd.grad(outputs, leaves, drawn.weights(outputs), retain_graph=True) for _ in "12")
+        first, second = (
+            torch.autograd.grad(outputs, leaves, drawn.weights(outputs), retain_graph=True)
+            for _ in "12"
+        )
         assert all(map(torch.equal, first, second)), seed
         assert [vars(ctx) for ctx in contexts] == before
         kept += len(contexts)
@@ -214,7 +238,9 @@ class Careless(opfuse.ops.Identity):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_context_takes_nothing_that_its_op_did_not_declare(requires_grad):
     chain = opfuse.Sequential(Careless())
-    with pytest.raises(AttributeError, match="context_names declare nothing' object has no attribute 'factor'"):
+    with pytest.raises(
+        AttributeError, match="context_names declare nothing' object has no attribute 'factor'"
+    ):
         chain(torch.ones(2, requires_grad=requires_grad))
 
 
@@ -228,7 +254,9 @@ class Hoarder(opfuse.ops.GELU):
         return input_.clone()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, lambda: opfuse.options(double_backward=True)])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.enable_grad, lambda: opfuse.options(double_backward=True)]
+)
 def test_what_is_saved_in_vain_is_not_held(mode):
     chain = opfuse.Sequential(Hoarder())
     with mode():
@@ -259,7 +287,9 @@ def test_plans_are_the_same_in_a_fresh_process():
     environ = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     runs = [{"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2", "OPFUSE_FUSION_LIMIT": "2"}]
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], env={**environ, **more}, text=True, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**environ, **more}, text=True, stdout=subprocess.PIPE
+        )
         for more in runs
     ]
     whole, limited = (process.communicate(timeout=60)[0].rstrip("\n") for process in processes)
@@ -274,7 +304,11 @@ def fused_steps(chain):
         plan = group._last[1].plan
         forward = [s for s in plan.forward if s.fusion]
         backward = [s for s in plan.backward[::-1] if s.fusion and s.op != "Joint"]
-        found += [s for s in forward if s.op == "Joint"] + [s for s in forward if s.op != "Joint"] + backward
+        found += (
+            [s for s in forward if s.op == "Joint"]
+            + [s for s in forward if s.op != "Joint"]
+            + backward
+        )
     return found
 
 
@@ -318,7 +352,10 @@ def test_settings_are_of_one_thread_and_end_with_an_exception():
         try:
             for depth in range(20):
                 with pytest.raises(ZeroDivisionError), opfuse.plugins.using("rounding"):
-                    with opfuse.options(**{"test.number": number}), opfuse.options(fusion_limit=depth):
+                    with (
+                        opfuse.options(**{"test.number": number}),
+                        opfuse.options(fusion_limit=depth),
+                    ):
                         with opfuse.autocast(recipe=Rounding(step=number + 1.0)):
                             barrier.wait()
                             options, selection, recipe = current.values
@@ -360,7 +397,11 @@ def test_an_exception_while_recomputing_restores_settings_and_state():
     recipe, linear = Rounding(levels=8), ops.Linear(4, 4)
     chain = opfuse.Sequential(linear, FailsLater(), ops.GELU())
     try:
-        with opfuse.plugins.using("rounding"), opfuse.autocast(recipe=recipe), opfuse.options(fusion_limit=3):
+        with (
+            opfuse.plugins.using("rounding"),
+            opfuse.autocast(recipe=recipe),
+            opfuse.options(fusion_limit=3),
+        ):
             x = 5 * torch.ones(2, 4, requires_grad=True)
             y = checkpoint(chain, x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
         quantizer = linear.basic_ops[0]._quantizers.of(recipe)[0][0]
@@ -370,7 +411,9 @@ def test_an_exception_while_recomputing_restores_settings_and_state():
             with pytest.raises(ZeroDivisionError):
                 y.sum().backward()
             assert current.values == outside and current.recorder is None
-        assert all(map(torch.equal, state, (quantizer.uses, quantizer.amax))) and state[1].item() == 5
+        assert (
+            all(map(torch.equal, state, (quantizer.uses, quantizer.amax))) and state[1].item() == 5
+        )
     finally:
         manager.remove(record)
 
@@ -393,8 +436,18 @@ class Births(TorchDispatchMode):
 
 @pytest.mark.parametrize("kinds", [(), ("forward", "backward"), ("joint",)])
 def test_nothing_lives_on_after_the_backward(kinds):
-    basic = [ops.Linear(4, 8), ops.GELU(), ops.MakeExtraOutput().set_extra_output_channel(0, "c"), ops.SwiGLU()]
-    more = [ops.LayerNorm(4), ops.Dropout(0.5), ops.Linear(4, 8), ops.AddExtraInput().set_extra_input_channel(0, "c")]
+    basic = [
+        ops.Linear(4, 8),
+        ops.GELU(),
+        ops.MakeExtraOutput().set_extra_output_channel(0, "c"),
+        ops.SwiGLU(),
+    ]
+    more = [
+        ops.LayerNorm(4),
+        ops.Dropout(0.5),
+        ops.Linear(4, 8),
+        ops.AddExtraInput().set_extra_input_channel(0, "c"),
+    ]
     chain = opfuse.Sequential(*basic, *more, ops.Reshape((-1,)))
     with chains.covers(0, kinds):
         for _ in range(2):
@@ -403,10 +456,15 @@ def test_nothing_lives_on_after_the_backward(kinds):
             with births:
                 y, extra = chain(x)
                 (y.sum() + extra.sum()).backward()
-            alive = {t.untyped_storage().data_ptr() for t in (y, extra, *[p.grad for p in chain.parameters()])}
+            alive = {
+                t.untyped_storage().data_ptr()
+                for t in (y, extra, *[p.grad for p in chain.parameters()])
+            }
             del x
             gc.collect()
-            left = [ref().untyped_storage().data_ptr() for ref in births.tensors if ref() is not None]
+            left = [
+                ref().untyped_storage().data_ptr() for ref in births.tensors if ref() is not None
+            ]
             assert len(births.tensors) > 20 and set(left) <= alive
             chain.zero_grad()
 
@@ -415,7 +473,14 @@ def test_nothing_lives_on_after_the_backward(kinds):
 @pytest.mark.parametrize("style", [chains.intervals, chains.patterns])
 def test_planning_a_long_chain_takes_time_in_proportion(kinds, style):
     def first_call(blocks):
-        some = [ops.Bias(4), ops.GELU(), ops.Identity(), ops.ConstantScale(1.5), ops.RMSNorm(4), ops.SiLU()]
+        some = [
+            ops.Bias(4),
+            ops.GELU(),
+            ops.Identity(),
+            ops.ConstantScale(1.5),
+            ops.RMSNorm(4),
+            ops.SiLU(),
+        ]
         chain = opfuse.Sequential(*[copy.deepcopy(op) for _ in range(blocks) for op in some])
         x = torch.randn(2, 4, requires_grad=True)
         counts = Counter()
@@ -426,7 +491,9 @@ def test_planning_a_long_chain_takes_time_in_proportion(kinds, style):
             finally:
                 sys.setprofile(None)
         (fuser,) = chain._module_groups
-        assert len(fuser._chain.ops) == 6 * blocks and (len(fuser._forward_ops) < 6 * blocks) == bool(kinds)
+        assert len(fuser._chain.ops) == 6 * blocks and (
+            len(fuser._forward_ops) < 6 * blocks
+        ) == bool(kinds)
         got, x.grad = x.grad, None
         chain(x).sum().backward()
         torch.testing.assert_close(got, x.grad)
@@ -447,7 +514,9 @@ def test_two_threads_train_as_one_does():
         results.append([p.detach().clone() for p in chain.parameters()])
 
     torch.manual_seed(0)
-    chain = opfuse.Sequential(ops.Linear(4, 8), ops.SwiGLU(), ops.AddExtraInput(), ops.RMSNorm(4), ops.Linear(4, 1))
+    chain = opfuse.Sequential(
+        ops.Linear(4, 8), ops.SwiGLU(), ops.AddExtraInput(), ops.RMSNorm(4), ops.Linear(4, 1)
+    )
     with chains.covers(3):
         copies, alone, results = [copy.deepcopy(chain) for _ in range(2)], [], []
         train(chain, alone)

@@ -8,6 +8,8 @@ import torch
 from torch.multiprocessing import spawn
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
+)
 def test_data_parallel(tmp_path):
     spawn(data_parallel.worker, (tmp_path / "init",), nprocs=2)

@@ -124,7 +124,9 @@ def test_the_plugin_is_found_by_its_entry_point(tmp_path):
     path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
     environment = {**os.environ, "PYTHONPATH": path, "OPFUSE_PLUGINS": "addmm"}
     command = [sys.executable, "-m", "opfuse", "plugins", "--json"]
-    listed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     states = {row["distribution"]: row["state"] for row in json.loads(listed.stdout)}
     assert states[project["name"]] == "loaded"
 
@@ -138,7 +140,9 @@ def generate():
 
 @pytest.mark.parametrize("name", ["hooks.md", "contracts.md", "from-te-ops.md", "plan.svg"])
 def test_what_is_generated_is_current(name):
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], "run docs/generate.py"
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], (
+        "run docs/generate.py"
+    )
 
 
 def test_the_table_of_names_knows_every_op():
@@ -159,10 +163,14 @@ def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
     names = [name for name in vars(hookspecs) if name.startswith("opfuse_")]
     assert re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE) == names
     namespace = {}
-    for _, code, _ in re.findall(BLOCK.pattern.replace(r"(\w+)", "(python)", 1), page.read_text(), BLOCK.flags):
+    for _, code, _ in re.findall(
+        BLOCK.pattern.replace(r"(\w+)", "(python)", 1), page.read_text(), BLOCK.flags
+    ):
         exec(code, namespace)
     ops, x = opfuse.ops, torch.randn(4, 8, requires_grad=True)
-    chain = opfuse.Sequential(ops.Linear(8, 8), ops.ReLU(), ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+    chain = opfuse.Sequential(
+        ops.Linear(8, 8), ops.ReLU(), ops.ConstantScale(2.0), ops.ConstantScale(3.0)
+    )
 
     def results(recipe):
         with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
@@ -185,5 +193,9 @@ def test_every_environment_variable_has_its_row():
     text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(OPFUSE_\w+)` \|", text, re.MULTILINE))
     package = pathlib.Path(opfuse.__file__).parent
-    read = {name for file in package.rglob("*.py") for name in VARIABLE.findall(file.read_text(encoding="utf-8"))}
+    read = {
+        name
+        for file in package.rglob("*.py")
+        for name in VARIABLE.findall(file.read_text(encoding="utf-8"))
+    }
     assert rows == read

@@ -14,7 +14,9 @@ SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = ["--batch", "4", "--context", "32", "--width", "64", "--layers", "2"]
 MISSING = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
 
-needs_extras = pytest.mark.skipif(bool(MISSING), reason=f"the example needs {', '.join(MISSING)}: opfuse[examples]")
+needs_extras = pytest.mark.skipif(
+    bool(MISSING), reason=f"the example needs {', '.join(MISSING)}: opfuse[examples]"
+)
 
 
 def example(*options, **environment):
@@ -22,7 +24,12 @@ def example(*options, **environment):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
     command = [sys.executable, str(SCRIPT), *map(str, options)]
     return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", timeout=300, env={**environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        env={**environ, **environment},
     )
 
 
@@ -75,7 +82,10 @@ def test_without_a_plugin_in_use(tmp_path):
     options = [*TINY, "--steps", 1, "--skip-unfused", "--out", tmp_path]
     result = example(*options, "--plugins", "")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "fused steps: 0 forward, 0 backward" in result.stdout and "Nothing is fused: " in result.stdout
+    assert (
+        "fused steps: 0 forward, 0 backward" in result.stdout
+        and "Nothing is fused: " in result.stdout
+    )
     assert "agree" not in result.stdout
     assert len(numbers(result.stdout, "saved activations, bytes")) == 1
 
@@ -108,7 +118,9 @@ def opfuse_forward_fusions():
 def test_wrong_plugin_fails(tmp_path):
     installed = tmp_path / "opfuse_plugin_wrong-1.0.dist-info"
     installed.mkdir()
-    installed.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: opfuse-plugin-wrong\nVersion: 1.0\n")
+    installed.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: opfuse-plugin-wrong\nVersion: 1.0\n"
+    )
     installed.joinpath("entry_points.txt").write_text("[opfuse.v1]\nwrong = opfuse_wrong\n")
     tmp_path.joinpath("opfuse_wrong.py").write_text(WRONG)
     options = [*TINY, "--steps", 2, "--plugins", "wrong", "--out", tmp_path]

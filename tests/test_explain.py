@@ -42,7 +42,9 @@ def linear(register, fused):
         name="linear",
         **SOURCE,
         forward_fusions=[
-            Fusion([BasicLinear, Bias, GELU], fused("ForwardLinearBiasGELU"), name="linear_bias_gelu"),
+            Fusion(
+                [BasicLinear, Bias, GELU], fused("ForwardLinearBiasGELU"), name="linear_bias_gelu"
+            ),
             Fusion([BasicLinear, Bias], fused("LinearBias")),
             Fusion([GELU], fused("FastGELU"), when),
         ],
@@ -73,7 +75,13 @@ def test_a_model(linear):
     linear_bias_gelu = ["BasicLinear", "Bias", "GELU"]
     whole = ("ForwardLinearBiasGELU", linear_bias_gelu, "linear_bias_gelu")
     pair = ("LinearBias", ["BasicLinear", "Bias"], "LinearBias")
-    calls = [("block", 0, whole), ("block", 1, whole), ("mixed", 2, whole), ("mixed", 3, pair), ("head", 4, pair)]
+    calls = [
+        ("block", 0, whole),
+        ("block", 1, whole),
+        ("mixed", 2, whole),
+        ("mixed", 3, pair),
+        ("head", 4, pair),
+    ]
     assert data["forward"] == [step(path, call, *what) for path, call, what in calls]
     grad = ("BiasGELUGrad", ["Bias", "GELU"], "BiasGELUGrad")
     unfused = [("Bias", ["Bias"]), ("BasicLinear", ["BasicLinear"])]
@@ -161,7 +169,10 @@ def test_the_details(linear):
 def test_chains_alike_are_told_once(linear):
     model = nn.Sequential(*[opfuse.Sequential(Linear(8, 8), GELU()) for _ in range(24)])
     explanation = opfuse.explain(model, torch.randn(3, 8))
-    for report, title in ((explanation.details, "0, 1, 2, ... 20 more"), (str(explanation), "0, ... 22 more")):
+    for report, title in (
+        (explanation.details, "0, 1, 2, ... 20 more"),
+        (str(explanation), "0, ... 22 more"),
+    ):
         lines = report.splitlines()
         assert f"{title} like these ..., 23: Sequential [Linear, GELU] (24 calls)" in lines
         assert len(lines) < 20
@@ -169,7 +180,10 @@ def test_chains_alike_are_told_once(linear):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_deep_model_fits_a_screen(linear, nested):
-    blocks = [opfuse.Sequential(Linear(8, 8), GELU(), Identity(), Linear(8, 8), Bias(8), GELU()) for _ in range(12)]
+    blocks = [
+        opfuse.Sequential(Linear(8, 8), GELU(), Identity(), Linear(8, 8), Bias(8), GELU())
+        for _ in range(12)
+    ]
     model = (opfuse.Sequential if nested else nn.Sequential)(*blocks)
     explanation = opfuse.explain(model, torch.randn(3, 8))
     assert len(str(explanation).splitlines()) < 20
@@ -200,17 +214,30 @@ def test_paths(register):
         return [call.path for call in opfuse.explain(model, x).calls]
 
     assert paths(chain) == [""]
-    assert str(opfuse.explain(chain, x)).splitlines()[3].startswith("the model: Sequential [Identity, GELU]")
+    assert (
+        str(opfuse.explain(chain, x))
+        .splitlines()[3]
+        .startswith("the model: Sequential [Identity, GELU]")
+    )
     assert paths(GELU()) == [""]
     assert paths(nn.Sequential(nn.Sequential(chain), Identity())) == ["0.0", "1"]
-    assert paths(nn.Sequential(chain, chain)) == ["0", "0"]  # one module: its first name, as named_modules has it
-    assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["", ""]  # the nested chain's ops are the outer one's
+    assert paths(nn.Sequential(chain, chain)) == [
+        "0",
+        "0",
+    ]  # one module: its first name, as named_modules has it
+    assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == [
+        "",
+        "",
+    ]  # the nested chain's ops are the outer one's
     handle = chain.register_forward_hook(lambda *args: None)
     assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["0", ""]
     handle.remove()
     assert paths(lambda x: chain(chain(x))) == ["", ""]
     assert paths(opfuse.OperationFuser([GELU()])) == [""]
-    assert str(opfuse.explain(lambda x: chain(x), x)).splitlines()[3] == "chain [Identity, GELU] (call 0)"
+    assert (
+        str(opfuse.explain(lambda x: chain(x), x)).splitlines()[3]
+        == "chain [Identity, GELU] (call 0)"
+    )
 
 
 def test_an_op_with_hooks_cuts_the_chain(linear):
@@ -255,7 +282,9 @@ def first_lines(model, *inputs):
 
 
 def test_nothing_is_called():
-    assert str(opfuse.explain(nn.Linear(2, 2), torch.randn(1, 2))).startswith("No opfuse op was called")
+    assert str(opfuse.explain(nn.Linear(2, 2), torch.randn(1, 2))).startswith(
+        "No opfuse op was called"
+    )
     assert opfuse.explain(abs, 3).to_dict() == {"forward": [], "backward": [], "refused": []}
 
 
@@ -272,13 +301,22 @@ def test_nothing_is_fused_and_why(register, fused):
     record = register(name="empty")
     assert first_lines(model, x)[1] == "Nothing is fused: the plugins in use offer no fusion."
     with plugins.using("-empty"):
-        assert first_lines(model, x)[1] == "Nothing is fused: every plugin is blocked by the selection '-empty'."
+        assert (
+            first_lines(model, x)[1]
+            == "Nothing is fused: every plugin is blocked by the selection '-empty'."
+        )
     record.state = "failed"
     plugins.manager._changed()
-    assert first_lines(model, x)[1] == "Nothing is fused: no plugin could be loaded, see `opfuse plugins`."
+    assert (
+        first_lines(model, x)[1]
+        == "Nothing is fused: no plugin could be loaded, see `opfuse plugins`."
+    )
     register(name="other", forward_fusions=[Fusion([Bias, GELU], fused())])
     assert first_lines(model, x)[3] == "  nothing is fused: no plugin offers a fusion for these ops"
-    register(name="shy", forward_fusions=[Fusion([GELU, GELU], fused("Shy"), lambda ops, env: "not today")])
+    register(
+        name="shy",
+        forward_fusions=[Fusion([GELU, GELU], fused("Shy"), lambda ops, env: "not today")],
+    )
     lines = first_lines(model, x)
     assert lines[3] == "  nothing is fused: every candidate was refused"
     assert lines[-2:] == ["refused", "  GELU + GELU: not today (Shy, opfuse-plugin-test)"]
@@ -300,26 +338,43 @@ def test_functorch_runs_the_ops_one_by_one(register, fused):
     x = torch.randn(3)
     grad = torch.func.grad(loss)(x)
     leaf = x.clone().requires_grad_()
-    nn.functional.gelu(nn.functional.gelu(leaf, approximate="tanh"), approximate="tanh").sum().backward()
+    nn.functional.gelu(
+        nn.functional.gelu(leaf, approximate="tanh"), approximate="tanh"
+    ).sum().backward()
     torch.testing.assert_close(grad, leaf.grad)
     assert pair.calls == []
-    assert str(found[0]).splitlines()[1] == "Nothing is fused: functorch transforms run the ops one by one."
+    assert (
+        str(found[0]).splitlines()[1]
+        == "Nothing is fused: functorch transforms run the ops one by one."
+    )
 
 
 def test_fusion_limit_and_conflicts_are_told(register, fused):
-    register(forward_fusions=[Fusion([GELU, Identity], fused("First")), Fusion([Identity, GELU], fused("Second"))])
+    register(
+        forward_fusions=[
+            Fusion([GELU, Identity], fused("First")),
+            Fusion([Identity, GELU], fused("Second")),
+        ]
+    )
     model = opfuse.Sequential(GELU(), Identity(), GELU())
     (refusal,) = opfuse.explain(model, torch.randn(2)).to_dict()["refused"]
-    assert refusal["reason"] == "overlaps First of opfuse-plugin-test, which saves as much and comes first by name"
+    assert (
+        refusal["reason"]
+        == "overlaps First of opfuse-plugin-test, which saves as much and comes first by name"
+    )
     with opfuse.options(fusion_limit=0):
-        reasons = [row["reason"] for row in opfuse.explain(model, torch.randn(2)).to_dict()["refused"]]
+        reasons = [
+            row["reason"] for row in opfuse.explain(model, torch.randn(2)).to_dict()["refused"]
+        ]
     assert reasons[0] == "beyond the limit of 0 fusions"
 
 
 def test_refusals_alike_are_counted(register, fused):
     register(forward_fusions=[Fusion([GELU], fused("Shy"), lambda ops, env: "not today")])
     explanation = opfuse.explain(opfuse.Sequential(GELU(), Identity(), GELU()), torch.randn(2))
-    assert "    forward Shy, opfuse-plugin-test, on GELU (2 times)" in explanation.details.splitlines()
+    assert (
+        "    forward Shy, opfuse-plugin-test, on GELU (2 times)" in explanation.details.splitlines()
+    )
     assert str(explanation).splitlines()[-1] == "  GELU: not today (Shy, opfuse-plugin-test)"
     assert len(explanation.to_dict()["refused"]) == 2
 
@@ -367,7 +422,13 @@ def test_grad_and_autocast_modes_are_the_callers(linear):
     seen = []
 
     def model(x):
-        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+        seen.append(
+            (
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.is_inference_mode_enabled(),
+            )
+        )
 
     opfuse.explain(model, 1)
     with torch.no_grad(), torch.autocast("cpu"):
@@ -399,7 +460,10 @@ def test_nested(linear):
 
     outer = opfuse.explain(Curious(), torch.randn(2, 8))
     assert [call.path for call in inner[0].calls] == [""]
-    assert [call.path for call in outer.calls] == ["chain", "chain"]  # the inner run is a call of the model too
+    assert [call.path for call in outer.calls] == [
+        "chain",
+        "chain",
+    ]  # the inner run is a call of the model too
 
 
 def test_several_threads(linear):

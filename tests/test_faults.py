@@ -8,7 +8,9 @@ from faults import plain
 pytestmark = pytest.mark.alone
 
 
-@pytest.mark.parametrize("fault", [*faulty_axes.FAULTS, *faulty_fresh.FAULTS], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [*faulty_axes.FAULTS, *faulty_fresh.FAULTS], ids=lambda fault: fault.name
+)
 def test_a_fault_is_right_at_first_sight_and_shows_where_its_script_looks(no_plugins, fault):
     assert plain(fault)
     assert fault.shows(fault)

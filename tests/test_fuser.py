@@ -48,7 +48,9 @@ class Counter:
     @opfuse.hookimpl
     def opfuse_forward_fusions(self):
         self._count()
-        return [opfuse.Fusion((ops.BasicLinear, ops.Bias), self._build, lambda ops, env: self._count())]
+        return [
+            opfuse.Fusion((ops.BasicLinear, ops.Bias), self._build, lambda ops, env: self._count())
+        ]
 
     def _build(self, ops):
         self._count()
@@ -64,14 +66,20 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
         for grad, training, limit in itertools.product((True, False), (True, False), (None, 0, 1)):
             chain.train(training)
             options = {} if limit is None else {"fusion_limit": limit}
-            with torch.set_grad_enabled(grad), opfuse.options(**options), opfuse.plugins.using("counter"):
+            with (
+                torch.set_grad_enabled(grad),
+                opfuse.options(**options),
+                opfuse.plugins.using("counter"),
+            ):
                 chain(x)
 
     try:
         one_of_each()
         planned, built = plugin.calls, []
         monkeypatch.setattr(nn.Module, "__init__", lambda self: built.append(self))
-        monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+        monkeypatch.setattr(
+            "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+        )
         one_of_each()
         one_of_each()
         assert plugin.calls == planned and not built
@@ -82,7 +90,9 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
 def test_an_op_called_alone_keeps_its_plan(monkeypatch):
     linear = ops.Linear(4, 4)
     linear(torch.ones(2, 4))
-    monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr(
+        "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+    )
     linear(torch.ones(3, 4))
 
 
@@ -116,7 +126,11 @@ def test_what_replans():
     assert plan() == 4
     handle = opfuse.register_forward_fusion(fusing.FORWARD)
     assert plan() == 5
-    assert [type(op).__name__ for op, _ in fuser_of(chain)._forward_ops] == ["LinearBias", "GELU", "LinearBias"]
+    assert [type(op).__name__ for op, _ in fuser_of(chain)._forward_ops] == [
+        "LinearBias",
+        "GELU",
+        "LinearBias",
+    ]
     assert [indices for _, indices in fuser_of(chain)._forward_ops] == [[0, 1], [2], [3, 4]]
     assert [indices for _, indices in fuser_of(chain)._backward_ops] == [[0], [1], [2], [3], [4]]
     handle.unregister()
@@ -203,12 +217,16 @@ class Spy(opfuse.BasicOperation):
 
 @pytest.mark.parametrize("base", [opfuse.BasicOperation, opfuse.FusedOperation])
 def test_a_misspelt_grad_input_is_refused_with_its_class(base):
-    with pytest.raises(ValueError, match="Typo.grad_input must be 'fresh', 'same' or 'shared', got 'frsh'"):
+    with pytest.raises(
+        ValueError, match="Typo.grad_input must be 'fresh', 'same' or 'shared', got 'frsh'"
+    ):
         type("Typo", (base,), {"grad_input": "frsh"})
 
 
 def test_a_context_is_an_open_bag_and_backward_gets_a_new_one():
-    assert {"requires_grad", "saved_tensors", "param_requires_grad"} <= set(vars(opfuse.OperationContext()))
+    assert {"requires_grad", "saved_tensors", "param_requires_grad"} <= set(
+        vars(opfuse.OperationContext())
+    )
     spy = Spy()
     x = torch.ones(2, 2, requires_grad=True)
     y = opfuse.Sequential(spy)(x)
@@ -225,7 +243,11 @@ def test_requires_grad_flags_and_the_boundary():
     chain = opfuse.Sequential(a, linear, b, c)
     chain(torch.ones(1, 2)).sum().backward()
     assert [spy.forward_ctxs[0][1]["requires_grad"] for spy in (a, b, c)] == [False, True, True]
-    assert [spy.forward_ctxs[0][1]["input_requires_grad"] for spy in (a, b, c)] == [False, True, True]
+    assert [spy.forward_ctxs[0][1]["input_requires_grad"] for spy in (a, b, c)] == [
+        False,
+        True,
+        True,
+    ]
     assert [len(spy.backward_ctxs) for spy in (a, b, c)] == [0, 1, 1]
     assert linear.weight.grad is not None
     with torch.no_grad():
@@ -266,7 +288,10 @@ def test_an_op_written_for_te_runs_unchanged(compiled):
     x = torch.randn(4, 3, requires_grad=True)
     fn = torch.compile(chain, fullgraph=True, backend="aot_eager") if compiled else chain
     fn(x).sum().backward()
-    reference, weight = x.detach().clone().requires_grad_(), op.weight.detach().clone().requires_grad_()
+    reference, weight = (
+        x.detach().clone().requires_grad_(),
+        op.weight.detach().clone().requires_grad_(),
+    )
     nn.functional.gelu(reference * weight, approximate="tanh").sum().backward()
     torch.testing.assert_close(x.grad, reference.grad)
     torch.testing.assert_close(op.weight.grad, weight.grad)
@@ -389,10 +414,16 @@ def test_a_fusion_that_expands_to_other_ops_names_its_plugin():
         @opfuse.hookimpl
         def opfuse_forward_fusions(self):
             return [
-                opfuse.Fusion((ops.Identity, ops.GELU), lambda matched: fusing.LinearBias(matched[:1]), name="short")
+                opfuse.Fusion(
+                    (ops.Identity, ops.GELU),
+                    lambda matched: fusing.LinearBias(matched[:1]),
+                    name="short",
+                )
             ]
 
-    record = opfuse.plugins.register(Plugin(), name="bad", distribution="opfuse-plugin-bad", version="1.2")
+    record = opfuse.plugins.register(
+        Plugin(), name="bad", distribution="opfuse-plugin-bad", version="1.2"
+    )
     try:
         text = r"fusion short \(plugin opfuse-plugin-bad 1.2\) does not expand .* expected \[Identity, GELU\], got \[Identity\]"
         with opfuse.plugins.using("bad"), pytest.raises(RuntimeError, match=text):
@@ -403,7 +434,9 @@ def test_a_fusion_that_expands_to_other_ops_names_its_plugin():
 
 def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
     class Keyword(ops.Identity):
-        def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, add=0.0):
+        def op_forward(
+            self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, add=0.0
+        ):
             return input_ + add
 
     class Fused(opfuse.FusedOperation):
@@ -416,7 +449,9 @@ def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
         x = torch.ones(1, 1)
         assert chain(x).item() == 100
         assert chain(x, op_kwargs={0: {"add": 1.0}}).item() == 2
-        assert "does not take the keyword argument 'add' given to Keyword" in str(fuser_of(chain)._last[1].plan.refused)
+        assert "does not take the keyword argument 'add' given to Keyword" in str(
+            fuser_of(chain)._last[1].plan.refused
+        )
     finally:
         handle.unregister()
 
@@ -438,7 +473,9 @@ def test_lent_parameters_live_on_their_owner():
     linear = ops.Linear(4, 4)
     basic = linear.basic_ops[0]
     assert basic.weight is linear.weight and not list(basic.parameters())
-    with pytest.raises(RuntimeError, match="BasicLinear.weight is the parameter of its Linear: set it there"):
+    with pytest.raises(
+        RuntimeError, match="BasicLinear.weight is the parameter of its Linear: set it there"
+    ):
         basic.weight = nn.Parameter(torch.zeros(4, 4))
     for value in (None, torch.zeros(4, 4)):
         with pytest.raises(RuntimeError, match="set it there"):
@@ -493,9 +530,13 @@ def test_options_are_checked():
 def test_overwriting_what_another_op_saved_is_refused():
     chain = opfuse.Sequential(ops.BasicLinear(2, 2), ops.AddExtraInput(in_place=True))
     h = torch.ones(1, 2, requires_grad=True) * 1
-    with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
+    with pytest.raises(
+        RuntimeError, match="overwrote an extra input that the backward of another op"
+    ):
         chain(h, h)
-    with pytest.raises(RuntimeError, match="overwrote an extra input that the backward of another op"):
+    with pytest.raises(
+        RuntimeError, match="overwrote an extra input that the backward of another op"
+    ):
         opfuse.Sequential(ops.Reshape((2,)), *chain, ops.Reshape((1, 2)))(h, h.view(2))
     chain(h, h.detach().clone()).sum().backward()
 
@@ -506,14 +547,18 @@ def test_overwriting_what_another_op_saved_is_refused():
 def test_a_forward_fusion_that_saves_nothing_is_named():
     class Forgetful(opfuse.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
-            return nn.functional.linear(input_, basic_op_ctxs[0].params[0], basic_op_ctxs[1].params[0]), [(), ()]
+            return nn.functional.linear(
+                input_, basic_op_ctxs[0].params[0], basic_op_ctxs[1].params[0]
+            ), [(), ()]
 
     class Plugin:
         @opfuse.hookimpl
         def opfuse_forward_fusions(self):
             return [opfuse.Fusion((ops.BasicLinear, ops.Bias), Forgetful)]
 
-    record = opfuse.plugins.register(Plugin(), name="forgetful", distribution="opfuse-plugin-forgetful", version="2")
+    record = opfuse.plugins.register(
+        Plugin(), name="forgetful", distribution="opfuse-plugin-forgetful", version="2"
+    )
     try:
         text = r"op 0 \(BasicLinear\) declares 2 saved tensors, but the forward of Forgetful \(opfuse-plugin-forgetful\) saved 0"
         with opfuse.plugins.using("forgetful"):
@@ -533,7 +578,9 @@ def test_an_op_that_gives_the_wrong_number_of_gradients(grads):
             return grad_output, grads
 
     y = opfuse.Sequential(Wrong())(torch.ones(2, 3, requires_grad=True))
-    with pytest.raises(RuntimeError, match=rf"op 0 \(Wrong\) must give 1 parameter gradients, gave {len(grads)}"):
+    with pytest.raises(
+        RuntimeError, match=rf"op 0 \(Wrong\) must give 1 parameter gradients, gave {len(grads)}"
+    ):
         y.sum().backward()
 
 
@@ -541,7 +588,12 @@ def test_a_parameter_or_extra_input_that_is_no_tensor():
     linear = ops.Linear(2, 2)
     linear.bias = None
     for mode in (torch.enable_grad, torch.no_grad):
-        with mode(), pytest.raises(TypeError, match=r"chain \[Linear\] expected a tensor as Linear.bias, got None"):
+        with (
+            mode(),
+            pytest.raises(
+                TypeError, match=r"chain \[Linear\] expected a tensor as Linear.bias, got None"
+            ),
+        ):
             linear(torch.ones(1, 2))
     with pytest.raises(TypeError, match="expected tensors as extra inputs, got int"):
         opfuse.Sequential(ops.AddExtraInput())(torch.ones(1, 2), 3)
@@ -550,7 +602,9 @@ def test_a_parameter_or_extra_input_that_is_no_tensor():
 def test_batched_gradients_work_or_say_what_does():
     chain, x = chain_and_input()
     x.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"batched \(vectorize=True\), unless .*double_backward=True"):
+    with pytest.raises(
+        RuntimeError, match=r"batched \(vectorize=True\), unless .*double_backward=True"
+    ):
         torch.autograd.functional.jacobian(chain, x, vectorize=True)
     with opfuse.options(double_backward=True):
         fast = torch.autograd.functional.jacobian(chain, x, vectorize=True)
@@ -565,19 +619,30 @@ def test_an_extra_input_made_in_inference_mode():
     assert x.grad.eq(1).all()
 
 
-@pytest.mark.parametrize("linear", [ops.BasicLinear(2, 2), ops.Linear(2, 2)], ids=["basic", "container"])
+@pytest.mark.parametrize(
+    "linear", [ops.BasicLinear(2, 2), ops.Linear(2, 2)], ids=["basic", "container"]
+)
 def test_a_shallow_copy_uses_its_own_parameters(linear):
     x = torch.ones(1, 2)
     assert linear(x).abs().sum() > 0
     twin = copy.copy(linear)
-    twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in linear._parameters.items()}
+    twin._parameters = {
+        name: nn.Parameter(torch.zeros_like(p)) for name, p in linear._parameters.items()
+    }
     assert twin(x).abs().sum() == 0
     twin(x).sum().backward()
-    assert all(p.grad is not None for p in twin.parameters()) and all(p.grad is None for p in linear.parameters())
+    assert all(p.grad is not None for p in twin.parameters()) and all(
+        p.grad is None for p in linear.parameters()
+    )
     assert linear(x).abs().sum() > 0
     assert opfuse.Sequential(twin, ops.Identity())(x).abs().sum() == 0
-    ours, theirs = ([module._cache for module in m.modules() if hasattr(module, "_cache")] for m in (twin, linear))
-    assert ours and not set(ours) & set(theirs)  # or one thread would run what another one made for the original
+    ours, theirs = (
+        [module._cache for module in m.modules() if hasattr(module, "_cache")]
+        for m in (twin, linear)
+    )
+    assert ours and not set(ours) & set(
+        theirs
+    )  # or one thread would run what another one made for the original
 
 
 def test_resetting_every_module_draws_like_torch():
@@ -620,7 +685,9 @@ def test_a_fused_op_that_returns_a_bare_tensor_is_named(kind, rows):
     handle = getattr(opfuse, f"register_{kind}_fusion")(fusion)
     try:
         chain = opfuse.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
-        message = rf"Bare \(registered in code\): fuser_{kind} must return a tuple of .*, got Tensor"
+        message = (
+            rf"Bare \(registered in code\): fuser_{kind} must return a tuple of .*, got Tensor"
+        )
         with pytest.raises(TypeError, match=message):
             chain(torch.ones(rows, 3, requires_grad=True)).sum().backward()
     finally:
@@ -632,5 +699,7 @@ def test_an_op_whose_backward_returns_a_bare_tensor_is_named():
         def op_backward(self, ctx, grad_output):
             return grad_output
 
-    with pytest.raises(TypeError, match="BareOp: op_backward must return a tuple of .*, got Tensor"):
+    with pytest.raises(
+        TypeError, match="BareOp: op_backward must return a tuple of .*, got Tensor"
+    ):
         opfuse.Sequential(BareOp())(torch.ones(2, 3, requires_grad=True)).sum().backward()

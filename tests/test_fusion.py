@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse import Fusion, Maybe, OneOf, Some, Subclasses, ops
+from opfuse import Fusion, OneOf, OneOrMore, Optional, Subclasses, ops
 from opfuse.fusion import fusion_name
 from opfuse.overrides import PASS_METHODS, op_class
 
@@ -57,13 +57,13 @@ def ops_of(letters):
         ([Subclasses(B)], "ABC", [(1, 2)]),
         ([OneOf(B, C), A], "BACAAA", [(0, 2), (2, 4)]),
         ([OneOf(Subclasses(B), C)], "ABC", [(1, 2), (2, 3)]),
-        ([A, Maybe(B), C], "ABCAC", [(0, 3), (3, 5)]),
-        ([A, Maybe(B)], "AB", [(0, 1), (0, 2)]),
-        ([Maybe(A), B], "AB", [(0, 2), (1, 2)]),
-        ([Some(A)], "AAB", [(0, 1), (0, 2), (1, 2)]),
-        ([Some(OneOf(A, B)), C], "ABCC", [(0, 3), (1, 3)]),
-        ([Some(A), A], "AAA", [(0, 2), (0, 3), (1, 3)]),
-        ([Maybe(OneOf(A, B)), C], "BC", [(0, 2), (1, 2)]),
+        ([A, Optional(B), C], "ABCAC", [(0, 3), (3, 5)]),
+        ([A, Optional(B)], "AB", [(0, 1), (0, 2)]),
+        ([Optional(A), B], "AB", [(0, 2), (1, 2)]),
+        ([OneOrMore(A)], "AAB", [(0, 1), (0, 2), (1, 2)]),
+        ([OneOrMore(OneOf(A, B)), C], "ABCC", [(0, 3), (1, 3)]),
+        ([OneOrMore(A), A], "AAA", [(0, 2), (0, 3), (1, 3)]),
+        ([Optional(OneOf(A, B)), C], "BC", [(0, 2), (1, 2)]),
         ([A, B, C], "AB", []),
         ([C], "", []),
     ],
@@ -71,7 +71,9 @@ def ops_of(letters):
 def test_match(pattern, chain, matches):
     fusion = Fusion(pattern, build)
     basic = ops_of(chain)
-    assert [(start, stop) for start in range(len(basic)) for stop in fusion.match(basic, start)] == matches
+    assert [
+        (start, stop) for start in range(len(basic)) for stop in fusion.match(basic, start)
+    ] == matches
 
 
 def test_a_parametrized_op_counts_as_its_class():
@@ -166,7 +168,12 @@ class ByFuser(Passes):
         (OwnFuser(), ops.SiLU, ("op_forward",), True),
         (OwnSplit(), ops.SwiGLU, (), False),
         (ByFuser(), Passes, PASS_METHODS, True),  # both passes are abstract
-        (ops.AddExtraInput(), opfuse.BasicOperation, (), True),  # which says nothing about the arithmetic
+        (
+            ops.AddExtraInput(),
+            opfuse.BasicOperation,
+            (),
+            True,
+        ),  # which says nothing about the arithmetic
         (nn.Linear(2, 2), ops.SiLU, (), False),
     ],
 )
@@ -197,7 +204,9 @@ def test_what_overrides_its_passes_is_not_matched_and_told(fused):
     assert [fusion.match(list(chain), i) for i in range(5)] == [[]] * 5
     handles = [
         opfuse.register_forward_fusion(fusion),
-        opfuse.register_forward_fusion(Fusion([Some(Subclasses(ops.Activation))], fused("NorThis"), lambda *_: "no")),
+        opfuse.register_forward_fusion(
+            Fusion([OneOrMore(Subclasses(ops.Activation))], fused("NorThis"), lambda *_: "no")
+        ),
     ]
     try:
         with opfuse.plugins.using(""):
@@ -205,7 +214,9 @@ def test_what_overrides_its_passes_is_not_matched_and_told(fused):
     finally:
         for handle in handles:
             handle.unregister()
-    assert [(row["fusion"], row["basic_ops"], row["reason"]) for row in report.to_dict()["refused"]] == [
+    assert [
+        (row["fusion"], row["basic_ops"], row["reason"]) for row in report.to_dict()["refused"]
+    ] == [
         ("mine", ["Bias", "OwnForward"], "OwnForward overrides op_forward"),
         ("NorThis", ["OwnForward"], "OwnForward overrides op_forward"),
         ("mine", ["Bias", "Plain"], "this Bias has its own op_forward"),
@@ -219,7 +230,10 @@ def test_a_pass_that_nothing_would_run_is_refused():
         def op_forward(self, ctx, input_, **unused):
             raise AssertionError
 
-    with pytest.raises(TypeError, match=r"^Mine.op_forward would never run, since it runs as \[BasicLinear, Bias\]: ov"):
+    with pytest.raises(
+        TypeError,
+        match=r"^Mine.op_forward would never run, since it runs as \[BasicLinear, Bias\]: ov",
+    ):
         opfuse.Sequential(Mine(2, 2))(torch.ones(1, 2))
 
 
@@ -234,20 +248,36 @@ def test_a_derived_class_is_not_taken_for_a_torch_made_one():
     ("arguments", "error", "text"),
     [
         ({"pattern": []}, ValueError, "is empty or matches nothing"),
-        ({"pattern": [Maybe(A), Maybe(B)]}, ValueError, "is empty or matches nothing"),
+        ({"pattern": [Optional(A), Optional(B)]}, ValueError, "is empty or matches nothing"),
         ({"pattern": "AB"}, TypeError, "a fusion's pattern is a sequence of elements, got 'AB'"),
         ({"pattern": A}, TypeError, "a fusion's pattern is a sequence of elements, got <class"),
         ({"pattern": [nn.Linear]}, TypeError, "patterns are made of basic ops, Linear is none"),
-        ({"pattern": [opfuse.FusedOperation]}, TypeError, "patterns are made of basic ops, FusedOperation is none"),
-        ({"pattern": [3]}, TypeError, "3 is not a class, Subclasses, OneOf, Maybe or Some"),
+        (
+            {"pattern": [opfuse.FusedOperation]},
+            TypeError,
+            "patterns are made of basic ops, FusedOperation is none",
+        ),
+        ({"pattern": [3]}, TypeError, "3 is not a class, Subclasses, OneOf, Optional or OneOrMore"),
         ({"pattern": [A()]}, TypeError, "A() is not a class, Subclasses"),
         ({"pattern": [Subclasses(3)]}, TypeError, "Subclasses takes a class, got 3"),
         ({"pattern": [OneOf()]}, ValueError, "OneOf() is empty"),
         ({"pattern": [OneOf(A, int)]}, TypeError, "patterns are made of basic ops, int is none"),
-        ({"pattern": [OneOf(A, Maybe(B))]}, TypeError, "OneOf takes classes, Subclasses and OneOf, got Maybe("),
-        ({"pattern": [Maybe(Some(A)), B]}, TypeError, "Maybe and Some take a class, Subclasses or OneOf, got Some("),
-        ({"pattern": [Some("A")]}, TypeError, "'A' is not a class, Subclasses"),
-        ({"build": 3}, TypeError, "a fusion's build is a FusedOperation subclass or a function, got 3"),
+        (
+            {"pattern": [OneOf(A, Optional(B))]},
+            TypeError,
+            "OneOf takes classes, Subclasses and OneOf, got Optional(",
+        ),
+        (
+            {"pattern": [Optional(OneOrMore(A)), B]},
+            TypeError,
+            "Optional and OneOrMore take a class, Subclasses or OneOf, got OneOrMore(",
+        ),
+        ({"pattern": [OneOrMore("A")]}, TypeError, "'A' is not a class, Subclasses"),
+        (
+            {"build": 3},
+            TypeError,
+            "a fusion's build is a FusedOperation subclass or a function, got 3",
+        ),
         ({"when": True}, TypeError, "when is a function of (ops, env), got True"),
         ({"priority": 1.5}, TypeError, "priority is an int, got 1.5"),
         ({"priority": "high"}, TypeError, "priority is an int, got 'high'"),
@@ -298,4 +328,7 @@ def test_benefit():
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32)
     assert Fusion([A, B, C], build).benefit_of(basic, env) == 4
     assert Fusion([A, B, C], build, benefit=1.5).benefit_of(basic, env) == 1.5
-    assert Fusion([A, B, C], build, benefit=lambda ops, env: len(ops) * 10).benefit_of(basic, env) == 30
+    assert (
+        Fusion([A, B, C], build, benefit=lambda ops, env: len(ops) * 10).benefit_of(basic, env)
+        == 30
+    )

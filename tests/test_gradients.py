@@ -15,7 +15,6 @@ from opfuse import ops
 pytestmark = pytest.mark.usefixtures("no_plugins")
 
 
-
 class ExtraOp(opfuse.BasicOperation):
     """Base of ops with extra tensors."""
 
@@ -86,7 +85,9 @@ def reading(op):
 
 
 @pytest.mark.parametrize("before", [[], [ops.GELU]], ids=["first", "second"])
-@pytest.mark.parametrize("make", [fork, lambda: Twin().set_extra_output_channel(0, "a", output_to_caller=False)])
+@pytest.mark.parametrize(
+    "make", [fork, lambda: Twin().set_extra_output_channel(0, "a", output_to_caller=False)]
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_extra_input_out_of_a_channel_says_that_it_needs_a_gradient(before, make, compiled):
     chain = opfuse.Sequential(*[op() for op in before], make(), ops.SiLU(), reading(Times()))
@@ -138,7 +139,9 @@ def test_an_extra_input_that_is_given_on_is_no_trap():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_extra_inputs_are_refused(dtype):
-    with pytest.raises(TypeError, match=r"extra input 0 of op 0 \(Times\) expected .* got torch.complex"):
+    with pytest.raises(
+        TypeError, match=r"extra input 0 of op 0 \(Times\) expected .* got torch.complex"
+    ):
         Times()(torch.randn(2, 3), torch.randn(2, 3, dtype=dtype))
 
 
@@ -148,13 +151,19 @@ def test_complex_extra_inputs_are_refused(dtype):
 def three():
     """A chain with an extra output in the middle, and parameters on both sides."""
     return opfuse.Sequential(
-        ops.BasicLinear(4, 4), fork(public=True), ops.Linear(4, 4), ops.GELU(), reading(ops.AddExtraInput())
+        ops.BasicLinear(4, 4),
+        fork(public=True),
+        ops.Linear(4, 4),
+        ops.GELU(),
+        reading(ops.AddExtraInput()),
     ).double()
 
 
 @pytest.mark.parametrize("dead", [ops.Linear, ops.BasicLinear])
 def test_what_the_loss_does_not_use_gets_no_gradient(dead):
-    chain = opfuse.Sequential(ops.BasicLinear(4, 4), ops.MakeExtraOutput(), dead(4, 4), ops.GELU(), ops.AddExtraInput())
+    chain = opfuse.Sequential(
+        ops.BasicLinear(4, 4), ops.MakeExtraOutput(), dead(4, 4), ops.GELU(), ops.AddExtraInput()
+    )
     x, extra = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     _y, fork = chain(x, extra)
     fork.sum().backward()
@@ -182,7 +191,9 @@ def test_as_pytorch_does_it(use):
     h = x @ chain[0].weight.t()
     expected = F.gelu(F.linear(h, chain[2].weight, chain[2].bias), approximate="tanh") + h, h
     losses = [
-        {"main": out.square().sum(), "extra": branch.square().sum(), "both": (out * branch).sum()}[use]
+        {"main": out.square().sum(), "extra": branch.square().sum(), "both": (out * branch).sum()}[
+            use
+        ]
         for out, branch in ((y, extra), expected)
     ]
     grads = [torch.autograd.grad(loss, tensors, allow_unused=True) for loss in losses]
@@ -213,11 +224,15 @@ class OneByOne(opfuse.FusedOperation):
 def test_fused_ops_and_a_branch_that_is_not_used(kind, pattern, make):
     def build():
         torch.manual_seed(0)
-        return opfuse.Sequential(ops.BasicLinear(4, 4), make(), ops.BasicLinear(4, 4), ops.GELU()).double()
+        return opfuse.Sequential(
+            ops.BasicLinear(4, 4), make(), ops.BasicLinear(4, 4), ops.GELU()
+        ).double()
 
     classes = [op_class for op_class in (ops.BasicLinear, make, ops.BasicLinear, ops.GELU)]
     built = []
-    fusion = opfuse.Fusion(classes[slice(*pattern)], lambda basic: built.append(OneByOne(basic)) or built[-1])
+    fusion = opfuse.Fusion(
+        classes[slice(*pattern)], lambda basic: built.append(OneByOne(basic)) or built[-1]
+    )
     register = {
         "forward": opfuse.register_forward_fusion,
         "backward": opfuse.register_backward_fusion,
@@ -226,7 +241,9 @@ def test_fused_ops_and_a_branch_that_is_not_used(kind, pattern, make):
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     plain, fused = build(), build()
     _y, extra = plain(x)
-    expected = torch.autograd.grad(extra.square().sum(), [x, *plain.parameters()], allow_unused=True)
+    expected = torch.autograd.grad(
+        extra.square().sum(), [x, *plain.parameters()], allow_unused=True
+    )
     assert [grad is None for grad in expected] == [False, False, True]
     handle = register(fusion)
     try:
@@ -263,7 +280,10 @@ def test_a_chain_whose_output_gets_no_gradient_gives_none():
 def test_a_parameter_that_comes_late_is_refused():
     op = Plain()
     op.gain = nn.Parameter(torch.ones(3))
-    with pytest.raises(TypeError, match=r"op 0 \(Plain\) of .* has a parameter gain that it does not take, or that it got after"):
+    with pytest.raises(
+        TypeError,
+        match=r"op 0 \(Plain\) of .* has a parameter gain that it does not take, or that it got after",
+    ):
         opfuse.Sequential(op)(torch.randn(2, 3))
 
 
@@ -278,7 +298,9 @@ def test_also_in_an_op_that_is_in_use():
     chain = opfuse.Sequential(Plain(), ops.GELU())
     chain(torch.randn(2, 3))
     chain[0].gain = nn.Parameter(torch.ones(3))
-    with pytest.raises(TypeError, match="has a parameter gain that it does not take, or that it got after"):
+    with pytest.raises(
+        TypeError, match="has a parameter gain that it does not take, or that it got after"
+    ):
         chain(torch.randn(2, 3))
     del chain[0].gain
     chain[0].inner = nn.Linear(3, 3)
@@ -286,7 +308,9 @@ def test_also_in_an_op_that_is_in_use():
         chain(torch.randn(2, 3))
 
 
-@pytest.mark.parametrize("derive", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
+@pytest.mark.parametrize(
+    "derive", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal]
+)
 def test_parametrizations_may_come_late(derive):
     chain = opfuse.Sequential(ops.GELU(), ops.BasicLinear(3, 3))
     chain(torch.randn(2, 3))
@@ -307,7 +331,9 @@ def test_gradients_of_no_parameter_are_refused():
         def op_backward(self, ctx, grad_output):
             return grad_output, (grad_output,)
 
-    with pytest.raises(RuntimeError, match=r"op 1 \(Giving\) has no parameters, but its backward gave 1 gradients"):
+    with pytest.raises(
+        RuntimeError, match=r"op 1 \(Giving\) has no parameters, but its backward gave 1 gradients"
+    ):
         opfuse.Sequential(ops.GELU(), Giving())(torch.randn(2, requires_grad=True)).sum().backward()
 
 
@@ -323,7 +349,9 @@ def test_saving_what_was_not_declared_is_refused(compiled):
     chain = opfuse.Sequential(ops.GELU(), Saving())
     torch._dynamo.reset()
     model = torch.compile(chain, backend="eager") if compiled else chain
-    with pytest.raises(Exception, match=r"Saving\)? declares saved_names = \(\), and its forward gave tensors"):
+    with pytest.raises(
+        Exception, match=r"Saving\)? declares saved_names = \(\), and its forward gave tensors"
+    ):
         model(torch.randn(2, requires_grad=True))
 
 
@@ -335,13 +363,20 @@ def test_a_gradient_that_is_missing_is_refused(before):
 
     chain = opfuse.Sequential(*[op() for op in before], Forgetting())
     needs = r"op 0 \(GELU\)" if before else "the input of the chain"
-    with pytest.raises(RuntimeError, match=f"Forgetting: op_backward gave None .* which {needs} needs"):
+    with pytest.raises(
+        RuntimeError, match=f"Forgetting: op_backward gave None .* which {needs} needs"
+    ):
         chain(torch.randn(2, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize(
     ("result", "got"),
-    [(None, "NoneType"), ((1, 2, 3), "int, int, int"), ((None, [()]), "NoneType, list"), ([1, 2], "list")],
+    [
+        (None, "NoneType"),
+        ((1, 2, 3), "int, int, int"),
+        ((None, [()]), "NoneType, list"),
+        ([1, 2], "list"),
+    ],
 )
 def test_a_forward_that_gives_something_else_is_named(result, got):
     class Wrong(opfuse.FusedOperation):
@@ -350,13 +385,17 @@ def test_a_forward_that_gives_something_else_is_named(result, got):
 
     handle = opfuse.register_forward_fusion(opfuse.Fusion([ops.GELU], Wrong))
     try:
-        with pytest.raises(TypeError, match=rf"Wrong \(registered in code\): fuser_forward must return .*{got}"):
+        with pytest.raises(
+            TypeError, match=rf"Wrong \(registered in code\): fuser_forward must return .*{got}"
+        ):
             opfuse.Sequential(ops.GELU(), ops.SiLU())(torch.randn(2))
     finally:
         handle.unregister()
 
 
-@pytest.mark.parametrize("result", [None, (torch.ones(2), [()]), (1, 2, 3, 4)], ids=["none", "two", "four"])
+@pytest.mark.parametrize(
+    "result", [None, (torch.ones(2), [()]), (1, 2, 3, 4)], ids=["none", "two", "four"]
+)
 def test_a_backward_that_gives_something_else_is_named(result):
     class Wrong(opfuse.FusedOperation):
         def fuser_backward(self, *args, **kwargs):
@@ -365,7 +404,9 @@ def test_a_backward_that_gives_something_else_is_named(result):
     handle = opfuse.register_backward_fusion(opfuse.Fusion([ops.GELU], Wrong))
     try:
         y = opfuse.Sequential(ops.SiLU(), ops.GELU())(torch.randn(2, requires_grad=True))
-        with pytest.raises(TypeError, match=r"Wrong \(registered in code\): fuser_backward must return a tuple of"):
+        with pytest.raises(
+            TypeError, match=r"Wrong \(registered in code\): fuser_backward must return a tuple of"
+        ):
             y.sum().backward()
     finally:
         handle.unregister()
@@ -386,13 +427,22 @@ def test_what_a_class_declares_is_not_said_of_a_subclass_with_passes_of_its_own(
         def op_backward(self, ctx, grad_output):
             return grad_output, ()
 
-    assert (Straight.grad_input, Straight.differentiable, Straight.saved_names) == ("shared", False, None)
+    assert (Straight.grad_input, Straight.differentiable, Straight.saved_names) == (
+        "shared",
+        False,
+        None,
+    )
     chain, w = opfuse.Sequential(ops.SiLU(), Straight()), torch.randn(4, requires_grad=True)
     z = w.exp()
     ((chain(w) + z) * 2).sum().backward()
     x = w.detach().requires_grad_()
-    torch.testing.assert_close(w.grad, torch.autograd.grad(F.silu(x).sum(), x)[0] * 2 + 2 * z.detach())
-    with opfuse.options(double_backward=True), pytest.raises(RuntimeError, match="not declared to be differentiable"):
+    torch.testing.assert_close(
+        w.grad, torch.autograd.grad(F.silu(x).sum(), x)[0] * 2 + 2 * z.detach()
+    )
+    with (
+        opfuse.options(double_backward=True),
+        pytest.raises(RuntimeError, match="not declared to be differentiable"),
+    ):
         chain(w)
 
 
@@ -413,17 +463,24 @@ class Scaling(opfuse.BasicOperation):
         return grad_output * ctx.saved_tensors[0], ()
 
 
-@pytest.mark.parametrize("inside", [lambda scale: scale, lambda scale: [scale], lambda scale: {"a": (scale, 1)}])
+@pytest.mark.parametrize(
+    "inside", [lambda scale: scale, lambda scale: [scale], lambda scale: {"a": (scale, 1)}]
+)
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_tensor_as_keyword_argument_that_wants_a_gradient(leaf, inside):
     chain, scale = opfuse.Sequential(ops.SiLU(), Scaling()), torch.tensor(2.0, requires_grad=leaf)
     x = torch.randn(3, 4, requires_grad=not leaf)
     given = scale if leaf else scale + x.sum()
-    with pytest.raises(TypeError, match=r"op 1 \(Scaling\) .* 'scale', and a keyword argument gets no gradient"):
+    with pytest.raises(
+        TypeError, match=r"op 1 \(Scaling\) .* 'scale', and a keyword argument gets no gradient"
+    ):
         chain(x, op_kwargs={1: {"scale": inside(given)}})
     with torch.no_grad():
         chain(x, op_kwargs={1: {"scale": given}})
-    with opfuse.options(double_backward=True), pytest.raises(RuntimeError, match="not declared to be differentiable"):
+    with (
+        opfuse.options(double_backward=True),
+        pytest.raises(RuntimeError, match="not declared to be differentiable"),
+    ):
         chain(x, op_kwargs={1: {"scale": given}})
 
 
@@ -440,7 +497,9 @@ def test_a_tensor_on_an_op_that_wants_a_gradient():
             return self.slope.expand_as(x)
 
     x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(TypeError, match=r"op 0 \(Steep\) .* has the tensor 'slope', which requires grad"):
+    with pytest.raises(
+        TypeError, match=r"op 0 \(Steep\) .* has the tensor 'slope', which requires grad"
+    ):
         Steep()(x)
     late = OfBase()
     late(x)
@@ -511,7 +570,9 @@ def test_a_scaled_activation_takes_formulas_alone():
 
 
 @pytest.mark.parametrize("behind", [(), (ops.Bias(4),)])
-@pytest.mark.parametrize("wrong, got", [(lambda x: (x, x), r"\(Tensor, Tensor\)"), (lambda x: [x], "list")])
+@pytest.mark.parametrize(
+    "wrong, got", [(lambda x: (x, x), r"\(Tensor, Tensor\)"), (lambda x: [x], "list")]
+)
 def test_a_forward_that_gives_no_tensor(wrong, got, behind):
     class Wrong(opfuse.BasicOperation):
         def op_forward(self, ctx, input_, **unused):
@@ -520,7 +581,9 @@ def test_a_forward_that_gives_no_tensor(wrong, got, behind):
         def op_backward(self, ctx, grad_output):
             return grad_output, ()
 
-    with pytest.raises(TypeError, match=f"Wrong: op_forward must return its output, a tensor, got {got}"):
+    with pytest.raises(
+        TypeError, match=f"Wrong: op_forward must return its output, a tensor, got {got}"
+    ):
         opfuse.Sequential(ops.SiLU(), Wrong(), *behind)(torch.randn(3, 4, requires_grad=True))
 
 
@@ -573,7 +636,10 @@ def test_a_forward_that_leaves_no_attribute_is_named():
 
     handle = opfuse.register_forward_fusion(opfuse.Fusion([Slope], Short))
     try:
-        with pytest.raises(RuntimeError, match=r"op 0 \(Slope\) declares the context attribute 'slope', but .* Short"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"op 0 \(Slope\) declares the context attribute 'slope', but .* Short",
+        ):
             opfuse.Sequential(Slope(2.0))(torch.randn(2, requires_grad=True))
     finally:
         handle.unregister()
@@ -597,12 +663,16 @@ def test_tangents_are_not_lost(frozen, autocast):
         with forward_ad.dual_level(), torch.autocast("cpu", enabled=autocast):
             y = chain(forward_ad.make_dual(x, tangent))
             got = forward_ad.unpack_dual(y).tangent
-        assert [step.fusion for step in opfuse.explain(chain, x).calls[0].plan.forward][-1] == "Blind"
+        assert [step.fusion for step in opfuse.explain(chain, x).calls[0].plan.forward][
+            -1
+        ] == "Blind"
     finally:
         handle.unregister()
     plain = lambda x: F.gelu(F.linear(x, chain[0].weight, chain[0].bias), approximate="tanh")  # noqa: E731
     _, expected = torch.func.jvp(plain, (x,), (tangent,))
-    torch.testing.assert_close(got.float(), expected, rtol=0.1 if autocast else 1e-5, atol=0.1 if autocast else 1e-6)
+    torch.testing.assert_close(
+        got.float(), expected, rtol=0.1 if autocast else 1e-5, atol=0.1 if autocast else 1e-6
+    )
 
 
 # Writing where nobody may
@@ -625,14 +695,27 @@ def test_the_option_debug_finds_a_step_that_writes(where):
             return result
 
     chain = opfuse.Sequential(ops.ConstantScale(1.0), Writing(3, 3))
-    what = {"input": "its input", "parameter": "a parameter", "saved": "a tensor saved", "gradient": "the gradient of"}
-    with opfuse.options(debug=True), pytest.raises(RuntimeError, match=rf"Writing \[Writing\] wrote into {what[where]}"):
+    what = {
+        "input": "its input",
+        "parameter": "a parameter",
+        "saved": "a tensor saved",
+        "gradient": "the gradient of",
+    }
+    with (
+        opfuse.options(debug=True),
+        pytest.raises(RuntimeError, match=rf"Writing \[Writing\] wrote into {what[where]}"),
+    ):
         chain(torch.randn(2, 3, requires_grad=True)).square().sum().backward()
 
 
 def test_the_option_debug_lets_the_library_be():
     chain = opfuse.Sequential(
-        fork(), ops.RMSNorm(8), ops.Linear(8, 16), ops.SwiGLU(), ops.Dropout(0.5), reading(ops.AddExtraInput())
+        fork(),
+        ops.RMSNorm(8),
+        ops.Linear(8, 16),
+        ops.SwiGLU(),
+        ops.Dropout(0.5),
+        reading(ops.AddExtraInput()),
     )
     with opfuse.options(debug=True):
         chain(torch.randn(2, 8, requires_grad=True)).sum().backward()
@@ -673,7 +756,9 @@ def test_rows_are_told_only_where_they_are_known():
         opfuse.Sequential(ops.Reshape((-1, 64)), ops.GELU())(torch.randn(16, 4))
         assert set(told) == {(1, None)}
         told.clear()
-        opfuse.Sequential(Plain(), ops.GELU())(torch.randn(16, 4))  # does not say that it keeps them
+        opfuse.Sequential(Plain(), ops.GELU())(
+            torch.randn(16, 4)
+        )  # does not say that it keeps them
         assert set(told) == {(1, None)}
     finally:
         handle.unregister()
@@ -696,5 +781,8 @@ def test_saved_tensors_written_by_a_forward(names, compiled, grad):
     op = opfuse.Sequential(Square())
     torch.compiler.reset()  # else its limit of recompilations may be reached
     call = torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op
-    with pytest.raises(Exception, match="wrote saved_tensors on its context"), torch.set_grad_enabled(grad):
+    with (
+        pytest.raises(Exception, match="wrote saved_tensors on its context"),
+        torch.set_grad_enabled(grad),
+    ):
         call(torch.ones(3, requires_grad=True))

@@ -56,7 +56,9 @@ def imports_of(path, package):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            up = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             base = ".".join([*up, *([node.module] if node.module else [])])
             yield from ((base, alias.name) for alias in node.names)
 
@@ -77,7 +79,9 @@ def arrows():
 
 def floor(module):
     """On which floor a module is: the floor of the longest name that it begins with."""
-    fits = [(len(name), i) for i, names in enumerate(FLOORS) for name in names if within(module, name)]
+    fits = [
+        (len(name), i) for i, names in enumerate(FLOORS) for name in names if within(module, name)
+    ]
     assert fits, f"{module} has no floor"
     return max(fits)[1]
 
@@ -102,16 +106,30 @@ def test_there_is_no_circle():
 
 
 def test_every_floor_is_lived_on():
-    assert {name for names in FLOORS for name in names} <= {*SOURCES, *(m.partition(".")[0] for m in SOURCES)}
+    assert {name for names in FLOORS for name in names} <= {
+        *SOURCES,
+        *(m.partition(".")[0] for m in SOURCES),
+    }
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("plugins/*/src")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("plugins/*/src")), ids=lambda path: path.parent.name
+)
 def test_a_plugin_imports_nothing_private(path):
     for file in path.rglob("*.py"):
         for base, name in imports_of(file, f"{file.parent.name}"):
-            if base.partition(".")[0] in ("opfuse", *(p.name for p in ROOT.glob("plugins/*/src/*"))):
+            if base.partition(".")[0] in (
+                "opfuse",
+                *(p.name for p in ROOT.glob("plugins/*/src/*")),
+            ):
                 parts = [*base.split("."), *([name] if name else [])]
-                private = [part for part in parts if part.startswith("_") and not part.startswith("__")]
+                private = [
+                    part for part in parts if part.startswith("_") and not part.startswith("__")
+                ]
                 assert not private, f"{file.name} imports {base}.{name}"
-                mine = base.startswith("opfuse.") or base == "opfuse" or base.partition(".")[0] == file.parent.name
+                mine = (
+                    base.startswith("opfuse.")
+                    or base == "opfuse"
+                    or base.partition(".")[0] == file.parent.name
+                )
                 assert mine, f"{file.name} imports another plugin: {base}"

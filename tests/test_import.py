@@ -11,7 +11,9 @@ import opfuse
 def python(code, **env):
     import os
 
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -33,8 +35,8 @@ def test_import_adds_little_to_torch():
 def test_public_names():
     for name in opfuse.__all__:
         assert getattr(opfuse, name) is not None
-    names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Maybe
-    Some OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
+    names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional
+    OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
     checkpoint_contexts plugins ops computes_as"""
     assert set(names.split()) == set(opfuse.__all__)

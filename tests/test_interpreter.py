@@ -19,7 +19,9 @@ pytestmark = pytest.mark.alone
 
 HERE = pathlib.Path(__file__)
 has_triton = importlib.util.find_spec("triton") is not None
-interpreted = pytest.mark.skipif(not (has_triton and is_interpreting()), reason="needs Triton and TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(
+    not (has_triton and is_interpreting()), reason="needs Triton and TRITON_INTERPRET=1"
+)
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 CASTS = [
     (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16),
@@ -43,7 +45,11 @@ def values(dtype):
         return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     if dtype.itemsize == 2:
         return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-    ties = (torch.arange(0, 65536, 2, dtype=torch.int64) * 65536 + 32768).to(torch.int32).view(torch.float32)
+    ties = (
+        (torch.arange(0, 65536, 2, dtype=torch.int64) * 65536 + 32768)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     return torch.cat([ties, torch.randn(32768, generator=torch.Generator().manual_seed(0)) * 100])
 
 
@@ -98,7 +104,9 @@ def test_installing_twice_and_taking_it_back():
 
 def test_tiers_say_why_they_cannot_run():
     reasons = {tier.name: tier.reason for tier in tiers()}
-    assert set(reasons) == {"reference", "interpret", "gpu"} and "\n" not in "".join(reasons.values())
+    assert set(reasons) == {"reference", "interpret", "gpu"} and "\n" not in "".join(
+        reasons.values()
+    )
     assert [name for name, reason in reasons.items() if not reason]
     if not has_triton:
         assert reasons["interpret"] == "triton is not installed"
@@ -120,14 +128,24 @@ def test_with_the_interpreter(tmp_path):
     support = HERE.parent / "support"
     info = tmp_path / "opfuse_plugin_triton_bias-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: opfuse-plugin-triton-bias\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: opfuse-plugin-triton-bias\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text("[opfuse.v1]\ntriton_bias = triton_bias\n")
     (tmp_path / "test_conformance.py").write_text(SUITE)
     path = os.pathsep.join([str(tmp_path), str(support), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "error", "-p", "no:cacheprovider"]
-    command += ["-c", str(HERE.parent.parent / "pyproject.toml"), f"--rootdir={tmp_path}", str(HERE), "test_conformance.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    command += [
+        "-c",
+        str(HERE.parent.parent / "pyproject.toml"),
+        f"--rootdir={tmp_path}",
+        str(HERE),
+        "test_conformance.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     assert "passed" in done.stdout and "reference: TRITON_INTERPRET is set" in done.stdout

@@ -59,7 +59,9 @@ def test_the_forward_of_a_subclass_runs():
     y = chain(x)
     linear = chain[1]
     h = F.gelu(x, approximate="tanh")
-    expected = F.gelu(F.linear(h, linear.weight, linear.bias) + h @ linear.adapter, approximate="tanh")
+    expected = F.gelu(
+        F.linear(h, linear.weight, linear.bias) + h @ linear.adapter, approximate="tanh"
+    )
     torch.testing.assert_close(y, expected)
     wanted = [x, linear.weight, linear.bias, linear.adapter]
     got = torch.autograd.grad(y.sum(), wanted)
@@ -83,7 +85,9 @@ def test_parameters_of_its_own_forward_get_gradients(make):
     else:
         plain = h @ op.weight.t() + op.adapter(h)
     expected = torch.autograd.grad(F.gelu(plain, approximate="tanh").sum(), list(op.parameters()))
-    for got, true in zip(torch.autograd.grad(chain(x).sum(), list(op.parameters())), expected, strict=True):
+    for got, true in zip(
+        torch.autograd.grad(chain(x).sum(), list(op.parameters())), expected, strict=True
+    ):
         torch.testing.assert_close(got, true)
 
 
@@ -170,7 +174,9 @@ def test_compiled():
 # What is in use may change
 
 
-@pytest.mark.parametrize("name", ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"])
+@pytest.mark.parametrize(
+    "name", ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"]
+)
 def test_a_dictionary_of_hooks_that_was_replaced_is_seen(name):
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
     x = torch.randn(2, 3, requires_grad=True)
@@ -267,7 +273,10 @@ def test_a_declaration_that_was_replaced_counts():
     x = torch.randn(2, 3)
     chain(x)
     chain[1].differentiable = False
-    with opfuse.options(double_backward=True), pytest.raises(RuntimeError, match="not declared to be differentiable"):
+    with (
+        opfuse.options(double_backward=True),
+        pytest.raises(RuntimeError, match="not declared to be differentiable"),
+    ):
         chain(x)
 
 

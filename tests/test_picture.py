@@ -26,7 +26,9 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.chain = opfuse.Sequential(RMSNorm(8), Linear(8, 8), GELU(), Dropout(0.1), Linear(8, 8), SiLU())
+        self.chain = opfuse.Sequential(
+            RMSNorm(8), Linear(8, 8), GELU(), Dropout(0.1), Linear(8, 8), SiLU()
+        )
         self.other = opfuse.Sequential(Linear(8, 8), GELU())
 
     def forward(self, x):
@@ -65,7 +67,10 @@ def boxes(root):
 
 
 def texts(root):
-    return [(t.get("class"), float(t.get("x")), float(t.get("y")), t.text) for t in root.iter(SVG + "text")]
+    return [
+        (t.get("class"), float(t.get("x")), float(t.get("y")), t.text)
+        for t in root.iter(SVG + "text")
+    ]
 
 
 def inside(box, texts):
@@ -99,13 +104,17 @@ def test_every_step_is_there(explanation, tmp_path):
 def test_a_box_spans_its_ops(explanation, tmp_path):
     found = boxes(ElementTree.fromstring(drawn(explanation, tmp_path)))
     ops = [box for box in found if box[0] == "op"]
-    (long, joint), (back, grad) = ([b for b in found if b[0] == kind] for kind in ("forward", "backward"))
+    (long, joint), (back, grad) = (
+        [b for b in found if b[0] == kind] for kind in ("forward", "backward")
+    )
     assert (long[2], long[4]) == (ops[0][2], ops[1][4])
     assert (joint[2], joint[4]) == (back[2], back[4]) == (ops[3][2], ops[4][4])
     assert (grad[2], grad[4]) == (ops[6][2], ops[7][4])
     casts = [box for box in found if box[0] == "cast"]
     (forward,) = [box for box in casts if box[1] == long[1]]  # before the linear that reads it
-    first, last = [box for box in casts if box[1] == grad[1]]  # behind the linears whose gradient it is
+    first, last = [
+        box for box in casts if box[1] == grad[1]
+    ]  # behind the linears whose gradient it is
     for box, index in ((forward, 4), (last, 5), (first, 1)):
         assert ops[index][4] < box[2] and box[4] < ops[index + 1][2]
 
@@ -132,7 +141,9 @@ def test_the_same_plan_is_the_same_picture(explanation, tmp_path):
 
 def test_other_names_are_refused(explanation, tmp_path):
     for name in ("plan.png", "plan", "plan.svg.txt"):
-        with pytest.raises(ValueError, match="SVG image: expected a file name that ends with .svg, got .*" + name):
+        with pytest.raises(
+            ValueError, match="SVG image: expected a file name that ends with .svg, got .*" + name
+        ):
             explanation.save(tmp_path / name)
     assert not list(tmp_path.iterdir())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse import Environment, Fusion, PluginWarning, Some, Subclasses, ops, plugins
+from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops, plugins
 from opfuse.engine.choose import best_cover, choose
 from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.engine.step import Step
@@ -42,7 +42,9 @@ class C(Op):
 
 
 class D(Op):
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, by=1.0):
+    def op_forward(
+        self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, by=1.0
+    ):
         return input_ * by
 
 
@@ -59,9 +61,18 @@ def source(fusion, kind="forward", distribution="plugin-x", version="1.0", rank=
 
 
 def decide(letters, *sources, first_backward=0, kwargs=None, excluded=frozenset(), **env):
-    env = Environment(**{"device": torch.device("cpu"), "capability": None, "dtype": torch.float32, **env})
+    env = Environment(
+        **{"device": torch.device("cpu"), "capability": None, "dtype": torch.float32, **env}
+    )
     ops = ops_of(letters) if isinstance(letters, str) else letters
-    return choose(ops, sources, env, first_backward=first_backward, kwargs=kwargs or ((),) * len(ops), excluded=excluded)
+    return choose(
+        ops,
+        sources,
+        env,
+        first_backward=first_backward,
+        kwargs=kwargs or ((),) * len(ops),
+        excluded=excluded,
+    )
 
 
 def taken(choice):
@@ -89,12 +100,16 @@ def test_best_cover_is_what_brute_force_finds():
             start = rng.randrange(length)
             fusion = Fusion([A], Op, name=rng.choice("abc"))
             where = source(fusion, distribution=rng.choice(["x", "y", None]))
-            candidates.append(Step(where, start, rng.randint(start + 1, length), rng.choice([0, 1, 1, 2, 2.5, 4])))
+            candidates.append(
+                Step(where, start, rng.randint(start + 1, length), rng.choice([0, 1, 1, 2, 2.5, 4]))
+            )
         best = min(
             (
                 subset
                 for size in range(len(candidates) + 1)
-                for subset in itertools.combinations(sorted(candidates, key=lambda c: c.start), size)
+                for subset in itertools.combinations(
+                    sorted(candidates, key=lambda c: c.start), size
+                )
                 if all(a.stop <= b.start for a, b in itertools.pairwise(subset))
             ),
             key=lambda subset: (
@@ -114,23 +129,36 @@ def test_two_short_fusions_beat_a_long_one_that_saves_less(fused):
     short = [source(Fusion([A, B], fused("AB"))), source(Fusion([C, C], fused("CC")))]
     choice = decide("ABCC", *short, source(Fusion([B, C], fused("BC"), benefit=3)))
     assert taken(choice) == [("AB", "forward", 0, 2), ("CC", "forward", 2, 4)]
-    assert reasons(choice) == {"BC": "overlaps AB of plugin-x, which saves 4 tensor reads and writes against 3"}
+    assert reasons(choice) == {
+        "BC": "overlaps AB of plugin-x, which saves 4 tensor reads and writes against 3"
+    }
 
 
 def test_ties_longer_then_distribution_then_name(fused):
     op = fused()
-    short, long = Fusion([A, B], op, name="ab", benefit=4), Fusion([A, B, C], op, name="abc", benefit=4)
+    short, long = (
+        Fusion([A, B], op, name="ab", benefit=4),
+        Fusion([A, B, C], op, name="abc", benefit=4),
+    )
     choice = decide("ABC", source(short), source(long))
     assert taken(choice) == [("abc", "forward", 0, 3)]
-    assert reasons(choice)["ab"] == "overlaps abc of plugin-x, which saves as much and covers more ops"
-    sources = [source(Fusion([A, B], op, name=name), distribution=dist) for dist in ("y", "x") for name in ("q", "p")]
+    assert (
+        reasons(choice)["ab"] == "overlaps abc of plugin-x, which saves as much and covers more ops"
+    )
+    sources = [
+        source(Fusion([A, B], op, name=name), distribution=dist)
+        for dist in ("y", "x")
+        for name in ("q", "p")
+    ]
     choice = decide("AB", *sources)
     assert [(c.source.distribution, c.source.name) for c in choice.taken] == [("x", "p")]
-    assert {r.reason for r in choice.refused} == {"overlaps p of x, which saves as much and comes first by name"}
+    assert {r.reason for r in choice.refused} == {
+        "overlaps p of x, which saves as much and comes first by name"
+    }
 
 
 def test_a_repeated_pattern_takes_the_longest_run(fused):
-    choice = decide("BAAAB", source(Fusion([Some(A)], fused("As"))))
+    choice = decide("BAAAB", source(Fusion([OneOrMore(A)], fused("As"))))
     assert taken(choice) == [("As", "forward", 1, 4)]
     assert len(choice.refused) == 5
 
@@ -138,7 +166,7 @@ def test_a_repeated_pattern_takes_the_longest_run(fused):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_plan_does_not_depend_on_discovery_order(fused, seed):
     op = fused()
-    patterns = [[A, B], [B, C], [A, B, C], [Some(A), B], [C, A], [B]]
+    patterns = [[A, B], [B, C], [A, B, C], [OneOrMore(A), B], [C, A], [B]]
     sources = [
         source(Fusion(pattern, op, name=f"f{n}", priority=n % 2), kind, dist, "1", (2, 0, -(n % 2)))
         for n, pattern in enumerate(patterns)
@@ -157,7 +185,10 @@ def test_the_plan_does_not_depend_on_discovery_order(fused, seed):
 
 def test_precedence_list_then_prepend_then_priority(fused, register):
     order = [("low", -1), ("plain", 0), ("high", 1)]
-    register(forward_fusions=[Fusion([A, B], fused(), name=name, priority=p) for name, p in order], name="p1")
+    register(
+        forward_fusions=[Fusion([A, B], fused(), name=name, priority=p) for name, p in order],
+        name="p1",
+    )
     register(forward_fusions=[Fusion([A, B], fused(), name="other")], name="p2")
     chain = opfuse.Sequential(A(), B())
 
@@ -168,9 +199,15 @@ def test_precedence_list_then_prepend_then_priority(fused, register):
     assert winner() == "high"
     handles = [opfuse.register_forward_fusion(Fusion([A, B], fused(), name="code", priority=2))]
     assert winner() == "code"
-    handles.append(opfuse.register_forward_fusion(Fusion([A, B], fused(), name="first", priority=-9), prepend=True))
+    handles.append(
+        opfuse.register_forward_fusion(
+            Fusion([A, B], fused(), name="first", priority=-9), prepend=True
+        )
+    )
     assert winner() == "first"
-    handles.append(opfuse.register_forward_fusion(Fusion([A, B], fused(), name="second"), prepend=True))
+    handles.append(
+        opfuse.register_forward_fusion(Fusion([A, B], fused(), name="second"), prepend=True)
+    )
     assert winner() == "second"  # prepended last, chooses first
     with plugins.using("p2,p1"):
         assert winner() == "other"
@@ -191,7 +228,10 @@ def test_all_plugins_of_a_listed_distribution_choose_together(fused, register):
 
 def test_a_lower_class_sees_only_what_is_left(fused):
     high = source(Fusion([B, C], fused("BC")), rank=(2, 0, -1))
-    low = [source(Fusion([A, B, C], fused("ABC"), benefit=100)), source(Fusion([A, A], fused("AA")))]
+    low = [
+        source(Fusion([A, B, C], fused("ABC"), benefit=100)),
+        source(Fusion([A, A], fused("AA"))),
+    ]
     choice = decide("AABC", high, *low)
     assert taken(choice) == [("AA", "forward", 0, 2), ("BC", "forward", 2, 4)]
     assert reasons(choice) == {"ABC": "overlaps BC of plugin-x, which has precedence"}
@@ -199,15 +239,27 @@ def test_a_lower_class_sees_only_what_is_left(fused):
 
 def test_the_reason_is_the_highest_precedence_in_the_way(fused):
     high = source(Fusion([C, D], fused("CD")), rank=(2, 0, -1))
-    choice = decide("ABCD", source(Fusion([A, B], fused("AB"))), source(Fusion([B, C], fused("BC"), benefit=9)), high)
+    choice = decide(
+        "ABCD",
+        source(Fusion([A, B], fused("AB"))),
+        source(Fusion([B, C], fused("BC"), benefit=9)),
+        high,
+    )
     assert reasons(choice) == {"BC": "overlaps CD of plugin-x, which has precedence"}
 
 
 def test_joint_fusions_choose_before_forward_and_backward(fused):
-    both = [source(Fusion([A, B, C], fused(kind.title()), benefit=100), kind) for kind in ("forward", "backward")]
-    choice = decide("ABCAB", source(Fusion([A, B], fused("Joint")), "joint"), *both, requires_grad=True)
+    both = [
+        source(Fusion([A, B, C], fused(kind.title()), benefit=100), kind)
+        for kind in ("forward", "backward")
+    ]
+    choice = decide(
+        "ABCAB", source(Fusion([A, B], fused("Joint")), "joint"), *both, requires_grad=True
+    )
     assert taken(choice) == [("Joint", "joint", 0, 2), ("Joint", "joint", 3, 5)]
-    assert set(reasons(choice).values()) == {"overlaps Joint of plugin-x, and joint fusions choose first"}
+    assert set(reasons(choice).values()) == {
+        "overlaps Joint of plugin-x, and joint fusions choose first"
+    }
     above = both[0]._replace(rank=(1, 0, 0))
     assert taken(decide("ABC", source(Fusion([A, B], fused("Joint")), "joint"), above)) == [
         ("Forward", "forward", 0, 3)
@@ -216,7 +268,10 @@ def test_joint_fusions_choose_before_forward_and_backward(fused):
 
 def test_forward_and_backward_choose_independently(fused):
     choice = decide(
-        "ABC", source(Fusion([A, B], fused("AB"))), source(Fusion([B, C], fused("BC")), "backward"), requires_grad=True
+        "ABC",
+        source(Fusion([A, B], fused("AB"))),
+        source(Fusion([B, C], fused("BC")), "backward"),
+        requires_grad=True,
     )
     assert taken(choice) == [("AB", "forward", 0, 2), ("BC", "backward", 1, 3)]
 
@@ -231,7 +286,14 @@ def test_backward_fusions_only_where_a_gradient_is_needed(fused):
 
 @pytest.mark.parametrize(
     ("limit", "kept"),
-    [(0, []), (1, ["J"]), (2, ["J", "F"]), (3, ["J", "F", "F"]), (4, ["J", "F", "F", "G"]), (9, ["J", "F", "F", "G"])],
+    [
+        (0, []),
+        (1, ["J"]),
+        (2, ["J", "F"]),
+        (3, ["J", "F", "F"]),
+        (4, ["J", "F", "F", "G"]),
+        (9, ["J", "F", "F", "G"]),
+    ],
 )
 def test_fusion_limit(fused, limit, kept):
     sources = [
@@ -241,7 +303,9 @@ def test_fusion_limit(fused, limit, kept):
     ]
     choice = decide("BCABABCC", *sources, requires_grad=True, options={"fusion_limit": limit})
     assert [c.source.name for c in choice.taken] == kept
-    beyond = [r.fusion for r in choice.refused if r.reason == f"beyond the limit of {limit} fusions"]
+    beyond = [
+        r.fusion for r in choice.refused if r.reason == f"beyond the limit of {limit} fusions"
+    ]
     assert len(beyond) == 4 - len(kept)
 
 
@@ -257,16 +321,23 @@ def test_a_condition_says_why_not(fused):
 
     choice = decide("AB", source(Fusion([A, B], fused("AB"), when)), dtype=torch.bfloat16)
     assert choice.taken == ()
-    assert choice.refused == (Refusal("AB", "forward", ("A", "B"), 0, "only on Tuesdays", "plugin-x"),)
+    assert choice.refused == (
+        Refusal("AB", "forward", ("A", "B"), 0, "only on Tuesdays", "plugin-x"),
+    )
     assert seen == [((A, B), torch.bfloat16, True)]
 
 
 @pytest.mark.parametrize("answer", [False, None, "", 1])
 def test_a_condition_that_gives_no_reason_is_warned_about(fused, answer):
-    with pytest.warns(PluginWarning, match=r"fusion AB \(plugin plugin-x 1.0\) is not used: its condition returned "):
+    with pytest.warns(
+        PluginWarning,
+        match=r"fusion AB \(plugin plugin-x 1.0\) is not used: its condition returned ",
+    ):
         choice = decide("AB", source(Fusion([A, B], fused("AB"), lambda ops, env: answer)))
     assert taken(choice) == []
-    assert reasons(choice) == {"AB": f"its condition returned {answer!r} instead of True or a sentence"}
+    assert reasons(choice) == {
+        "AB": f"its condition returned {answer!r} instead of True or a sentence"
+    }
 
 
 def test_a_condition_that_raises_is_warned_about(fused):
@@ -285,11 +356,24 @@ def test_a_negative_benefit_is_a_refusal(fused):
 
 
 def test_a_benefit_of_zero_is_taken(fused):
-    assert taken(decide("AB", source(Fusion([A, B], fused("AB"), benefit=0)))) == [("AB", "forward", 0, 2)]
+    assert taken(decide("AB", source(Fusion([A, B], fused("AB"), benefit=0)))) == [
+        ("AB", "forward", 0, 2)
+    ]
     assert taken(decide("A", source(Fusion([A], fused("A"))))) == [("A", "forward", 0, 1)]
 
 
-@pytest.mark.parametrize("benefit", ["much", None, float("nan"), math.inf, 1e300, pytest.param(10**400, id="huge"), ZeroDivisionError])
+@pytest.mark.parametrize(
+    "benefit",
+    [
+        "much",
+        None,
+        float("nan"),
+        math.inf,
+        1e300,
+        pytest.param(10**400, id="huge"),
+        ZeroDivisionError,
+    ],
+)
 def test_a_benefit_that_is_no_number_is_warned_about(fused, benefit):
     def compute(ops, env):
         return 1 / 0 if benefit is ZeroDivisionError else benefit
@@ -305,7 +389,9 @@ def test_keyword_arguments_that_a_fusion_does_not_take(fused):
     ignorant, knowing = fused("Ignorant", kwarg_names=()), fused("Knowing", kwarg_names=("by",))
     choice = decide("AD", source(Fusion([A, D], ignorant)), kwargs=with_kwarg)
     assert reasons(choice) == {"Ignorant": "it does not take the keyword argument 'by' given to D"}
-    assert taken(decide("AD", source(Fusion([A, D], knowing)), kwargs=with_kwarg)) == [("Knowing", "forward", 0, 2)]
+    assert taken(decide("AD", source(Fusion([A, D], knowing)), kwargs=with_kwarg)) == [
+        ("Knowing", "forward", 0, 2)
+    ]
     built_by_function = Fusion([A, D], lambda ops: knowing(ops), name="function")
     assert taken(decide("AD", source(built_by_function), kwargs=with_kwarg)) == []
 
@@ -332,7 +418,9 @@ def test_a_fusion_function(fused):
 def test_a_fusion_function_competes(fused):
     pair = fused("Pair")
     choice = decide(
-        "ABC", source(lambda ops, *, recipe: [pair(ops[:2]), ops[2]]), source(Fusion([A, B, C], fused("All")))
+        "ABC",
+        source(lambda ops, *, recipe: [pair(ops[:2]), ops[2]]),
+        source(Fusion([A, B, C], fused("All"))),
     )
     assert taken(choice) == [("All", "forward", 0, 3)]
 
@@ -353,12 +441,17 @@ def test_a_fusion_function_must_keep_the_ops(fused, rewrite, text):
     def rearrange(ops, *, recipe):
         return rewrite(ops, pair)
 
-    with pytest.raises(RuntimeError, match=r"fusion rearrange \(plugin plugin-x 1.0\) does not expand .*" + text):
+    with pytest.raises(
+        RuntimeError, match=r"fusion rearrange \(plugin plugin-x 1.0\) does not expand .*" + text
+    ):
         decide("ABC", source(rearrange))
 
 
 def test_a_fusion_function_must_return_a_list():
-    with pytest.raises(TypeError, match=r"fusion none \(plugin plugin-x 1.0\) must return a list of ops, got NoneType"):
+    with pytest.raises(
+        TypeError,
+        match=r"fusion none \(plugin plugin-x 1.0\) must return a list of ops, got NoneType",
+    ):
 
         def none(ops, *, recipe):
             return None
@@ -371,7 +464,8 @@ def test_a_fusion_function_of_a_plugin_that_raises_is_warned_about():
         raise KeyError("gone")
 
     with pytest.warns(
-        PluginWarning, match=r"fusion broken \(plugin plugin-x 1.0\) is not used: it raised KeyError: 'gone'"
+        PluginWarning,
+        match=r"fusion broken \(plugin plugin-x 1.0\) is not used: it raised KeyError: 'gone'",
     ):
         assert taken(decide("AB", source(broken))) == []
     with pytest.raises(KeyError):  # registered in code: it is the user's own
@@ -412,7 +506,11 @@ def test_a_build_that_fails_leaves_the_rest(fused):
     ],
 )
 def test_a_build_must_stand_for_the_ops_it_got(register, build, error, text):
-    register(forward_fusions=[Fusion([A, B], build, name="wrong")], distribution="plugin-y", version="2.1")
+    register(
+        forward_fusions=[Fusion([A, B], build, name="wrong")],
+        distribution="plugin-y",
+        version="2.1",
+    )
     with pytest.raises(error) as caught:
         opfuse.Sequential(A(), B())(torch.ones(2))
     assert "fusion wrong (plugin plugin-y 2.1)" in str(caught.value)
@@ -430,7 +528,9 @@ def test_a_fused_op_implements_the_pass_it_is_for(register, kind):
 
     for cls in (Nothing, Half) if kind == "joint" else (Nothing,):
         record = register(**{f"{kind}_fusions": [Fusion([A], cls, name="half")]})
-        text = rf"fusion half \(.*\) is a {kind} fusion, but {cls.__name__} does not implement fuser_"
+        text = (
+            rf"fusion half \(.*\) is a {kind} fusion, but {cls.__name__} does not implement fuser_"
+        )
         with pytest.raises(TypeError, match=text):
             opfuse.Sequential(A())(torch.ones(2, requires_grad=True))
         plugins.remove(record)
@@ -484,7 +584,18 @@ def test_rows_and_features_are_told_to_those_who_ask(fused, register):
         (call,) = opfuse.explain(chain, torch.ones(shape)).calls
         fusions.append(call.plan.forward[0].fusion is not None)
     assert fusions == [True, True, True, False, False, False, True, False, True]
-    assert seen == [(None, 8), (4, 8), (None, 8), (2, 8), (None, 8), (1, 8), (None, 8), (0, 8), (None, 8), (8, 8)]
+    assert seen == [
+        (None, 8),
+        (4, 8),
+        (None, 8),
+        (2, 8),
+        (None, 8),
+        (1, 8),
+        (None, 8),
+        (0, 8),
+        (None, 8),
+        (8, 8),
+    ]
 
 
 def test_who_would_refuse_any_number_of_rows_is_not_asked_about_them(fused, register):
@@ -504,7 +615,12 @@ def test_two_who_ask_for_different_facts_are_asked_once_per_row_count(fused, reg
         return True if env.rows is None or env.rows >= 64 else "too few"
 
     high = Fusion([A, B], fused("Large"), large, priority=5, needs_rows=True)
-    register(forward_fusions=[high, Fusion([A, B], fused("Aligned"), lambda ops, env: True, needs_row_alignment=True)])
+    register(
+        forward_fusions=[
+            high,
+            Fusion([A, B], fused("Aligned"), lambda ops, env: True, needs_row_alignment=True),
+        ]
+    )
     chain = opfuse.Sequential(A(), B())
     counts = []
     for _ in range(4):
@@ -517,7 +633,9 @@ def test_two_who_ask_for_different_facts_are_asked_once_per_row_count(fused, reg
 
 def test_row_counts_do_not_push_other_keys_out(fused, register):
     planned = []
-    fusion = Fusion([A, B], fused("AB"), lambda ops, env: planned.append(env) is None, needs_rows=True)
+    fusion = Fusion(
+        [A, B], fused("AB"), lambda ops, env: planned.append(env) is None, needs_rows=True
+    )
     register(forward_fusions=[fusion])
     chain = opfuse.Sequential(A(), B())
 
@@ -556,13 +674,20 @@ def test_a_planned_that_raises_leaves_the_ops_alone(fused, register):
         raise KeyError("gone")
 
     register(forward_fusions=[Fusion([A, B], fused("AB", planned=planned), name="broken")])
-    with pytest.warns(PluginWarning, match=r"fusion broken \(.*\) is not used: its planned raised KeyError: 'gone'"):
+    with pytest.warns(
+        PluginWarning,
+        match=r"fusion broken \(.*\) is not used: its planned raised KeyError: 'gone'",
+    ):
         opfuse.Sequential(A(), B())(torch.ones(2))
 
 
 def test_features_are_told_where_the_chain_tells(fused, register):
     seen = []
-    watching = Fusion([Subclasses(ops.Activation)], fused("X"), lambda matched, env: seen.append(env.features) or "no")
+    watching = Fusion(
+        [Subclasses(ops.Activation)],
+        fused("X"),
+        lambda matched, env: seen.append(env.features) or "no",
+    )
     register(forward_fusions=[watching])
     for chain in (
         [ops.GELU(), ops.SwiGLU(), ops.Linear(4, 6), ops.SwiGLU(), ops.Bias(3)],
@@ -575,7 +700,9 @@ def test_features_are_told_where_the_chain_tells(fused, register):
 
 def test_without_anybody_who_asks_row_alignment_is_no_part_of_the_key(fused, register):
     planned = []
-    register(forward_fusions=[Fusion([A, B], fused("AB"), lambda ops, env: planned.append(env) is None)])
+    register(
+        forward_fusions=[Fusion([A, B], fused("AB"), lambda ops, env: planned.append(env) is None)]
+    )
     chain = opfuse.Sequential(A(), B())
     for rows in (16, 8, 3, 1):
         chain(torch.ones(rows, 2))
@@ -598,7 +725,11 @@ def test_a_plan_is_a_value(fused, register):
     assert plans[0] == FusionPlan(
         forward=(PlanStep("AB", ("A", "B"), 0, "AB", *test), PlanStep("C", ("C",), 2)),
         backward=(PlanStep("Grad", ("B", "C"), 1, "Grad", *test), PlanStep("A", ("A",), 0)),
-        refused=(Refusal("BC", "forward", ("B", "C"), 1, plans[0].refused[0].reason, "opfuse-plugin-test"),),
+        refused=(
+            Refusal(
+                "BC", "forward", ("B", "C"), 1, plans[0].refused[0].reason, "opfuse-plugin-test"
+            ),
+        ),
     )
     text = str(plans[0])
     for part in (

@@ -69,7 +69,9 @@ def test_selection_grammar(text, selection):
 
 @pytest.mark.parametrize("text", ["a,-b", "-a,b", "-a,-b,c"])
 def test_the_two_forms_do_not_mix(text):
-    with pytest.raises(ValueError, match="mixes names to use and names to block: give 'a,b' or '-a,-b'"):
+    with pytest.raises(
+        ValueError, match="mixes names to use and names to block: give 'a,b' or '-a,-b'"
+    ):
         Selection.parse(text)
     with pytest.raises(ValueError, match="mixes names"):
         plugins.using(text)
@@ -95,14 +97,18 @@ def test_which_plugins_are_active(register, text, active):
     assert [record.name for record in plugins.manager.active(text)] == active
     with plugins.using(text):
         assert {name for name, state in states().items() if state == "loaded"} == set(active)
-        assert {name for name, state in states().items() if state == "blocked"} == {*"abc"} - set(active)
+        assert {name for name, state in states().items() if state == "blocked"} == {*"abc"} - set(
+            active
+        )
 
 
 @pytest.mark.parametrize("text", ["a,missing", "-missing"])
 def test_names_that_are_absent_warn_once(register, text):
     register(name="a")
     plugins.manager._warned.discard("missing")
-    with pytest.warns(PluginWarning, match="OPFUSE_PLUGINS names 'missing', but no such plugin is installed"):
+    with pytest.warns(
+        PluginWarning, match="OPFUSE_PLUGINS names 'missing', but no such plugin is installed"
+    ):
         assert [record.name for record in plugins.manager.active(text)] == ["a"]
     assert [record.name for record in plugins.manager.active(text)] == ["a"]
     plugins.manager._warned.discard("missing")
@@ -176,14 +182,20 @@ def broken(register, request):
     """One plugin that works and one that fails at the stage given."""
     register(name="good", forward_fusions=[fusion("good")])
     plugin = type("Plugin", (), {})()
-    failing(request.param, register(plugin, name="bad", distribution="opfuse-plugin-bad", version="3.1"), plugin)
+    failing(
+        request.param,
+        register(plugin, name="bad", distribution="opfuse-plugin-bad", version="3.1"),
+        plugin,
+    )
     return FAILURES[request.param]
 
 
 @pytest.mark.parametrize("broken", FAILURES, indirect=True)
 def test_a_plugin_that_fails_is_told_and_the_rest_works(broken):
     with pytest.warns(PluginWarning) as caught:
-        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["good"]
+        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == [
+            "good"
+        ]
     (text,) = [str(warning.message) for warning in caught]
     assert text.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 3.1) failed at " + broken)
     assert text.endswith("OPFUSE_PLUGINS=-bad silences this, OPFUSE_STRICT=1 raises it.")
@@ -242,10 +254,23 @@ def test_a_plugin_may_use_ops_while_it_is_imported(register):
 
 
 def test_provenance(register):
-    register(name="b", distribution="dist-b", version="2", joint_fusions=[fusion("j")], forward_fusions=[fusion("f")])
+    register(
+        name="b",
+        distribution="dist-b",
+        version="2",
+        joint_fusions=[fusion("j")],
+        forward_fusions=[fusion("f")],
+    )
     register(name="a", distribution="dist-a", version="1", backward_fusions=[fusion("g")])
-    found = [(s.passes, s.name, s.distribution, s.version) for s in plugins.manager.sources(settings.current.selection)]
-    assert found == [("backward", "g", "dist-a", "1"), ("joint", "j", "dist-b", "2"), ("forward", "f", "dist-b", "2")]
+    found = [
+        (s.passes, s.name, s.distribution, s.version)
+        for s in plugins.manager.sources(settings.current.selection)
+    ]
+    assert found == [
+        ("backward", "g", "dist-a", "1"),
+        ("joint", "j", "dist-b", "2"),
+        ("forward", "f", "dist-b", "2"),
+    ]
     assert plugins.listing()[1] == {
         "name": "b",
         "distribution": "dist-b",
@@ -261,7 +286,10 @@ def test_provenance(register):
 def test_recipes(register):
     register(name="b", recipes={"quarter": Half, "half": Half})
     register(name="a", recipes={"quarter": Quarter})
-    assert plugins.recipes() == {"quarter": Quarter, "half": Half}  # of two with one name the first plugin's
+    assert plugins.recipes() == {
+        "quarter": Quarter,
+        "half": Half,
+    }  # of two with one name the first plugin's
     with plugins.using("b,a"):
         assert plugins.recipes()["quarter"] is Half
     with plugins.using("-b"):
@@ -279,20 +307,33 @@ def test_options_are_declared(register, monkeypatch):
         @staticmethod
         @opfuse.hookimpl
         def opfuse_options():
-            return {"example.size": 4, "example.mode": "fast", "example.rate": 0.5, "example.any": None}
+            return {
+                "example.size": 4,
+                "example.mode": "fast",
+                "example.rate": 0.5,
+                "example.any": None,
+            }
 
     record = plugins.register(Plugin, name="example")
     chain, x = opfuse.Sequential(opfuse.ops.Identity()), torch.ones(2)
     try:
         with opfuse.options(**{"example.size": 8, "example.rate": 1, "example.any": "x"}):
             chain(x)
-        for name, value, kind in (("size", "8", "int"), ("size", True, "int"), ("mode", 1, "str"), ("rate", None, "float")):
+        for name, value, kind in (
+            ("size", "8", "int"),
+            ("size", True, "int"),
+            ("mode", 1, "str"),
+            ("rate", None, "float"),
+        ):
             text = f"option 'example.{name}' of the plugin example: expected {kind} such as .*, got {value!r}"
             with opfuse.options(**{f"example.{name}": value}), pytest.raises(TypeError, match=text):
                 chain(x)
         with (
             opfuse.options(**{"example.sise": 8}),
-            pytest.raises(ValueError, match=r"unknown option 'example.sise': the plugin example has example.size, exam"),
+            pytest.raises(
+                ValueError,
+                match=r"unknown option 'example.sise': the plugin example has example.size, exam",
+            ),
         ):
             chain(x)
         with opfuse.options(**{"example.sise": 8}), plugins.using(""):
@@ -300,7 +341,9 @@ def test_options_are_declared(register, monkeypatch):
     finally:
         plugins.remove(record)
     with opfuse.options(**{"exmple.size": 8}):
-        with pytest.warns(PluginWarning, match="option 'exmple.size': no plugin exmple is installed"):
+        with pytest.warns(
+            PluginWarning, match="option 'exmple.size': no plugin exmple is installed"
+        ):
             chain(x)
         chain(x + 1)  # said once
 
@@ -315,7 +358,9 @@ def test_options_are_named_after_their_plugin(options):
 
     record = plugins.register(Plugin, name="example")
     try:
-        with pytest.warns(PluginWarning, match=r"opfuse_options must return a dict of 'example.<option>', got"):
+        with pytest.warns(
+            PluginWarning, match=r"opfuse_options must return a dict of 'example.<option>', got"
+        ):
             (row,) = [row for row in plugins.listing() if row["name"] == "example"]
         assert row["state"] == "failed"
     finally:
@@ -364,9 +409,14 @@ def test_an_unknown_optional_hook_is_ignored(register):
 def test_two_distributions_with_one_entry_point_name(register):
     register(name="same", distribution="one", forward_fusions=[fusion("f1")])
     register(name="same", distribution="two", forward_fusions=[fusion("f2")])
-    assert [(r["distribution"], list(r["fusions"])) for r in plugins.listing()] == [("one", ["f1"]), ("two", ["f2"])]
+    assert [(r["distribution"], list(r["fusions"])) for r in plugins.listing()] == [
+        ("one", ["f1"]),
+        ("two", ["f2"]),
+    ]
     with plugins.using("two"):
-        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == ["f2"]
+        assert [source.name for source in plugins.manager.sources(settings.current.selection)] == [
+            "f2"
+        ]
 
 
 def test_one_object_under_two_names(register):
@@ -382,7 +432,9 @@ def test_one_object_under_two_names(register):
 
 def test_what_is_no_plugin_is_refused_at_the_door():
     for plugin in (None, "opfuse_linear", 3):
-        with pytest.raises(TypeError, match=f"expected a plugin, such as a module with .*, got {plugin!r}"):
+        with pytest.raises(
+            TypeError, match=f"expected a plugin, such as a module with .*, got {plugin!r}"
+        ):
             plugins.register(plugin, name="mine")
     with pytest.raises(TypeError, match=r"expected a string as the plugin's name, got None"):
         plugins.register(make_plugin(), name=None)
@@ -416,10 +468,17 @@ def test_a_fusion_registered_in_code(register, selection):
             generation = manager.generation
             handle = function(fusion("code"))
             assert manager.generation > generation
-            assert [(s.passes, s.name, s.distribution) for s in manager.sources(settings.current.selection)] == [(kind, "code", None)]
+            assert [
+                (s.passes, s.name, s.distribution)
+                for s in manager.sources(settings.current.selection)
+            ] == [(kind, "code", None)]
             (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
-            assert [step.fusion for step in call.plan.forward] == ([None] * 2 if kind == "backward" else ["code"])
-            assert [step.fusion for step in call.plan.backward] == ([None] * 2 if kind == "forward" else ["code"])
+            assert [step.fusion for step in call.plan.forward] == (
+                [None] * 2 if kind == "backward" else ["code"]
+            )
+            assert [step.fusion for step in call.plan.backward] == (
+                [None] * 2 if kind == "forward" else ["code"]
+            )
             handle.unregister()
             handle.unregister()
             assert manager.sources(settings.current.selection) == ()
@@ -428,7 +487,9 @@ def test_a_fusion_registered_in_code(register, selection):
 
 
 def test_only_fusions_and_functions_are_registered():
-    with pytest.raises(TypeError, match=r"expected a Fusion or a function \(ops, \*, recipe\) -> ops, got 3"):
+    with pytest.raises(
+        TypeError, match=r"expected a Fusion or a function \(ops, \*, recipe\) -> ops, got 3"
+    ):
         opfuse.register_forward_fusion(3)
 
 
@@ -439,7 +500,9 @@ def install(folder, distribution, entry_points, version="1.0", **modules):
     """A distribution as pip leaves it: metadata, and the modules it names."""
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    info.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
     info.joinpath("entry_points.txt").write_text(textwrap.dedent(entry_points))
     for name, code in modules.items():
         folder.joinpath(f"{name}.py").write_text(textwrap.dedent(code))
@@ -470,7 +533,9 @@ def run(code, *paths, **environ):
     env = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), **environ}
     blocks = "import sys\n" + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", blocks], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", blocks], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -497,12 +562,25 @@ def site(tmp_path_factory):
     """Folders with installed plugins of every kind, as two entries of sys.path."""
     site, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
     install(site, "Opfuse_Plugin.Good", entry_point("good", "good"), "1.2", good=PLUGIN)
-    install(site, "opfuse-plugin-bad", entry_point("bad", "bad"), "0.3", bad="import nowhere_to_be_found")
-    install(site, "opfuse-plugin-future", entry_point("future", "future", "opfuse.v2"), future="raise SystemExit(9)")
+    install(
+        site,
+        "opfuse-plugin-bad",
+        entry_point("bad", "bad"),
+        "0.3",
+        bad="import nowhere_to_be_found",
+    )
+    install(
+        site,
+        "opfuse-plugin-future",
+        entry_point("future", "future", "opfuse.v2"),
+        future="raise SystemExit(9)",
+    )
     install(site, "opfuse-plugin-twin", entry_point("good", "twin"), twin=PLUGIN)
     install(site, "unrelated", "\n[console_scripts]\nx = nowhere:x\n")
     install(source, "opfuse-plugin-editable", entry_point("editable", "editable"), editable=PLUGIN)
-    install(source, "opfuse-plugin-good", entry_point("old", "old"), "0.1")  # shadowed by the other folder
+    install(
+        source, "opfuse-plugin-good", entry_point("old", "old"), "0.1"
+    )  # shadowed by the other folder
     return site, source
 
 
@@ -511,7 +589,11 @@ def test_discovery_of_installed_plugins(site):
     assert report["early"] == []
     assert report["late"] == ["good", "editable"]
     rows = report["rows"]
-    states = {name: row["state"] for name, row in rows.items() if "good" in name.lower() or "plugin" in name}
+    states = {
+        name: row["state"]
+        for name, row in rows.items()
+        if "good" in name.lower() or "plugin" in name
+    }
     for name, state in {
         "Opfuse_Plugin.Good": "loaded",
         "opfuse-plugin-bad": "failed",
@@ -525,13 +607,20 @@ def test_discovery_of_installed_plugins(site):
     assert rows["Opfuse_Plugin.Good"]["version"] == "1.2"
     assert rows["Opfuse_Plugin.Good"]["fusions"] == {"pair": ["forward"]}
     assert rows["opfuse-plugin-twin"]["name"] == "good"
-    assert rows["opfuse-plugin-future"]["error"] == "written for opfuse.v2, this opfuse speaks opfuse.v1"
-    assert rows["opfuse-plugin-bad"]["error"] == ("import: ModuleNotFoundError: No module named 'nowhere_to_be_found'")
+    assert (
+        rows["opfuse-plugin-future"]["error"]
+        == "written for opfuse.v2, this opfuse speaks opfuse.v1"
+    )
+    assert rows["opfuse-plugin-bad"]["error"] == (
+        "import: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+    )
     (told,) = [text for text in report["warnings"] if "nowhere_to_be_found" in text]
     assert told.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 0.3) failed at import: ")
 
 
-@pytest.mark.parametrize(("selection", "state"), [(None, "loaded"), ("fast", "loaded"), ("-quick", "blocked")])
+@pytest.mark.parametrize(
+    ("selection", "state"), [(None, "loaded"), ("fast", "loaded"), ("-quick", "blocked")]
+)
 def test_two_entry_points_that_name_one_module(tmp_path, selection, state):
     points = "[opfuse.v1]\nquick = speedy\nfast = speedy\n"
     hook = "    @hookimpl\n    def opfuse_options():\n        return {'quick.size': 4}\n"
@@ -555,7 +644,9 @@ def test_nothing_is_imported_when_everything_is_blocked(site):
 def test_a_selection_by_environment(site):
     report = json.loads(run(REPORT, *site, OPFUSE_PLUGINS="opfuse.plugin.good").stdout)
     assert report["late"] == ["good"]
-    assert {name for name, row in report["rows"].items() if row["state"] == "loaded"} == {"Opfuse_Plugin.Good"}
+    assert {name for name, row in report["rows"].items() if row["state"] == "loaded"} == {
+        "Opfuse_Plugin.Good"
+    }
 
 
 def test_importing_opfuse_imports_no_plugin_and_no_triton(site):
@@ -572,7 +663,9 @@ def test_importing_opfuse_imports_no_plugin_and_no_triton(site):
 
 
 def test_a_manager_of_its_own(tmp_path, monkeypatch):
-    install(tmp_path, "opfuse-plugin-mine", entry_point("mine", "mine"), mine="raise AssertionError")
+    install(
+        tmp_path, "opfuse-plugin-mine", entry_point("mine", "mine"), mine="raise AssertionError"
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     manager = PluginManager()
     manager.discover()
@@ -610,7 +703,8 @@ def test_a_distribution_with_broken_metadata(tmp_path, monkeypatch):
     manager.discover()  # tells nothing yet
     assert manager.generation == 0
     with pytest.warns(
-        PluginWarning, match=r"'opfuse-plugin-garbled' \(opfuse-plugin-garbled 0.2\) failed at metadata: "
+        PluginWarning,
+        match=r"'opfuse-plugin-garbled' \(opfuse-plugin-garbled 0.2\) failed at metadata: ",
     ):
         assert [record.name for record in manager.active(None)] == ["mine"]
     assert [record.state for record in manager.records] == ["loaded", "failed"]
@@ -642,5 +736,8 @@ def test_a_plugin_that_exits_is_a_failure(register):
 
     register(Exits(), name="exits", distribution="opfuse-plugin-exits", version="4")
     with opfuse.plugins.using("exits"):
-        with pytest.warns(opfuse.PluginWarning, match=r"opfuse-plugin-exits 4\) failed at hook call: SystemExit: 3"):
+        with pytest.warns(
+            opfuse.PluginWarning,
+            match=r"opfuse-plugin-exits 4\) failed at hook call: SystemExit: 3",
+        ):
             assert [row["state"] for row in opfuse.plugins.listing()] == ["failed"]

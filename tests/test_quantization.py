@@ -18,7 +18,9 @@ from opfuse.settings import current
 
 @pytest.fixture(autouse=True)
 def rounding():
-    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding-plugin", version="1")
+    record = opfuse.plugins.register(
+        RoundingPlugin(), name="rounding", distribution="rounding-plugin", version="1"
+    )
     with opfuse.plugins.using("rounding"):
         yield
     opfuse.plugins.remove(record)
@@ -58,7 +60,9 @@ def test_linear_to_linear_in_both_passes():
     bias = chain[1].bias.detach().clone().requires_grad_()
     hidden = RoundBoth.apply(reference, True, False)
     for weight in weights:
-        hidden = F.linear(RoundBoth.apply(hidden, True, False), RoundBoth.apply(weight, True, False))
+        hidden = F.linear(
+            RoundBoth.apply(hidden, True, False), RoundBoth.apply(weight, True, False)
+        )
         hidden = RoundBoth.apply(hidden, False, True)
     expected = hidden + bias
     expected.square().sum().backward()
@@ -90,7 +94,9 @@ def test_a_producer_that_can_write_the_quantizer_gets_it():
 
         writes_grad_input = writes_output
 
-        def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        def op_forward(
+            self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer
+        ):
             assert ctx.next_op_input_quantizer is next_op_input_quantizer is not None
             return next_op_input_quantizer(input_)
 
@@ -162,7 +168,9 @@ def test_two_recipes_alternate_without_planning(monkeypatch):
         return results
 
     first = alternate()
-    monkeypatch.setattr("opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again"))
+    monkeypatch.setattr(
+        "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+    )
     second = alternate()
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert not torch.equal(first[0], first[1])
@@ -199,7 +207,11 @@ def test_autocast_arguments_and_nesting():
 def test_a_recipe_that_no_plugin_serves():
     chain, x = two_linears()
     text = "no plugin offers a quantizer for Rounding.* and QuantizerRole.*linear"
-    with opfuse.plugins.using(""), opfuse.autocast(recipe=Rounding()), pytest.raises(RuntimeError, match=text):
+    with (
+        opfuse.plugins.using(""),
+        opfuse.autocast(recipe=Rounding()),
+        pytest.raises(RuntimeError, match=text),
+    ):
         chain(x)
 
 
@@ -214,7 +226,8 @@ def test_a_failing_quantizer_hook_is_a_warning():
     try:
         with opfuse.plugins.using("a-broken,rounding"), opfuse.autocast(recipe=Rounding()):
             with pytest.warns(
-                opfuse.PluginWarning, match=r"broken 2.*opfuse_quantizer must return a Quantizer, got int"
+                opfuse.PluginWarning,
+                match=r"broken 2.*opfuse_quantizer must return a Quantizer, got int",
             ):
                 chain(x)
     finally:
@@ -226,7 +239,12 @@ def test_a_failing_quantizer_hook_is_a_warning():
 
 def amax_of(chain):
     recipe = Rounding(levels=8)
-    return [q.amax.item() for linear in chain for modes in linear.basic_ops[0]._quantizers.of(recipe) for q in modes]
+    return [
+        q.amax.item()
+        for linear in chain
+        for modes in linear.basic_ops[0]._quantizers.of(recipe)
+        for q in modes
+    ]
 
 
 def run(chain, x):
@@ -245,7 +263,10 @@ def test_state_lasts_over_steps_and_survives_a_checkpoint():
     torch.save(chain.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert sorted(k for k in state if k.endswith("amax"))[0] == "0.basic_ops.0.quantizers.0.backward.0.amax"
+    assert (
+        sorted(k for k in state if k.endswith("amax"))[0]
+        == "0.basic_ops.0.quantizers.0.backward.0.amax"
+    )
     twin, _ = two_linears()
     twin.load_state_dict(state)  # before any recipe was used
     kept = twin.state_dict()
@@ -261,7 +282,11 @@ def test_checkpoints_without_recipe_state_have_the_plain_keys():
     chain, x = two_linears()
     with opfuse.autocast(recipe=Rounding()):
         chain(x)
-    assert [k for k in chain.state_dict() if "quantizers" not in k] == ["0.weight", "1.weight", "1.bias"]
+    assert [k for k in chain.state_dict() if "quantizers" not in k] == [
+        "0.weight",
+        "1.weight",
+        "1.bias",
+    ]
 
 
 def test_state_of_the_wrong_shape():
@@ -303,14 +328,19 @@ def test_state_that_belongs_to_no_recipe(name):
     ending, other, text = BAD_STATE[name]
     chain, x = two_linears()
     run(chain, x)
-    state = {key: other if key.endswith(ending) else value for key, value in chain.state_dict().items()}
+    state = {
+        key: other if key.endswith(ending) else value for key, value in chain.state_dict().items()
+    }
     state = {key: value for key, value in state.items() if value is not None}
     for model in (chain, two_linears()[0]):
         kept = {key: value.clone() for key, value in model.state_dict().items()}
         with pytest.raises(RuntimeError, match=text):
             model.load_state_dict(state)
         now = model.state_dict()
-        assert all(torch.equal(now[key], kept[key]) for key in kept if "quantizers" in key) and now.keys() == kept.keys()
+        assert (
+            all(torch.equal(now[key], kept[key]) for key in kept if "quantizers" in key)
+            and now.keys() == kept.keys()
+        )
 
 
 def test_state_keeps_its_dtype_when_the_module_moves():
@@ -345,11 +375,15 @@ def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
             x.grad = None
             with opfuse.autocast(recipe=recipe):
                 if recompute:
-                    y = checkpoint(chain, 2 * x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+                    y = checkpoint(
+                        chain, 2 * x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts
+                    )
                 else:
                     y = chain(2 * x)
             y.square().sum().backward()
-        state = [q.uses.item() for linear in chain for q in linear.basic_ops[0]._quantizers.of(recipe)[0]]
+        state = [
+            q.uses.item() for linear in chain for q in linear.basic_ops[0]._quantizers.of(recipe)[0]
+        ]
         results.append(([y.detach(), x.grad, *[p.grad for p in chain.parameters()]], state))
     assert results[0][1] == results[1][1]
     for a, b in zip(results[0][0], results[1][0], strict=True):
@@ -433,4 +467,7 @@ def test_a_recipe_that_is_not_json_able_is_told_when_it_is_made():
 
     with pytest.raises(TypeError, match=r"Odd\.dtype must be JSON-able, got torch\.float16"):
         Odd(levels=3)
-    assert Odd(dtype=None).to_json() == '{"backward_override": null, "dtype": null, "levels": 4, "recipe": "Odd"}'
+    assert (
+        Odd(dtype=None).to_json()
+        == '{"backward_override": null, "dtype": null, "levels": 4, "recipe": "Odd"}'
+    )

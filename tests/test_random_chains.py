@@ -29,7 +29,9 @@ def setting(name, seed):
 
 
 def same(got, expected, what):
-    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        got, expected, rtol=1e-8, atol=1e-9, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -50,7 +52,11 @@ def test_outputs_and_gradients(name):
             if leaf.grad is not None:
                 same(leaf.grad, other.grad, f"seed {seed}, gradient {number}")
         fused += any(type(op).__module__ in ("chains", "fusing") for op in steps_of(drawn))
-    assert fused > len(SEEDS) / 2 if name not in fusing.VARIANTS else bool(fused) == (name != "unfused")
+    assert (
+        fused > len(SEEDS) / 2
+        if name not in fusing.VARIANTS
+        else bool(fused) == (name != "unfused")
+    )
 
 
 NUMBERS = {
@@ -127,7 +133,9 @@ def test_some_outputs_are_not_used(name):
         drawn = chains.RandomChain(seed)
         expected, wanted = drawn.reference()
         chosen = [
-            number for number in range(len(expected)) if number % 2 == seed % 2 and expected[number].requires_grad
+            number
+            for number in range(len(expected))
+            if number % 2 == seed % 2 and expected[number].requires_grad
         ]
         if not chosen or len(expected) == 1:
             continue
@@ -137,7 +145,9 @@ def test_some_outputs_are_not_used(name):
             chains.backward([outputs[n] for n in chosen], [weights[n] for n in chosen])
         chains.backward([expected[n] for n in chosen], [weights[n] for n in chosen])
         for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
-            zero = torch.zeros_like(leaf)  # one autograd function gives zeros where torch gives None
+            zero = torch.zeros_like(
+                leaf
+            )  # one autograd function gives zeros where torch gives None
             assert other.grad is None or leaf.grad is not None
             same(
                 zero if leaf.grad is None else leaf.grad,

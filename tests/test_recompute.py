@@ -36,12 +36,16 @@ def fused(request, register):
 def gradients(chain, x, weight=None):
     leaves = [x, *(p for p in chain.parameters() if p.requires_grad)]
     y = chain(x)
-    return torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], torch.ones_like(y))
+    return torch.autograd.grad(
+        y, [leaf for leaf in leaves if leaf.requires_grad], torch.ones_like(y)
+    )
 
 
 def saved(chain, x):
     shapes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t
+    ):
         y = chain(x)
     return shapes, y
 
@@ -70,7 +74,9 @@ def test_the_next_op_does_not_keep_its_input(fused):
 def test_a_graph_that_is_retained(fused):
     chain, x = make(4, 4), torch.randn(3, 4, requires_grad=True)
     y = chain(x)
-    results = [torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)]
+    results = [
+        torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)
+    ]
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
 
@@ -144,10 +150,14 @@ def test_an_op_whose_context_is_kept_keeps_its_input(fused):
 
 
 def test_one_after_the_other(fused):
-    chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU(), ops.GELU(), ops.GELU(), ops.Linear(4, 2))
+    chain = opfuse.Sequential(
+        ops.Linear(4, 4), ops.GELU(), ops.GELU(), ops.GELU(), ops.Linear(4, 2)
+    )
     x = torch.randn(3, 4, requires_grad=True)
     y = chain(x)
-    results = [torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)]
+    results = [
+        torch.autograd.grad(y.sum(), [x, *chain.parameters()], retain_graph=True) for _ in range(2)
+    ]
     for got in results:
         for mine, want in zip(got, separate(lambda: gradients(chain, x)), strict=True):
             torch.testing.assert_close(mine, want)

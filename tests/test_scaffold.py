@@ -32,13 +32,19 @@ def new(*arguments):
 
 def files(folder):
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return {path.as_posix() for path in found if not {"__pycache__", "dist", ".pytest_cache"} & set(path.parts)}
+    return {
+        path.as_posix()
+        for path in found
+        if not {"__pycache__", "dist", ".pytest_cache"} & set(path.parts)
+    }
 
 
 # Writing
 
 
-@pytest.mark.parametrize("name, short, module", [("mine", "mine", "mine"), ("opfuse-plugin-a-b2", "a-b2", "a_b2")])
+@pytest.mark.parametrize(
+    "name, short, module", [("mine", "mine", "mine"), ("opfuse-plugin-a-b2", "a-b2", "a_b2")]
+)
 def test_what_is_written(name, short, module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = new(name)
@@ -47,7 +53,10 @@ def test_what_is_written(name, short, module, tmp_path, monkeypatch):
     assert result.stdout.startswith(f"Wrote {folder.name}.")
     assert files(folder) == {
         *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"),
-        *(f"src/opfuse_{module}/{file}" for file in ("__init__.py", "fused.py", "kernels.py", "py.typed")),
+        *(
+            f"src/opfuse_{module}/{file}"
+            for file in ("__init__.py", "fused.py", "kernels.py", "py.typed")
+        ),
         *("tests/test_conformance.py", "tests/test_kernels.py"),
     }
     text = {path: (folder / path).read_text(encoding="utf-8") for path in files(folder)}
@@ -68,7 +77,8 @@ def test_into(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Mine", "1st", "a--b", "a-", "-a", "a_b", "a.b", "ä", "opfuse-plugin-", "a/b", "a b"]
+    "name",
+    ["", "Mine", "1st", "a--b", "a-", "-a", "a_b", "a.b", "ä", "opfuse-plugin-", "a/b", "a b"],
 )
 def test_names_that_do_not_do(name, tmp_path):
     result = new("--into", str(tmp_path), "--", name)
@@ -96,11 +106,17 @@ def test_nothing_is_overwritten(tmp_path):
     folder.mkdir()
     result = new("mine", "--into", str(tmp_path))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.splitlines() == [f"Error: {folder} exists already, and nothing is overwritten"]
+    assert result.stderr.splitlines() == [
+        f"Error: {folder} exists already, and nothing is overwritten"
+    ]
     assert not list(folder.iterdir())
     (tmp_path / "file").write_text("")
     result = new("mine", "--into", str(tmp_path / "file"))
-    assert result.exit_code == 2 and result.stderr.startswith("Error: ") and len(result.stderr.splitlines()) == 1
+    assert (
+        result.exit_code == 2
+        and result.stderr.startswith("Error: ")
+        and len(result.stderr.splitlines()) == 1
+    )
 
 
 # As a package
@@ -109,15 +125,27 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
-    have = {dist.name for dist in importlib.metadata.distributions()}  # to look for the module pip changes distutils
+    have = {
+        dist.name for dist in importlib.metadata.distributions()
+    }  # to look for the module pip changes distutils
     if not {"pip", "hatchling"} <= have:
         pytest.skip("without pip and hatchling nothing can be installed")
     root = tmp_path_factory.mktemp("new")
     folder, site = scaffold.write("out-of-the-box", root), root / "site"
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+    ]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(folder)]
     subprocess.run(command, check=True, cwd=root)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPFUSE_", "TRITON_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OPFUSE_", "TRITON_"))
+    }
     path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
     return folder, {**environment, "PYTHONPATH": path, "OPFUSE_PLUGINS": "out-of-the-box"}
 
@@ -125,7 +153,9 @@ def installed(tmp_path_factory):
 def python(installed, *arguments, **environment):
     folder, env = installed
     command = [sys.executable, *arguments]
-    result = subprocess.run(command, env=env | environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, env=env | environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -133,7 +163,11 @@ def python(installed, *arguments, **environment):
 def test_it_is_found_and_fuses(installed):
     rows = json.loads(python(installed, "-m", "opfuse", "plugins", "--json"))
     (row,) = [row for row in rows if row["state"] != "blocked"]
-    expected = {"name": "out-of-the-box", "distribution": "opfuse-plugin-out-of-the-box", "version": "0.1.0"}
+    expected = {
+        "name": "out-of-the-box",
+        "distribution": "opfuse-plugin-out-of-the-box",
+        "version": "0.1.0",
+    }
     assert row == {
         **expected,
         **{
@@ -153,7 +187,9 @@ def test_it_is_found_and_fuses(installed):
 
 
 def test_its_tests_pass(installed):
-    assert " passed" in python(installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests")
+    assert " passed" in python(
+        installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests"
+    )
 
 
 def test_its_kernel_passes_them_interpreted(installed):
@@ -162,7 +198,11 @@ def test_its_kernel_passes_them_interpreted(installed):
             pytest.skip(f"{needed} is not installed: nothing can be interpreted")
     arguments = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-rs", "tests"]
     out = python(installed, *arguments, TRITON_INTERPRET="1")
-    assert " passed" in out and "no GPU, and Triton does not interpret" not in out and "TRITON_INTERPRET=1" not in out
+    assert (
+        " passed" in out
+        and "no GPU, and Triton does not interpret" not in out
+        and "TRITON_INTERPRET=1" not in out
+    )
 
 
 # The same shape everywhere
@@ -170,7 +210,11 @@ def test_its_kernel_passes_them_interpreted(installed):
 
 def structure(value):
     """Tables of tables, down to what is given."""
-    return {key: structure(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value)
+    return (
+        {key: structure(inner) for key, inner in value.items()}
+        if isinstance(value, dict)
+        else type(value)
+    )
 
 
 @pytest.mark.parametrize("folder", IN_TREE, ids=lambda folder: folder.name)
@@ -179,15 +223,30 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     written = scaffold.write(folder.name, tmp_path)
     extra = files(folder) - files(written)
     assert files(written) <= files(folder)
-    module = next(path for path in files(folder) if path.endswith("__init__.py")).removesuffix("__init__.py")
+    module = next(path for path in files(folder) if path.endswith("__init__.py")).removesuffix(
+        "__init__.py"
+    )
     assert all(path.startswith(("tests/test_", module)) for path in extra), extra
-    assert (folder / "LICENSE").read_bytes() == (written / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (
+        (folder / "LICENSE").read_bytes()
+        == (written / "LICENSE").read_bytes()
+        == (ROOT / "LICENSE").read_bytes()
+    )
 
-    generated, ours = (tomllib.loads((at / "pyproject.toml").read_text()) for at in (written, folder))
+    generated, ours = (
+        tomllib.loads((at / "pyproject.toml").read_text()) for at in (written, folder)
+    )
     for key in ("authors", "keywords", "classifiers"):  # what only a published package needs
         ours["project"].pop(key)
     assert structure(ours) == structure(generated)
-    for key in ("readme", "license", "license-files", "requires-python", "dependencies", "entry-points"):
+    for key in (
+        "readme",
+        "license",
+        "license-files",
+        "requires-python",
+        "dependencies",
+        "entry-points",
+    ):
         assert ours["project"][key] == generated["project"][key], key
     assert {**ours, "project": None} == {**generated, "project": None}
 

@@ -79,7 +79,9 @@ def test_random_edits_are_those_of_a_list(names):
             for sequence in (chain, layers):
                 try:
                     result = EDITS[name](sequence, i, j, new)
-                    edited.append(result if isinstance(result, (list, opfuse.Sequential)) else sequence)
+                    edited.append(
+                        result if isinstance(result, (list, opfuse.Sequential)) else sequence
+                    )
                 except IndexError:
                     edited.append(None)
             assert [sequence is None for sequence in edited] in ([True, True], [False, False]), name
@@ -113,7 +115,11 @@ def test_a_name_stays_with_its_layer():
 def test_what_is_no_module_changes_nothing():
     chain = opfuse.Sequential(ops.Identity(), ops.Identity())
     layers = list(chain)
-    for edit in (lambda: chain.insert(0, 3), lambda: chain.insert("0", ops.Identity()), lambda: chain.append(3)):
+    for edit in (
+        lambda: chain.insert(0, 3),
+        lambda: chain.insert("0", ops.Identity()),
+        lambda: chain.append(3),
+    ):
         with contextlib.suppress(TypeError):
             edit()
             pytest.fail("accepted")
@@ -129,7 +135,11 @@ def test_named_children():
 def test_groups_are_runs_of_ops():
     chain = opfuse.Sequential(ops.Identity(), ops.GELU(), nn.Tanh(), ops.Identity())
     groups = chain._module_groups
-    assert [type(group).__name__ for group in groups] == ["OperationFuser", "Tanh", "OperationFuser"]
+    assert [type(group).__name__ for group in groups] == [
+        "OperationFuser",
+        "Tanh",
+        "OperationFuser",
+    ]
     assert chain._module_groups is groups
     x = torch.randn(3, 4)
     torch.testing.assert_close(chain(x), torch.tanh(nn.functional.gelu(x, approximate="tanh")))
@@ -140,7 +150,9 @@ def test_an_empty_chain_is_the_identity():
     assert opfuse.Sequential()(x) is x
 
 
-@pytest.mark.parametrize("how", ["setattr", "setitem", "add_module", "insert", "del", "modules dict"])
+@pytest.mark.parametrize(
+    "how", ["setattr", "setitem", "add_module", "insert", "del", "modules dict"]
+)
 def test_every_way_to_change_a_child_is_seen(how):
     chain = opfuse.Sequential({"first": ops.ConstantScale(2.0), "second": ops.ConstantScale(3.0)})
     x = torch.ones(2, 2)
@@ -171,7 +183,9 @@ def test_a_module_used_twice():
 def test_surplus_and_missing_extra_inputs():
     x = torch.ones(2, 4)
     chain = opfuse.Sequential(ops.AddExtraInput(), ops.AddExtraInput())
-    with pytest.raises(ValueError, match=r"expected 2 extra inputs, got 1 \(op 0 \(AddExtraInput\), op 1"):
+    with pytest.raises(
+        ValueError, match=r"expected 2 extra inputs, got 1 \(op 0 \(AddExtraInput\), op 1"
+    ):
         chain(x, x)
     with pytest.raises(ValueError, match="expected 2 extra inputs, got 3"):
         chain(x, x, x, x)
@@ -181,7 +195,9 @@ def test_surplus_and_missing_extra_inputs():
 
 
 def test_extra_outputs_come_in_order_across_a_cut():
-    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.ConstantScale(2.0), nn.Identity(), ops.MakeExtraOutput())
+    chain = opfuse.Sequential(
+        ops.MakeExtraOutput(), ops.ConstantScale(2.0), nn.Identity(), ops.MakeExtraOutput()
+    )
     y, first, second = chain(torch.ones(1, 2))
     assert (y[0, 0], first[0, 0], second[0, 0]) == (2, 1, 2)
 
@@ -191,7 +207,9 @@ class Scaled(ops.Identity):
 
     feature_ratio = 1
 
-    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=1.0):
+    def op_forward(
+        self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=1.0
+    ):
         return input_ * factor
 
 
@@ -213,7 +231,10 @@ def test_unknown_op_kwargs():
         chain(x, op_kwargs={ops.GELU(): {}})
     with pytest.raises(ValueError, match="op_kwargs: Tanh is not an op"):
         opfuse.Sequential(nn.Tanh())(x, op_kwargs={0: {"a": 1}})
-    with pytest.raises(TypeError, match=r"op 0 \(Scaled\) of chain \[Scaled\] does not take the keyword argument 'b'"):
+    with pytest.raises(
+        TypeError,
+        match=r"op 0 \(Scaled\) of chain \[Scaled\] does not take the keyword argument 'b'",
+    ):
         chain[1](x, b=1)
 
 
@@ -244,15 +265,20 @@ def test_wrong_input(x, error, text):
 
 def test_widths_are_followed_through_the_chain():
     with pytest.raises(
-        ValueError, match=r"op 3 \(BasicLinear\) takes 4 features in the last dimension, but the ops before it give 8"
+        ValueError,
+        match=r"op 3 \(BasicLinear\) takes 4 features in the last dimension, but the ops before it give 8",
     ):
         opfuse.Sequential(ops.Linear(4, 8), ops.GELU(), ops.Linear(4, 4))(torch.ones(1, 4))
     gated = opfuse.Sequential(ops.Identity(), ops.SwiGLU(), ops.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"expected 8 features in the last dimension, got shape \(1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"expected 8 features in the last dimension, got shape \(1, 4\)"
+    ):
         gated(torch.ones(1, 4))
     assert gated(torch.ones(1, 8)).shape == (1, 4)
     reshaped = opfuse.Sequential(ops.Reshape((4, -1)), ops.GELU(), ops.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"GELU expected 4 features in the last dimension, got shape \(4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"GELU expected 4 features in the last dimension, got shape \(4, 3\)"
+    ):
         reshaped(torch.ones(12))
     assert opfuse.Sequential(ops.Reshape((-1, 4)), ops.Linear(4, 4))(torch.ones(12)).shape == (3, 4)
 
@@ -263,7 +289,8 @@ def test_wrong_parameters_after_the_first_call_are_named():
     chain(x)
     chain[0].double()
     with pytest.raises(
-        TypeError, match=r"expected torch.float64, the dtype of its weight, got an input of torch.float32"
+        TypeError,
+        match=r"expected torch.float64, the dtype of its weight, got an input of torch.float32",
     ):
         chain(x)
 
@@ -321,7 +348,11 @@ def test_what_a_hook_captures_is_differentiable():
 def test_extras_and_kwargs_across_a_cut():
     chain = opfuse.Sequential(ops.MakeExtraOutput(), Scaled(), ops.AddExtraInput(), Scaled())
     chain[1].register_forward_hook(lambda module, args, output: output + 1)
-    y, extra = chain(torch.ones(1, 1), torch.full((1, 1), 10.0), op_kwargs={1: {"factor": 2.0}, 3: {"factor": 100.0}})
+    y, extra = chain(
+        torch.ones(1, 1),
+        torch.full((1, 1), 10.0),
+        op_kwargs={1: {"factor": 2.0}, 3: {"factor": 100.0}},
+    )
     assert (y.item(), extra.item()) == (1300, 1)
 
 
@@ -452,7 +483,9 @@ def test_extra_inputs_under_a_fake_tensor_mode():
 
 @pytest.mark.parametrize("op_kwargs", [3, {0: 3}, {0: None}, [{}]])
 def test_keyword_arguments_are_a_dict_of_dicts(op_kwargs):
-    with pytest.raises(TypeError, match="op_kwargs: expected a dict of keyword arguments for each op, got"):
+    with pytest.raises(
+        TypeError, match="op_kwargs: expected a dict of keyword arguments for each op, got"
+    ):
         opfuse.Sequential(opfuse.ops.Identity())(torch.ones(2), op_kwargs=op_kwargs)
 
 
@@ -465,14 +498,23 @@ def runs(chain, x, *extras):
 
 
 def nested(*middle):
-    return opfuse.Sequential(ops.Linear(4, 4), opfuse.Sequential(*middle or (ops.GELU(), ops.Linear(4, 4))), ops.SiLU())
+    return opfuse.Sequential(
+        ops.Linear(4, 4), opfuse.Sequential(*middle or (ops.GELU(), ops.Linear(4, 4))), ops.SiLU()
+    )
 
 
 def test_a_nested_chain_joins_the_one_around_it():
-    chain = opfuse.Sequential(ops.GELU(), opfuse.Sequential(nested(), opfuse.Sequential()), ops.ReLU())
+    chain = opfuse.Sequential(
+        ops.GELU(), opfuse.Sequential(nested(), opfuse.Sequential()), ops.ReLU()
+    )
     x = torch.randn(3, 4, requires_grad=True)
     assert runs(chain, x) == [("GELU Linear GELU Linear SiLU ReLU", "")]
-    assert list(chain.state_dict()) == ["1.0.0.weight", "1.0.0.bias", "1.0.1.1.weight", "1.0.1.1.bias"]
+    assert list(chain.state_dict()) == [
+        "1.0.0.weight",
+        "1.0.0.bias",
+        "1.0.1.1.weight",
+        "1.0.1.1.bias",
+    ]
     inner = chain[1][0]
     outside = ops.ReLU()(inner[2](inner[1][1](inner[1][0](inner[0](chain[0](x))))))
     for y in (chain(x), outside):
@@ -482,10 +524,14 @@ def test_a_nested_chain_joins_the_one_around_it():
     assert runs(nested(nn.Tanh(), ops.GELU()), x) == [("Linear", ""), ("GELU SiLU", "")]
 
 
-@pytest.mark.parametrize("change", ["set", "append", "del", "hook", "backward hook", "forward", "inner of inner"])
+@pytest.mark.parametrize(
+    "change", ["set", "append", "del", "hook", "backward hook", "forward", "inner of inner"]
+)
 def test_a_change_inside_is_seen(change):
     """And seen again when it is taken back."""
-    chain = opfuse.Sequential(ops.ConstantScale(2.0), opfuse.Sequential(opfuse.Sequential(ops.ConstantScale(3.0))))
+    chain = opfuse.Sequential(
+        ops.ConstantScale(2.0), opfuse.Sequential(opfuse.Sequential(ops.ConstantScale(3.0)))
+    )
     x, inner = torch.ones(1, requires_grad=True), chain[1]
     assert chain(x).item() == 6 and len(runs(chain, x)) == 1
     calls, taken_back = [], lambda: None
@@ -521,10 +567,16 @@ def test_why_a_nested_chain_is_apart():
     x = torch.randn(2, 4)
     chain = nested()
     handle = chain[1].register_forward_pre_hook(lambda *args: None)
-    assert runs(chain, x)[1] == ("GELU Linear", "apart from the chain around it: it has forward pre- hooks")
+    assert runs(chain, x)[1] == (
+        "GELU Linear",
+        "apart from the chain around it: it has forward pre- hooks",
+    )
     handle.remove()
     chain[1].forward = chain[1].forward
-    assert runs(chain, x)[1][1] == "apart from the chain around it: its own forward was replaced or compiled"
+    assert (
+        runs(chain, x)[1][1]
+        == "apart from the chain around it: its own forward was replaced or compiled"
+    )
     assert runs(opfuse.Sequential(ops.GELU(), Block(ops.SiLU())), x)[1:] == [
         ("SiLU", "apart from the chain around it: Block is a subclass of Sequential")
     ]
@@ -541,14 +593,18 @@ def test_blocks_with_channels_of_one_name_stay_apart():
     why = "apart from the chain around it: its channel 'skip' has the name of another one in the chain around it"
     assert [cut for _, cut in runs(chain, x)] == [why, why]
     torch.testing.assert_close(opfuse.Sequential(block, block)(x), block(block(x)))
-    assert runs(opfuse.Sequential(block, ops.ReLU()), x) == [("MakeExtraOutput GELU AddExtraInput ReLU", "")]
+    assert runs(opfuse.Sequential(block, ops.ReLU()), x) == [
+        ("MakeExtraOutput GELU AddExtraInput ReLU", "")
+    ]
     assert [cut for _, cut in runs(opfuse.Sequential(chain, ops.ReLU()), x)] == [why, why, ""]
 
 
 def test_channels_cross_the_border():
     x = torch.randn(3, 4, requires_grad=True)
     make, add = residual(output_to_caller=False)
-    into = opfuse.Sequential(make, ops.ConstantScale(2.0), opfuse.Sequential(add, ops.ConstantScale(3.0)))
+    into = opfuse.Sequential(
+        make, ops.ConstantScale(2.0), opfuse.Sequential(add, ops.ConstantScale(3.0))
+    )
     torch.testing.assert_close(into(x), 9 * x)
     make, add = residual(output_to_caller=False)
     out = opfuse.Sequential(opfuse.Sequential(make, ops.ConstantScale(2.0)), add)
@@ -560,7 +616,9 @@ def test_channels_cross_the_border():
 
 def test_extra_tensors_of_a_nested_chain_come_in_order():
     inner = opfuse.Sequential(ops.AddExtraInput(), ops.ConstantScale(2.0), ops.MakeExtraOutput())
-    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.AddExtraInput(), inner, ops.AddExtraInput())
+    chain = opfuse.Sequential(
+        ops.MakeExtraOutput(), ops.AddExtraInput(), inner, ops.AddExtraInput()
+    )
     one, ten, hundred, thousand = (torch.full((1,), float(n)) for n in (1, 10, 100, 1000))
     assert [t.item() for t in chain(one, ten, hundred, thousand)] == [1222, 1, 222]
     with pytest.raises(ValueError, match=r"expected 3 extra inputs, got 1"):
@@ -586,7 +644,10 @@ def test_op_kwargs_reach_into_a_nested_chain():
     inner = Scaled()
     chain = opfuse.Sequential(Scaled(), opfuse.Sequential(ops.Identity(), inner), Scaled())
     x = torch.ones(1)
-    assert chain(x, op_kwargs={0: {"factor": 2.0}, inner: {"factor": 3.0}, 2: {"factor": 5.0}}).item() == 30
+    assert (
+        chain(x, op_kwargs={0: {"factor": 2.0}, inner: {"factor": 3.0}, 2: {"factor": 5.0}}).item()
+        == 30
+    )
     with pytest.raises(ValueError, match="op_kwargs: Sequential is not an op of this Sequential"):
         chain(x, op_kwargs={1: {"factor": 2.0}})
 

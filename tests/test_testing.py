@@ -9,7 +9,7 @@ import torch
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
@@ -30,7 +30,9 @@ def subject(*pattern, kind="forward", build=opfuse.FusedOperation, **given):
 
 
 def test_the_core_does_not_import_it_and_it_does_not_import_triton():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env={**os.environ})
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env={**os.environ}
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -43,9 +45,15 @@ def test_every_check_is_listed_and_described():
 # Tolerances
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 def test_what_is_close_enough(dtype):
-    truth = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype).double()
+    truth = (
+        torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        .to(dtype)
+        .double()
+    )
     rtol, atol = testing.tolerance(dtype)
     largest = truth.abs().max()
     testing.assert_close(truth.to(dtype), truth)
@@ -80,7 +88,9 @@ def test_layouts(layout):
     x = torch.arange(12.0).reshape(3, 4)
     laid_out = testing.lay_out(x, layout)
     assert laid_out.shape == x.shape and laid_out.stride() != x.stride()
-    assert torch.equal(laid_out, x) or (layout == "expanded" and torch.equal(laid_out, x[:1].expand(3, 4)))
+    assert torch.equal(laid_out, x) or (
+        layout == "expanded" and torch.equal(laid_out, x[:1].expand(3, 4))
+    )
 
 
 # Cases
@@ -102,17 +112,26 @@ def test_a_case_is_code():
 
 
 def test_a_case_has_the_same_values_every_time_and_in_fp64():
-    case = testing.Case(subject(ops.BasicLinear), (testing.Op(ops.BasicLinear, 8, 12), testing.Op(ops.AddExtraInput)))
+    case = testing.Case(
+        subject(ops.BasicLinear),
+        (testing.Op(ops.BasicLinear, 8, 12), testing.Op(ops.AddExtraInput)),
+    )
     state = torch.get_rng_state()
     once, again, wide = case.build(), case.build(), case.build(torch.float64)
     assert torch.equal(torch.get_rng_state(), state)
-    assert list(once.leaves) == ["input", "extra 0", "0.weight"] and once.leaves["extra 0"].shape == (3, 12)
+    assert list(once.leaves) == ["input", "extra 0", "0.weight"] and once.leaves[
+        "extra 0"
+    ].shape == (3, 12)
     for name, leaf in once.leaves.items():
-        assert torch.equal(leaf, again.leaves[name]) and torch.equal(leaf.double(), wide.leaves[name])
+        assert torch.equal(leaf, again.leaves[name]) and torch.equal(
+            leaf.double(), wide.leaves[name]
+        )
 
 
 def test_a_chain_that_cannot_run_is_declined():
-    case = testing.Case(subject(ops.Bias), (testing.Op(ops.Bias, 8), testing.Op(ops.Reshape, (5, 7))))
+    case = testing.Case(
+        subject(ops.Bias), (testing.Op(ops.Bias, 8), testing.Op(ops.Reshape, (5, 7)))
+    )
     with pytest.raises(Declined, match="the separate ops raise RuntimeError"):
         separate(case)
 
@@ -121,9 +140,14 @@ def test_a_chain_that_cannot_run_is_declined():
 
 
 def test_optional_and_repeated_elements():
-    found = list(structures((ops.BasicLinear, Maybe(ops.Bias), Some(ops.GELU))))
+    found = list(structures((ops.BasicLinear, Optional(ops.Bias), OneOrMore(ops.GELU))))
     linear, bias, gelu = ops.BasicLinear, ops.Bias, ops.GELU
-    assert found == [[linear, bias, gelu], [linear, bias, gelu, gelu], [linear, gelu], [linear, gelu, gelu]]
+    assert found == [
+        [linear, bias, gelu],
+        [linear, bias, gelu, gelu],
+        [linear, gelu],
+        [linear, gelu, gelu],
+    ]
 
 
 def classes(chains):
@@ -131,20 +155,30 @@ def classes(chains):
 
 
 def test_every_activation_and_one_that_nobody_knows():
-    chains = testing.make_chains(subject(ops.BasicLinear, Maybe(ops.Bias), Subclasses(ops.Activation)))
+    chains = testing.make_chains(
+        subject(ops.BasicLinear, Optional(ops.Bias), Subclasses(ops.Activation))
+    )
     built_in = {getattr(ops, name) for name in ops.__all__}
-    activations = {cls for cls in built_in if issubclass(cls, ops.Activation)} - {ops.Activation, ops.GatedActivation}
+    activations = {cls for cls in built_in if issubclass(cls, ops.Activation)} - {
+        ops.Activation,
+        ops.GatedActivation,
+    }
     for with_bias in (True, False):
         seen = {chain[-1] for chain in classes(chains.all) if (ops.Bias in chain) == with_bias}
         assert seen == {*activations, testing.CubicActivation, testing.CubicGLU}
-    assert classes(chains.plain) == [[ops.BasicLinear, ops.Bias, ops.GELU], [ops.BasicLinear, ops.GELU]]
+    assert classes(chains.plain) == [
+        [ops.BasicLinear, ops.Bias, ops.GELU],
+        [ops.BasicLinear, ops.GELU],
+    ]
 
 
 def test_either_class_and_both_ways_to_add():
     chains = testing.make_chains(subject(OneOf(ops.Bias, ops.BasicLinear), ops.AddExtraInput))
     assert {chain[0] for chain in classes(chains.all)} == {ops.Bias, ops.BasicLinear}
     assert {op.kwargs for case in chains.all for op in case.ops[1:]} == {(), (("in_place", True),)}
-    assert chains.residual and all(case.before[0].cls is ops.MakeExtraOutput for case in chains.residual)
+    assert chains.residual and all(
+        case.before[0].cls is ops.MakeExtraOutput for case in chains.residual
+    )
 
 
 def test_chains_are_as_wide_as_the_condition_asks():
@@ -180,7 +214,9 @@ class Stranger(ops.Identity):
 def test_ops_that_are_not_built_in():
     chains = testing.make_chains(subject(Stranger))
     assert not chains.all and "makers" in chains.declined["Stranger"]
-    chains = testing.make_chains(subject(Stranger), makers={Stranger: lambda width: testing.Op(Stranger, 1, width)})
+    chains = testing.make_chains(
+        subject(Stranger), makers={Stranger: lambda width: testing.Op(Stranger, 1, width)}
+    )
     assert [case.ops[0].args for case in chains.plain] == [(1, 8)]
 
 
@@ -198,11 +234,17 @@ def test_the_smallest_failing_case_is_reported(register):
     fusion = Fusion([Subclasses(ops.Activation)], OffInLargeHalfPrecision, name="off")
     register(forward_fusions=[fusion], name="off")
     (found,) = testing.subjects("off")
-    case = testing.Case(found, (testing.Op(ops.SiLU),), rows=(7, 9), dtype=torch.bfloat16, layout="strided")
+    case = testing.Case(
+        found, (testing.Op(ops.SiLU),), rows=(7, 9), dtype=torch.bfloat16, layout="strided"
+    )
     check = testing.CHECKS["output"]._replace(cases=lambda chains: [case])
     outcome = testing.run_all(check, testing.make_chains(found))
     assert outcome.failure.startswith("the output is wrong by 1")
-    assert (outcome.case.rows, outcome.case.dtype, outcome.case.layout) == ((2, 3), torch.bfloat16, "contiguous")
+    assert (outcome.case.rows, outcome.case.dtype, outcome.case.layout) == (
+        (2, 3),
+        torch.bfloat16,
+        "contiguous",
+    )
     text = testing.snippet("output", outcome.case)
     assert "rows=(2, 3)" in text and "layout" not in text
     with pytest.raises(Failure, match="the output is wrong by 1"):
@@ -217,7 +259,9 @@ def test_what_a_check_counts(register):
     register(forward_fusions=[fusion], name="counts")
     (found,) = testing.subjects("counts")
     case = testing.Case(found, (testing.Op(ops.SiLU),))
-    check = testing.CHECKS["output"]._replace(cases=lambda chains: [case, case.with_(ops=(testing.Op(ops.GELU),))])
+    check = testing.CHECKS["output"]._replace(
+        cases=lambda chains: [case, case.with_(ops=(testing.Op(ops.GELU),))]
+    )
     outcome = testing.run_all(check, testing.make_chains(found))
     assert (outcome.ran, outcome.declined, outcome.failure) == (1, ("it has no SiLU",), None)
     with pytest.raises(LookupError, match="plugin 'counts' offers no joint fusion 'counts'"):
@@ -249,7 +293,10 @@ def _condition(matched, env):
 def test_the_returns_of_a_condition_are_its_own():
     assert planning._refusing_returns(ClassWithALambda[1]) == []
     ((text, lines),) = planning._refusing_returns(_condition)
-    assert text == "return 'it does not quantize'" and lines[0] == _condition.__code__.co_firstlineno + 6
+    assert (
+        text == "return 'it does not quantize'"
+        and lines[0] == _condition.__code__.co_firstlineno + 6
+    )
     assert planning._refusing_returns(len) == []
 
 
@@ -257,7 +304,10 @@ def test_options_do_not_reach_the_checks(register):
     fusion = Fusion([ops.GELU], OffInLargeHalfPrecision, name="off")
     register(forward_fusions=[fusion], name="off")
     case = testing.Case(
-        testing.find("off", "forward", "off"), (testing.Op(ops.GELU),), rows=(2, 3), dtype=torch.bfloat16
+        testing.find("off", "forward", "off"),
+        (testing.Op(ops.GELU),),
+        rows=(2, 3),
+        dtype=torch.bfloat16,
     )
     with opfuse.options(fusion_limit=0), pytest.raises(Failure, match="the output is wrong by 1"):
         testing.run("output", case)
@@ -277,36 +327,59 @@ def test_dropout_draws_the_same_in_every_call():
 def test_arguments_are_not_only_the_usual_ones():
     def made(cls):
         chains = testing.make_chains(subject(cls))
-        return {(case.rows, *case.ops[0].args, *(name for name, _ in case.ops[0].kwargs)) for case in chains.all}
+        return {
+            (case.rows, *case.ops[0].args, *(name for name, _ in case.ops[0].kwargs))
+            for case in chains.all
+        }
 
     assert made(ops.RMSNorm) >= {((3,), 8, "eps"), ((4, 4), (4, 8))}
     assert made(ops.Dropout) == {((3,), 0.0), ((3,), 0.5)}
     for cls in (ops.ScaledClampedQGeGLU, ops.ClampedSwiGLU):
-        assert made(cls) == {((3,),), ((3,), "glu_interleave_size"), ((3,), "limit", "alpha", "glu_linear_offset")}
+        assert made(cls) == {
+            ((3,),),
+            ((3,), "glu_interleave_size"),
+            ((3,), "limit", "alpha", "glu_linear_offset"),
+        }
 
 
 def test_the_thorough_mode_has_every_case_of_the_quick_one_and_more():
-    made = [testing.make_chains(subject(ops.BasicLinear, ops.Bias), thorough=thorough) for thorough in (False, True)]
+    made = [
+        testing.make_chains(subject(ops.BasicLinear, ops.Bias), thorough=thorough)
+        for thorough in (False, True)
+    ]
     for name, check in testing.CHECKS.items():
         quick, thorough = ({str(case) for case in check.cases(chains)} for chains in made)
         assert quick <= thorough, name
-    for suite in (testing.FusionSuite, type("Thorough", (testing.FusionSuite,), {"thorough": True})):
+    for suite in (
+        testing.FusionSuite,
+        type("Thorough", (testing.FusionSuite,), {"thorough": True}),
+    ):
         assert suite.chains(subject(ops.Bias), "cpu").thorough is suite.thorough
 
 
 def test_widths_of_models_on_either_side_of_a_product():
-    found = {case.ops[0].args for case in testing.make_chains(subject(ops.BasicLinear, ops.Bias)).models}
+    found = {
+        case.ops[0].args for case in testing.make_chains(subject(ops.BasicLinear, ops.Bias)).models
+    }
     assert found == {args for width in (768, 1536, 4096) for args in ((width, 8), (8, width))}
-    assert {case.ops[0].args for case in testing.make_chains(subject(ops.RMSNorm)).models} == {(768,), (1536,), (4096,)}
+    assert {case.ops[0].args for case in testing.make_chains(subject(ops.RMSNorm)).models} == {
+        (768,),
+        (1536,),
+        (4096,),
+    }
 
 
 def test_layouts_of_parameters_and_of_a_summed_gradient():
     ops_ = (testing.Op(ops.BasicLinear, 8, 12), testing.Op(ops.Bias, 12))
-    case = testing.Case(subject(ops.BasicLinear), ops_, rows=(2, 5), layout="summed", params="transposed")
+    case = testing.Case(
+        subject(ops.BasicLinear), ops_, rows=(2, 5), layout="summed", params="transposed"
+    )
     built, plain = case.build(), case.with_(layout="contiguous", params="contiguous").build()
     assert built.leaves["0.weight"].stride() == (1, 12) and built.leaves["input"].is_contiguous()
     assert all(torch.equal(leaf, plain.leaves[name]) for name, leaf in built.leaves.items())
     (weight,) = case.weights(built())
     assert weight.shape == (2, 5, 12) and set(weight.stride()) == {0}
     strided = case.with_(params="strided").build().leaves
-    assert strided["1.bias"].stride() == (2,) and torch.equal(strided["1.bias"], plain.leaves["1.bias"])
+    assert strided["1.bias"].stride() == (2,) and torch.equal(
+        strided["1.bias"], plain.leaves["1.bias"]
+    )

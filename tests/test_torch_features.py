@@ -31,9 +31,15 @@ def pair():
     """A chain and the torch.nn model it must equal."""
     torch.manual_seed(0)
     plain = nn.Sequential(
-        nn.Linear(WIDTH, 32), nn.GELU("tanh"), nn.Linear(32, 32), nn.GELU("tanh"), nn.Linear(32, WIDTH)
+        nn.Linear(WIDTH, 32),
+        nn.GELU("tanh"),
+        nn.Linear(32, 32),
+        nn.GELU("tanh"),
+        nn.Linear(32, WIDTH),
     )
-    chain = opfuse.Sequential(ops.Linear(WIDTH, 32), ops.GELU(), ops.Linear(32, 32), ops.GELU(), ops.Linear(32, WIDTH))
+    chain = opfuse.Sequential(
+        ops.Linear(WIDTH, 32), ops.GELU(), ops.Linear(32, 32), ops.GELU(), ops.Linear(32, WIDTH)
+    )
     chain.load_state_dict(plain.state_dict())
     return chain, plain
 
@@ -75,7 +81,11 @@ def test_the_variant_fuses(variant):
     chain, _ = pair()
     chain(data().requires_grad_())
     plan = str(chain._module_groups[0]._last[1].plan)
-    expected = {"unfused": (), "fused": ("LinearBias", "ActivationBias"), "joint": ("JointLinearGelu",)}[variant]
+    expected = {
+        "unfused": (),
+        "fused": ("LinearBias", "ActivationBias"),
+        "joint": ("JointLinearGelu",),
+    }[variant]
     for name in ("LinearBias", "ActivationBias", "JointLinearGelu"):
         assert (name in plan) == (name in expected)
 
@@ -93,7 +103,9 @@ def test_compile(warm, dynamic):
     def compiled(model):
         if warm:
             step(model)
-        return train_step(torch.compile(model, fullgraph=True, dynamic=dynamic), list(model.parameters()))
+        return train_step(
+            torch.compile(model, fullgraph=True, dynamic=dynamic), list(model.parameters())
+        )
 
     chain, plain = pair()
     check(compiled(chain), step(plain))
@@ -193,7 +205,11 @@ def test_export(strict, dynamic):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant):
-    both(lambda model: train_step(lambda x: checkpoint(model, x, use_reentrant=reentrant), list(model.parameters())))
+    both(
+        lambda model: train_step(
+            lambda x: checkpoint(model, x, use_reentrant=reentrant), list(model.parameters())
+        )
+    )
 
 
 def test_checkpoint_inside_a_compiled_region():
@@ -226,7 +242,9 @@ def test_save_the_whole_module():
 
 def test_state_dict_loads_both_ways_as_weights_only():
     chain, plain = pair()
-    assert [name for name, _ in chain.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in chain.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     file = io.BytesIO()
     torch.save(chain.state_dict(), file)
     file.seek(0)
@@ -286,13 +304,20 @@ def test_tied_weights():
         return step(model)
 
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 8))
-    chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8))
+    plain = nn.Sequential(
+        nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 8), nn.GELU("tanh"), nn.Linear(8, 8)
+    )
+    chain = opfuse.Sequential(
+        ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8)
+    )
     chain.load_state_dict(plain.state_dict())
     for model in (chain, plain):
         model[4].weight = model[0].weight
     x = torch.randn(3, 8)
-    check(train_step(chain, list(chain.parameters()), x), train_step(plain, list(plain.parameters()), x))
+    check(
+        train_step(chain, list(chain.parameters()), x),
+        train_step(plain, list(plain.parameters()), x),
+    )
 
 
 def test_assigned_and_replaced_parameters_get_gradients():
@@ -328,7 +353,10 @@ def copy_of(op):
 def test_functional_call():
     chain, plain = pair()
     state = {name: value * 2 for name, value in chain.state_dict().items()}
-    check([torch.func.functional_call(chain, state, (data(),))], [torch.func.functional_call(plain, state, (data(),))])
+    check(
+        [torch.func.functional_call(chain, state, (data(),))],
+        [torch.func.functional_call(plain, state, (data(),))],
+    )
 
 
 def test_frozen_parameters():

@@ -1,6 +1,12 @@
 """Measurements that decide how kernels are written, on a GPU and without any plugin."""
 
-SHAPES = [(8192, 4096, 16384), (8192, 4096, 4096), (8192, 2048, 8192), (50432, 1024, 4096), (16384, 768, 3072)]
+SHAPES = [
+    (8192, 4096, 16384),
+    (8192, 4096, 4096),
+    (8192, 2048, 8192),
+    (50432, 1024, 4096),
+    (16384, 768, 3072),
+]
 CONFIGS = [  # BM, BN, BK, group, subtiles, warps, stages, warp specialization
     (128, 256, 64, 8, 1, 8, 3, False),
     (128, 256, 64, 8, 2, 8, 4, False),

@@ -1,8 +1,8 @@
 """Run probes on a GPU, or compile their kernels without one.
 
-python -m benchmarks.probes --out probes.json            # all, in the order in which they decide something
-python -m benchmarks.probes fp8 norm --out probes.json
-python -m benchmarks.probes compile                      # no GPU: registers, spills, shared memory, instructions
+python -m benchmarks.probes --out probes.json            # all, in the order in which they decide
+something python -m benchmarks.probes fp8 norm --out probes.json python -m benchmarks.probes compile
+# no GPU: registers, spills, shared memory, instructions
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import ceilings, cuda_timer, failure, launch_us, rounded, sample_rounds, spread
+from benchmarks.measure import (
+    ceilings,
+    cuda_timer,
+    failure,
+    launch_us,
+    rounded,
+    sample_rounds,
+    spread,
+)
 from benchmarks.record import about
 
 from . import CONFIGS, FP8_CONFIG, FP8_SMALL, SHAPES
@@ -46,7 +54,9 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
 
     from .kernels import gemm
 
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    triton.set_allocator(
+        lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda")
+    )
     (m, k), n = a.shape, b.shape[1] if rows_of_b else b.shape[0]
     bm, bn, bk, group, subtiles, warps, stages, ws = config
     c, h = (torch.full((m, n), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -56,7 +66,9 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
     return (lambda: gemm[grid](a, b, c, h, m, n, k, *fixed, num_warps=warps, num_stages=stages)), c
 
 
-def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor) -> dict[str, Any]:
+def tried(
+    make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor
+) -> dict[str, Any]:
     """A step that was run and is right, or what is wrong with it; and how long its first call took."""
     start = time.perf_counter()
     try:
@@ -70,9 +82,13 @@ def tried(make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: 
     return first | ({"step": step} if wrong < 2e-2 else {"failed": f"relative error {wrong:.1e}"})
 
 
-def compared(base: dict[str, Callable[[], Any]], steps: dict[str, dict[str, Any]], **about: Any) -> Rows:
+def compared(
+    base: dict[str, Callable[[], Any]], steps: dict[str, dict[str, Any]], **about: Any
+) -> Rows:
     """A row for each: its time, how many times faster than the first, or its failure."""
-    times = side_by_side(base | {name: found["step"] for name, found in steps.items() if "step" in found})
+    times = side_by_side(
+        base | {name: found["step"] for name, found in steps.items() if "step" in found}
+    )
     first, rows = times[next(iter(base))], []
     for name in [*base, *steps]:
         found = {key: value for key, value in steps.get(name, {}).items() if key != "step"}
@@ -90,14 +106,20 @@ def attempted(probe: Callable[..., Rows], shape: tuple[int, ...]) -> Rows:
 
 
 def probe_gemm(m: int, k: int, n: int) -> Rows:
-    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the library there.
+    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the
+    library there.
 
-    Then with a GELU, and with the store of what was before it: whether warp specialization, or halves, hide them. The
+    Then with a GELU, and with the store of what was before it: whether warp specialization, or
+    halves, hide them. The
     first call of each says whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found.
     """
     a, b = randn(m, k), randn(n, k)
     expected, steps = (a @ b.t()).float(), {}
-    for word, options in (("", {}), (", GELU", {"gelu": True}), (", GELU, stored", {"gelu": True, "save": True})):
+    for word, options in (
+        ("", {}),
+        (", GELU", {"gelu": True}),
+        (", GELU, stored", {"gelu": True, "save": True}),
+    ):
         right = F.gelu(expected, approximate="tanh") if options else expected
         for config in CONFIGS:
             steps[f"{config}{word}"] = tried(partial(triton_gemm, a, b, config, **options), right)
@@ -112,7 +134,11 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         fused()
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     apart = {"apart": lambda: F.gelu(torch.addmm(bias, x, w.t()), approximate="tanh")}
     return compared(apart, {"fused": {"step": fused}}, kernels=kernels)
 
@@ -121,21 +147,27 @@ def probe_fp8(size: int) -> Rows:
     """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
     x, w = (rounded(randn(size, size)) for _ in range(2))
     one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
-    product = partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    product = partial(
+        torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+    )
     library = {"library, fast": partial(product, use_fast_accum=True), "library": product}
     mine = partial(triton_gemm, x)
     steps = {
         "imprecise": tried(partial(mine, w, FP8_CONFIG), expected),
         "promoted every 128": tried(partial(mine, w, FP8_CONFIG, imprecise=128), expected),
         "promoted, smaller tile": tried(partial(mine, w, FP8_SMALL, imprecise=128), expected),
-        "b is [K, N]": tried(partial(mine, w.t().contiguous(), FP8_CONFIG, rows_of_b=True), expected),
+        "b is [K, N]": tried(
+            partial(mine, w.t().contiguous(), FP8_CONFIG, rows_of_b=True), expected
+        ),
         "library, 1x128 and 128x128": tried(partial(blockwise, x, w), expected),
     }
     return compared(library, steps, flops=2 * size**3)
 
 
 def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-    """The library's product with a scale for each 1x128 of the input and each 128x128 of the weight."""
+    """The library's product with a scale for each 1x128 of the input and each 128x128 of the
+    weight.
+    """
     (m, k), n, kinds = x.shape, w.shape[0], F.ScalingType
     scale_x = torch.ones(k // 128, m, device="cuda").t()
     scale_w = torch.ones(n // 128, k // 128, device="cuda").t()
@@ -145,7 +177,9 @@ def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torc
 
 
 def probe_norm(h: int) -> Rows:
-    """RMSNorm's backward by programs a multiprocessor, as a share of what the same bytes take to copy."""
+    """RMSNorm's backward by programs a multiprocessor, as a share of what the same bytes take to
+    copy.
+    """
     x, dy, weight = randn(8192, h), randn(8192, h), 1 + randn(h)
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
     n, g = x.float() * rstd[:, None], dy.float() * weight.float()
@@ -193,13 +227,19 @@ PROBES: dict[str, tuple[Callable[..., Rows], list[tuple[int, ...]]]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser("probes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "probes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PROBES)}; or compile")
-    parser.add_argument("--out", metavar="FILE", help="write the numbers there, as JSON, after each shape")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the numbers there, as JSON, after each shape"
+    )
     parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for")
     options = parser.parse_args(arguments)
     if strange := set(options.names) - {*PROBES, "compile"}:
-        parser.error(f"expected some of {', '.join(PROBES)}, or compile; got {', '.join(sorted(strange))}")
+        parser.error(
+            f"expected some of {', '.join(PROBES)}, or compile; got {', '.join(sorted(strange))}"
+        )
     if "compile" in options.names:
         from .ahead import compile_all
 
@@ -208,7 +248,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("probes need a CUDA GPU, and there is none; compile runs anywhere")
     device = torch.device("cuda")
-    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # a CUDA graph cannot be captured on the default one
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        torch.no_grad(),
+    ):  # a CUDA graph cannot be captured on the default one
         result = about("probes", device) | {"ceilings": ceilings(device)}
         result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:

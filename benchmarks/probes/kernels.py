@@ -72,8 +72,21 @@ def gemm(
 
 
 @triton.jit
-def norm_backward(x, dy, weight, rstd, dx, partial, M, H: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """RMSNorm's backward over every PROGRAMS-th row; the weight's gradient stays in registers until the end."""
+def norm_backward(
+    x,
+    dy,
+    weight,
+    rstd,
+    dx,
+    partial,
+    M,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """RMSNorm's backward over every PROGRAMS-th row; the weight's gradient stays in registers until
+    the end.
+    """
     at = tl.arange(0, BLOCK)
     inside = at < H
     gamma = tl.load(weight + at, inside, other=0.0).to(tl.float32)

@@ -1,6 +1,7 @@
 """The fixed structure of a chain: its basic ops, where extra tensors go, and which widths it takes.
 
-Computed once when a fuser captures its ops; everything that can be refused without running is refused here.
+Computed once when a fuser captures its ops; everything that can be refused without running is
+refused here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
         if name is not None and isinstance(op, FusedOperation):
             runs = ", ".join(op_class(part).__name__ for part in op.basic_ops)
             remedy = "override forward, or derive from a basic op"
-            raise TypeError(f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: {remedy}")
+            raise TypeError(
+                f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: {remedy}"
+            )
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
@@ -48,7 +51,8 @@ class Chain:
 
     Args:
         ops: The ops as the user wrote them.
-        part: Whether they are part of a longer chain: then who runs it passes on what a channel brings or takes.
+        part: Whether they are part of a longer chain: then who runs it passes on what a channel
+            brings or takes.
     """
 
     def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
@@ -63,7 +67,10 @@ class Chain:
             self.param_ranges.append((start, len(self.param_sources)))
         self._bind_channels(part)
         self.external_inputs = [
-            (i, k) for i, op in enumerate(self.ops) for k in range(op.num_extra_inputs) if (i, k) not in self.sources
+            (i, k)
+            for i, op in enumerate(self.ops)
+            for k in range(op.num_extra_inputs)
+            if (i, k) not in self.sources
         ]
         self.public_outputs = [
             (i, k)
@@ -93,13 +100,19 @@ class Chain:
                 if channel not in producers:
                     if part:
                         continue
-                    what = f"channel {channel!r} read by {self.name(i)} has no producer in this chain"
+                    what = (
+                        f"channel {channel!r} read by {self.name(i)} has no producer in this chain"
+                    )
                     chain = " + ".join(op_class(op).__name__ for op in self.ops)
-                    raise ValueError(f"{what}, {chain}; a module that is no op ends one, and no channel crosses it")
+                    raise ValueError(
+                        f"{what}, {chain}; a module that is no op ends one, and no channel crosses it"
+                    )
                 source = self.sources[i, k] = producers[channel]
                 if source[0] >= i:
                     writer = self.name(source[0])
-                    raise ValueError(f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}")
+                    raise ValueError(
+                        f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}"
+                    )
 
     def name(self, index: int) -> str:
         """An op as error messages call it."""
@@ -114,8 +127,8 @@ class Chain:
     def _infer_widths(self) -> None:
         """Follow the last dimension through the chain.
 
-        The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand then
-        fixes the width at the anchor.
+        The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand
+        then fixes the width at the anchor.
         """
         demands: dict[int, int] = {}
         known: list[tuple[int | None, int, int]] = []
@@ -141,6 +154,8 @@ class Chain:
                 raise ValueError(f"{splits}, but gets {value} of them")
             else:
                 value //= op.feature_ratio
-        self.widths = [v if v is not None or a not in demands else demands[a] // r for v, a, r in known]
+        self.widths = [
+            v if v is not None or a not in demands else demands[a] // r for v, a, r in known
+        ]
         self.width = demands.pop(0, None)
         self.later_widths = demands

@@ -1,4 +1,6 @@
-"""What is refused, and in which words: bad arguments at the door, and broken promises of ops behind it."""
+"""What is refused, and in which words: bad arguments at the door, and broken promises of ops behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def _check_params(
 ) -> None:
     """Refuse parameters on another device, or of another dtype where there is to be one."""
     for module, name in chain.param_sources[slice(*chain.param_ranges[index])]:
-        param = module._parameters.get(name)  # a parametrized one is not computed just to look at it
+        param = module._parameters.get(
+            name
+        )  # a parametrized one is not computed just to look at it
         if param is None:
             continue
         who = f"{chain.name(index)} of {chain.title}"
@@ -129,7 +133,9 @@ def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
         for name in names:
             if takes is not None and name not in takes:
                 who, known = f"{chain.name(i)} of {chain.title}", ", ".join(takes) or "none"
-                raise TypeError(f"{who} does not take the keyword argument {name!r}; it takes {known}")
+                raise TypeError(
+                    f"{who} does not take the keyword argument {name!r}; it takes {known}"
+                )
 
 
 def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
@@ -137,7 +143,9 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
     for i, given in enumerate(kwargs):
         for name, value in given.items():
             if any(tensor.requires_grad for tensor in _tensors_in(value)):
-                who = f"{chain.name(i)} of {chain.title} got a tensor that requires grad as {name!r}"
+                who = (
+                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as {name!r}"
+                )
                 remedy = "use an extra input, or detach it"
                 raise TypeError(f"{who}, and a keyword argument gets no gradient: {remedy}")
 
@@ -194,7 +202,9 @@ def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
 
 
 def refuse_none(program: Program, run: Any, start: int) -> NoReturn:
-    """Refuse a gradient that is missing although somebody needs it: it would be lost without a word."""
+    """Refuse a gradient that is missing although somebody needs it: it would be lost without a
+    word.
+    """
     needs = program.chain.name(start - 1) if start else "the input of the chain"
     what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
     raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
@@ -204,7 +214,9 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
     """Refuse gradients for parameters that an op does not have."""
     if any(grad is not None for grad in tuple(grads)):
         who, count = program.chain.name(index), len(tuple(grads))
-        raise RuntimeError(f"{who} has no parameters, but its backward gave {count} gradients for some")
+        raise RuntimeError(
+            f"{who} has no parameters, but its backward gave {count} gradients for some"
+        )
 
 
 def refuse_saved(program: Program, index: int, ctx: Any) -> None:
@@ -219,7 +231,9 @@ def refuse_saved(program: Program, index: int, ctx: Any) -> None:
     ctx.to_save = None
 
 
-def saved_nothing(program: Program, index: int, count: int, ctx: Any, to_save: Any) -> tuple[None, ...]:
+def saved_nothing(
+    program: Program, index: int, count: int, ctx: Any, to_save: Any
+) -> tuple[None, ...]:
     """What an op saves that takes no part in the backward; every other must save what it declares."""
     if to_save is None and not ctx.requires_grad:
         return (None,) * count

@@ -1,10 +1,10 @@
 """Planning: ops + fusions + environment -> which fusion replaces what, and why. No tensor is read.
 
-Fusions choose in precedence classes (the user's list, prepended registrations, then priority). Inside a
-class joint fusions choose first, then forward and backward fusions independently; a lower class sees only
-what is left. Inside a class and pass, the set of non-overlapping candidates with the largest total benefit
-wins; ties go to the longer pattern, then to the distribution's name, then to the fusion's. Nothing depends
-on the order in which plugins were discovered.
+Fusions choose in precedence classes (the user's list, prepended registrations, then priority).
+Inside a class joint fusions choose first, then forward and backward fusions independently; a lower
+class sees only what is left. Inside a class and pass, the set of non-overlapping candidates with
+the largest total benefit wins; ties go to the longer pattern, then to the distribution's name, then
+to the fusion's. Nothing depends on the order in which plugins were discovered.
 """
 
 from __future__ import annotations
@@ -82,10 +82,14 @@ def choose(
     """
     limit = env.options.get("fusion_limit")
     if isinstance(limit, str):
-        raise ValueError(f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}")
+        raise ValueError(
+            f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}"
+        )
     keeping = [declared(op, "keeps_rows") for op in ops]
     rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
-    finder = _Finder(tuple(ops), env, first_backward, kwargs, excluded, widths or (None,) * len(ops), rows_kept)
+    finder = _Finder(
+        tuple(ops), env, first_backward, kwargs, excluded, widths or (None,) * len(ops), rows_kept
+    )
     candidates: list[Step] = []
     taken = Taken()
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
@@ -101,7 +105,14 @@ def choose(
             reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
             finder.refuse(loser.source, loser.start, loser.stop, reason)
     finder.refused.sort(
-        key=lambda r: (r.start, PASSES.index(r.passes), r.distribution or "", r.fusion, r.basic_ops, r.reason)
+        key=lambda r: (
+            r.start,
+            PASSES.index(r.passes),
+            r.distribution or "",
+            r.fusion,
+            r.basic_ops,
+            r.reason,
+        )
     )
     return Choice(tuple(kept), tuple(finder.refused), tuple(sorted(finder.row_facts)))
 
@@ -126,7 +137,9 @@ class _Finder:
 
     def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
         names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
-        self.refused.append(Refusal(source.name, source.passes, names, start, reason, source.distribution))
+        self.refused.append(
+            Refusal(source.name, source.passes, names, start, reason, source.distribution)
+        )
         logger.debug("refused %s: %s", source.name, reason)
 
     def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:
@@ -144,27 +157,43 @@ class _Finder:
             self._refuse_uncovered(source, source.fusion)
 
     def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
-        """Say of each op that overrides what the pattern stands for that it is not fused, once per fusion."""
-        missed = [(j - i, i, j, why) for i in range(len(self.ops)) for j, why in fusion.uncovered(self.ops, i).items()]
+        """Say of each op that overrides what the pattern stands for that it is not fused, once per
+        fusion.
+        """
+        missed = [
+            (j - i, i, j, why)
+            for i in range(len(self.ops))
+            for j, why in fusion.uncovered(self.ops, i).items()
+        ]
         said: set[int] = set()
         for _, start, stop, why in sorted(missed):
             if said.isdisjoint(range(start, stop)):
                 self.refuse(source, start, stop, why)
                 said |= set(range(start, stop))
 
-    def _benefit(self, source: FusionSource, start: int, stop: int, op: FusedOperation | None) -> float | str:
+    def _benefit(
+        self, source: FusionSource, start: int, stop: int, op: FusedOperation | None
+    ) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
         if source.passes == "backward" and start < self.first_backward:
             return f"no gradient is needed before op {self.first_backward}"
         if (source, start, stop) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
-        takes = kwarg_names(op) if op is not None else getattr(getattr(fusion, "build", None), "kwarg_names", ())
+        takes = (
+            kwarg_names(op)
+            if op is not None
+            else getattr(getattr(fusion, "build", None), "kwarg_names", ())
+        )
         for index in range(start, stop):
             for name in self.kwargs[index]:
                 if takes is not None and name not in takes:
                     return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
-        return self._asked(source, fusion, start, stop) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+        return (
+            self._asked(source, fusion, start, stop)
+            if isinstance(fusion, Fusion)
+            else 2 * (stop - start - 1)
+        )
 
     def _asked(self, source: FusionSource, fusion: Fusion, start: int, stop: int) -> float | str:
         """What the condition and the benefit of a fusion say, if they say what they may."""
@@ -178,9 +207,14 @@ class _Finder:
         if isinstance(answer, str) and answer:
             return answer
         if answer is not True:
-            return warn_about(source, f"its condition returned {answer!r} instead of True or a sentence")
+            return warn_about(
+                source, f"its condition returned {answer!r} instead of True or a sentence"
+            )
         if not (isinstance(benefit, (int, float)) and abs(benefit) <= _MOST):
-            return warn_about(source, f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most")
+            return warn_about(
+                source,
+                f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most",
+            )
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
     def _condition(self, fusion: Fusion, start: int, ops: Any) -> tuple[Any, Environment]:
@@ -200,7 +234,9 @@ class _Finder:
 
 
 def warn_about(source: FusionSource, what: str) -> str:
-    """Warn that a fusion misbehaved while planning, and give ``what`` back; the chain runs without it."""
+    """Warn that a fusion misbehaved while planning, and give ``what`` back; the chain runs without
+    it.
+    """
     warnings.warn(PluginWarning(f"{source.full_name} is not used: {what}"), stacklevel=2)
     return what
 
@@ -219,7 +255,9 @@ def _matches(
         warn_about(source, f"it raised {type(error).__name__}: {error}")
         return []
     if not isinstance(result, (list, tuple)):
-        raise TypeError(f"{source.full_name} must return a list of ops, got {type(result).__name__}")
+        raise TypeError(
+            f"{source.full_name} must return a list of ops, got {type(result).__name__}"
+        )
     found: list[tuple[int, int, FusedOperation | None]] = []
     start = stop = 0
     for item in result:
@@ -234,17 +272,30 @@ def _matches(
 
 
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
-    """Raise unless ``fused`` stands for exactly ``ops``, in order, and implements the pass it is for."""
+    """Raise unless ``fused`` stands for exactly ``ops``, in order, and implements the pass it is
+    for.
+    """
     if not isinstance(fused, FusedOperation):
-        raise TypeError(f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}")
+        raise TypeError(
+            f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"
+        )
     _check_order(source, fused.basic_ops, ops)
-    for name, passes in (("fuser_forward", ("forward", "joint")), ("fuser_backward", ("backward", "joint"))):
+    for name, passes in (
+        ("fuser_forward", ("forward", "joint")),
+        ("fuser_backward", ("backward", "joint")),
+    ):
         method = getattr(fused, name)
-        if source.passes in passes and getattr(method, "__func__", None) is getattr(FusedOperation, name):
-            what = f"is a {source.passes} fusion, but {type(fused).__name__} does not implement {name}"
+        if source.passes in passes and getattr(method, "__func__", None) is getattr(
+            FusedOperation, name
+        ):
+            what = (
+                f"is a {source.passes} fusion, but {type(fused).__name__} does not implement {name}"
+            )
             raise TypeError(f"{source.full_name} {what}")
     if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
-        raise TypeError(f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute")
+        raise TypeError(
+            f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute"
+        )
 
 
 def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:
@@ -257,10 +308,17 @@ def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[An
 def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     """The non-overlapping candidates of one pass with the largest total benefit.
 
-    Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone or takes a
+    Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone
+        or takes a
     candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
-    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (0.0, 0, 0, (), ())
+    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (
+        0.0,
+        0,
+        0,
+        (),
+        (),
+    )
     best = [empty] * (length + 1)
     starting: dict[int, list[Step]] = {}
     for candidate in candidates:
@@ -270,7 +328,13 @@ def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
         for c in starting.get(i, ()):
             cost, left, count, names, rest = best[c.stop]  # the smaller, the better
             name = c.source.distribution or "", c.source.name
-            option = cost - c.benefit, left - (c.stop - c.start), count + 1, (name, *names), (c, *rest)
+            option = (
+                cost - c.benefit,
+                left - (c.stop - c.start),
+                count + 1,
+                (name, *names),
+                (c, *rest),
+            )
             best[i] = min(best[i], option, key=lambda cover: cover[:4])
     return list(best[0][4])
 
@@ -279,8 +343,12 @@ def _conflict(loser: Step, taken: Taken) -> str:
     winners = taken.overlapping(loser)
     if not winners:
         return "another set of fusions has the larger total benefit"
-    first = min(winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.start))
-    who = f"overlaps {first.source.name}" + (f" of {first.source.distribution}" if first.source.distribution else "")
+    first = min(
+        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.start)
+    )
+    who = f"overlaps {first.source.name}" + (
+        f" of {first.source.distribution}" if first.source.distribution else ""
+    )
     if first.source.rank != loser.source.rank:
         return f"{who}, which has precedence"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
@@ -289,4 +357,6 @@ def _conflict(loser: Step, taken: Taken) -> str:
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
     covers_more = sum(winner.stop - winner.start for winner in winners) > loser.stop - loser.start
-    return f"{who}, which saves as much and " + ("covers more ops" if covers_more else "comes first by name")
+    return f"{who}, which saves as much and " + (
+        "covers more ops" if covers_more else "comes first by name"
+    )

@@ -1,4 +1,6 @@
-"""Where a chain is cut: at ops that run through their own ``__call__``, since that does more than the op."""
+"""Where a chain is cut: at ops that run through their own ``__call__``, since that does more than
+the op.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +71,23 @@ def cut(
             for k in range(chain.ops[i].num_extra_inputs)
             if (i, k) not in chain.sources or chain.sources[i, k][0] < start
         ]
-        outputs = [(i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)]
+        outputs = [
+            (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
+        ]
         parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
         start = stop
     return Cut(tuple(parts))
 
 
 def run_cut(
-    cut: Cut, chain: Chain, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]] | None
+    cut: Cut,
+    chain: Chain,
+    input: Tensor,
+    extra_inputs: Sequence[Tensor],
+    kwargs: Sequence[dict[str, Any]] | None,
 ) -> Any:
-    """Run the parts one after the other; a channel between two parts carries its tensor, with its gradient.
+    """Run the parts one after the other; a channel between two parts carries its tensor, with its
+    gradient.
 
     Args:
         cut: The parts.
@@ -100,7 +109,9 @@ def run_cut(
         x, *more = result if isinstance(result, tuple) else (result,)
         if len(more) != len(outputs):
             who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
-            raise RuntimeError(f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}")
+            raise RuntimeError(
+                f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}"
+            )
         made.update(zip(outputs, more, strict=True))
     public = [made[slot] for slot in chain.public_outputs]
     return (x, *public) if public else x

@@ -15,7 +15,8 @@ class Watched:
     """The method of a step, and a look at the tensors it was given before and after.
 
     Args:
-        method: ``op_forward``, ``op_backward``, ``fuser_forward`` or ``fuser_backward``, bound to its op.
+        method: ``op_forward``, ``op_backward``, ``fuser_forward`` or ``fuser_backward``, bound to
+            its op.
         who: What errors call the step.
         in_place: Whether it may write into its extra inputs.
 
@@ -35,7 +36,9 @@ class Watched:
         for what, tensor, version, values in before:
             now, values_now = _state(tensor)
             if now != version or not torch.equal(values_now, values):
-                raise RuntimeError(f"{self._who} wrote into {what} in {self.__name__}: it must leave that as it is")
+                raise RuntimeError(
+                    f"{self._who} wrote into {what} in {self.__name__}: it must leave that as it is"
+                )
         return result
 
     def _tensors(self, ctxs: Any, x: Any, given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -45,11 +48,15 @@ class Watched:
             yield from _plain("the gradient of its output" if backward else "its input", x)
         for ctx in contexts:
             for tensor in (ctx.saved_tensors or ()) if backward else ctx.params:
-                yield from _plain("a tensor saved for its backward" if backward else "a parameter", tensor)
+                yield from _plain(
+                    "a tensor saved for its backward" if backward else "a parameter", tensor
+                )
         name = "basic_op_grad_extra_outputs" if backward else "basic_op_extra_inputs"
         for of_op in () if self._in_place else given.get(name, ()):
             for tensor in of_op:
-                yield from _plain("the gradient of an extra output" if backward else "an extra input", tensor)
+                yield from _plain(
+                    "the gradient of an extra output" if backward else "an extra input", tensor
+                )
 
 
 def _plain(what: str, value: Any) -> Iterator[tuple[str, Tensor]]:

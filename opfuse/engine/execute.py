@@ -1,7 +1,7 @@
 """Running a program: one loop per pass, one autograd function per chain.
 
-The two loops run at every call of every chain, and on small tensors a call in Python costs as much as an operation. So
-each loop is one function, and what is rare waits behind a flag of the program.
+The two loops run at every call of every chain, and on small tensors a call in Python costs as much
+as an operation. So each loop is one function, and what is rare waits behind a flag of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch.compiler import is_dynamo_compiling
 
 from ..op import declared
 from ..quantization import QuantizedTensor, dequantize
-from .checks import as_many, forward_of, refuse_gradients, refuse_none, refuse_result, refuse_saved, saved_nothing
+from .checks import (
+    as_many,
+    forward_of,
+    refuse_gradients,
+    refuse_none,
+    refuse_result,
+    refuse_saved,
+    saved_nothing,
+)
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program, separate
 from .step import Step
@@ -27,12 +35,14 @@ Kwargs = Sequence[dict[str, Any]]
 _TENSORS = Tensor, QuantizedTensor
 
 
-def run_forward(func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, *tensors: Tensor) -> Any:
+def run_forward(
+    func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, *tensors: Tensor
+) -> Any:
     """Run the forward steps.
 
     Args:
-        func_ctx: The autograd function's context, to keep on it what the backward steps need; None: there is no
-            backward.
+        func_ctx: The autograd function's context, to keep on it what the backward steps need; None:
+            there is no backward.
         program: What to run.
         kwargs: Keyword arguments per basic op, or None.
         x: The chain's input.
@@ -112,7 +122,9 @@ def _leave(
     saved: list[Tensor | None],
     extras: ForwardExtras | None,
 ) -> None:
-    """Leave on the autograd function's context what the backward needs: saved tensors and, in few chains, more."""
+    """Leave on the autograd function's context what the backward needs: saved tensors and, in few
+    chains, more.
+    """
     if program.leaves_more:
         if program.saved.attributes:
             func_ctx.attributes = _take_attributes(program, ctxs)
@@ -140,18 +152,23 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         *grad_extra_outputs: Gradients of the extra outputs that the caller got.
 
     Returns:
-        The gradients of what :func:`run_forward` takes: the program and the keyword arguments have none, then those of
-        the input, of the parameters, and of the extra inputs that the caller gave.
+        The gradients of what :func:`run_forward` takes: the program and the keyword arguments have
+        none, then those of the input, of the parameters, and of the extra inputs that the caller
+        gave.
     """
     program: Program = func_ctx.program
-    tracing = is_dynamo_compiling()  # by compiled autograd too, which then meets a program that was not made for it
+    tracing = (
+        is_dynamo_compiling()
+    )  # by compiled autograd too, which then meets a program that was not made for it
     if not tracing:
         _check_once(grad_output, grad_extra_outputs)
         if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
             with torch.autocast(program.autocast_device, enabled=False):
                 return run_backward(func_ctx, grad_output, *grad_extra_outputs)
     ctxs = _contexts_of(func_ctx, program, tracing)
-    extras = BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
+    extras = (
+        BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
+    )
     steps: Sequence[Step] = program.backward
     dy, reached = grad_output, len(ctxs)
     if dy is None:  # the loss does not use the main output
@@ -168,7 +185,9 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if step.direct:
             result = run(ctxs[start], dy)
             try:
-                dy, grads[start] = result if type(result) is tuple else refuse_result(program, run, result)
+                dy, grads[start] = (
+                    result if type(result) is tuple else refuse_result(program, run, result)
+                )
             except ValueError:
                 refuse_result(program, run, result)
         else:
@@ -214,9 +233,16 @@ def _contexts_of(func_ctx: Any, program: Program, tracing: bool) -> list[Any]:
 
 
 def _run_fused_backward(
-    program: Program, step: Step, ctxs: list[Any], dy: Any, grads: list[Any], extras: BackwardExtras | None
+    program: Program,
+    step: Step,
+    ctxs: list[Any],
+    dy: Any,
+    grads: list[Any],
+    extras: BackwardExtras | None,
 ) -> Any:
-    """Run the backward of a step over several ops, or with extra tensors; the gradient of its input."""
+    """Run the backward of a step over several ops, or with extra tensors; the gradient of its
+    input.
+    """
     given = extras.given(step) if extras and step.has_extras else step.no_extras
     result = step.run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
     if type(result) is not tuple or len(result) != 3:
@@ -268,13 +294,21 @@ class Pipeline(torch.autograd.Function):
 
 
 apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
-"""``Pipeline.apply`` without what it does for functorch, which never gets here: a microsecond per call."""
+"""``Pipeline.apply`` without what it does for functorch, which never gets here: a microsecond per
+call.
+"""
 
 
-def run_differentiable(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    """Run the ops unfused and let autograd record them: for second derivatives and functorch transforms."""
+def run_differentiable(
+    program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]
+) -> Any:
+    """Run the ops unfused and let autograd record them: for second derivatives and functorch
+    transforms.
+    """
     if program.recipe is not None:
-        raise RuntimeError(f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}")
+        raise RuntimeError(
+            f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}"
+        )
     for index, op in enumerate(program.chain.ops):
         if not declared(op, "differentiable"):
             who = f"{program.chain.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
@@ -286,19 +320,27 @@ def _is_batched(grad: Tensor | None) -> bool:
     return grad is not None and is_legacy_batchedtensor(grad)
 
 
-def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None) -> tuple[Any, Sequence[Step], int]:
-    """Where the backward begins if no gradient comes to the main output: steps that get none at all are skipped.
+def _begin_late(
+    func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None
+) -> tuple[Any, Sequence[Step], int]:
+    """Where the backward begins if no gradient comes to the main output: steps that get none at all
+    are skipped.
 
     Returns:
-        The gradient to begin with, which is zero; the steps that are left; and the last op that a gradient reaches, or
-        -1. What begins behind it, since shapes in between are not known, is forgotten afterwards.
+        The gradient to begin with, which is zero; the steps that are left; and the last op that a
+        gradient reaches, or -1. What begins behind it, since shapes in between are not known, is
+        forgotten afterwards.
     """
     program: Program = func_ctx.program
     reached = -1 if extras is None else extras.last_given()
     if reached < 0:
         return None, (), reached
-    last = reached if reached in func_ctx.outputs else min(i for i in func_ctx.outputs if i > reached)
-    position, step = next((p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop)
+    last = (
+        reached if reached in func_ctx.outputs else min(i for i in func_ctx.outputs if i > reached)
+    )
+    position, step = next(
+        (p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop
+    )
     first = [step]
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
@@ -312,11 +354,17 @@ def _begin_late(func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | Non
 
 
 def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
-    """Let the ops that do so put the gradients of their parameters away; the first three are not of parameters."""
+    """Let the ops that do so put the gradients of their parameters away; the first three are not of
+    parameters.
+    """
     program: Program = func_ctx.program
-    for (index, first, last), of_op in zip(program.accumulating, func_ctx.accumulating, strict=True):
+    for (index, first, last), of_op in zip(
+        program.accumulating, func_ctx.accumulating, strict=True
+    ):
         here = slice(3 + first, 3 + last)
-        if is_dynamo_compiling() or any(map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])):
+        if is_dynamo_compiling() or any(
+            map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])
+        ):
             grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
 
 
@@ -348,12 +396,16 @@ def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
             values.append(getattr(ctxs[index], name))
         except AttributeError:
             what = f"{program.chain.name(index)} declares the context attribute {name!r}"
-            raise RuntimeError(f"{what}, but the forward of {forward_of(program, index)} did not leave it") from None
+            raise RuntimeError(
+                f"{what}, but the forward of {forward_of(program, index)} did not leave it"
+            ) from None
         delattr(ctxs[index], name)
     return values
 
 
-def _keep_contexts(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> dict[int, Any]:
+def _keep_contexts(
+    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
+) -> dict[int, Any]:
     """Take the contexts of the ops that declare nothing, and append what they saved to ``saved``."""
     left: dict[int, Any] = {}
     for index in program.saved.undeclared:
@@ -361,7 +413,9 @@ def _keep_contexts(program: Program, ctxs: Sequence[Any], saved: list[Tensor | N
         start = len(saved)
         ctx.saved_quantized = None
         if ctx.to_save is not None:
-            if program.recipe is not None and any([isinstance(entry, QuantizedTensor) for entry in ctx.to_save]):
+            if program.recipe is not None and any(
+                [isinstance(entry, QuantizedTensor) for entry in ctx.to_save]
+            ):
                 ctx.saved_quantized = _save_quantized(ctx.to_save, saved)
             else:
                 saved += ctx.to_save
@@ -380,13 +434,17 @@ def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[An
         if ctx.saved_quantized is not None:
             ctxs[index].saved_tensors = tuple(
                 [
-                    saved[first] if cls is None else cls.rebuild(saved[first:last], quantizer, dtype)
+                    saved[first]
+                    if cls is None
+                    else cls.rebuild(saved[first:last], quantizer, dtype)
                     for first, last, cls, quantizer, dtype in ctx.saved_quantized
                 ]
             )
 
 
-def _drop_recomputable(program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]) -> list[int]:
+def _drop_recomputable(
+    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
+) -> list[int]:
     """Do not keep the inputs that a fused op can compute again; return whose they are."""
     dropped = []
     for index, (_, start, _, place) in program.recomputing.items():
@@ -405,7 +463,11 @@ def _recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: list[
     saved = ctxs[index].saved_tensors
     if saved[place] is None:
         _recompute(program, ctxs, start, dropped)
-        ctxs[index].saved_tensors = (*saved[:place], op.fuser_recompute(ctxs[start:index]), *saved[place + 1 :])
+        ctxs[index].saved_tensors = (
+            *saved[:place],
+            op.fuser_recompute(ctxs[start:index]),
+            *saved[place + 1 :],
+        )
 
 
 def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
@@ -414,7 +476,9 @@ def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[
     for entry in entries:
         if isinstance(entry, QuantizedTensor):
             parts = entry.tensors()
-            layout.append((len(saved), len(saved) + len(parts), type(entry), entry.quantizer, entry.dtype))
+            layout.append(
+                (len(saved), len(saved) + len(parts), type(entry), entry.quantizer, entry.dtype)
+            )
             saved.extend(parts)
         else:
             layout.append((len(saved), len(saved) + 1, None, None, None))

@@ -1,4 +1,6 @@
-"""Extra tensors on their way through a chain: from the caller, between ops by channels, and back to the caller."""
+"""Extra tensors on their way through a chain: from the caller, between ops by channels, and back to
+the caller.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class ForwardExtras:
     """The extra inputs and outputs of one forward pass.
 
     Attributes:
-        shapes: Shape, dtype and device of the main output of steps with extra tensors, by their last op.
+        shapes: Shape, dtype and device of the main output of steps with extra tensors, by their
+            last op.
 
     Args:
         program: What is run.
@@ -29,7 +32,9 @@ class ForwardExtras:
     def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
         self._program, self._chain = program, program.chain
         self._given = tensors[program.num_params :]
-        self._inputs: dict[Slot, Any] = dict(zip(self._chain.external_inputs, self._given, strict=True))
+        self._inputs: dict[Slot, Any] = dict(
+            zip(self._chain.external_inputs, self._given, strict=True)
+        )
         self._outputs: dict[Slot, Any] = {}
         self._aliases: dict[Slot, Tensor] = {}
         self.shapes: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -54,7 +59,9 @@ class ForwardExtras:
         return gathered
 
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
-        """Check the extra outputs of a step against its ops' declarations and keep them; ``x`` is its output."""
+        """Check the extra outputs of a step against its ops' declarations and keep them; ``x`` is
+        its output.
+        """
         chain = self._chain
         self.shapes[step.stop - 1] = x.shape, x.dtype, x.device
         for i, tensors in _per_basic_op(step, outputs, chain, "extra outputs"):
@@ -69,16 +76,24 @@ class ForwardExtras:
                     self._aliases[i, k] = alias.requires_grad_()
 
     def refuse_overwritten(self, x: Tensor, saved: Sequence[Tensor | None]) -> None:
-        """Refuse what autograd's check of saved tensors misses, since it starts when the forward is over.
+        """Refuse what autograd's check of saved tensors misses, since it starts when the forward is
+        over.
 
-        Of the saved tensors that share memory with a written one, those that came in were saved before.
+        Of the saved tensors that share memory with a written one, those that came in were saved
+        before.
         """
         if self._versions is None:
             return
-        written = [t for t, version in zip(self._given, self._versions, strict=True) if t._version != version]
+        written = [
+            t
+            for t, version in zip(self._given, self._versions, strict=True)
+            if t._version != version
+        ]
         if not written:
             return
-        came_in = {id(tensor._base if tensor._is_view() else tensor) for tensor in (x, *self._given)}
+        came_in = {
+            id(tensor._base if tensor._is_view() else tensor) for tensor in (x, *self._given)
+        }
         memory = {_memory(tensor) for tensor in written}
         for tensor in saved:
             root = tensor._base if tensor is not None and tensor._is_view() else tensor
@@ -93,7 +108,11 @@ class ForwardExtras:
             return output
         public = [self._outputs[slot] for slot in slots]
         if func_ctx is not None and self._program.has_silent_outputs:
-            silent = [t for (i, _), t in zip(slots, public, strict=True) if i < self._program.first_backward]
+            silent = [
+                t
+                for (i, _), t in zip(slots, public, strict=True)
+                if i < self._program.first_backward
+            ]
             func_ctx.mark_non_differentiable(*silent)
         return (output, *public)
 
@@ -107,11 +126,15 @@ class BackwardExtras:
         grad_public: Gradients of the extra outputs that the caller got.
     """
 
-    def __init__(self, program: Program, grad_output: Tensor | None, grad_public: Sequence[Tensor]) -> None:
+    def __init__(
+        self, program: Program, grad_output: Tensor | None, grad_public: Sequence[Tensor]
+    ) -> None:
         self._chain = program.chain
         self._grad_output = grad_output
         self._of_inputs: dict[Slot, Any] = {}
-        self._of_outputs: dict[Slot, Any] = dict(zip(self._chain.public_outputs, grad_public, strict=True))
+        self._of_outputs: dict[Slot, Any] = dict(
+            zip(self._chain.public_outputs, grad_public, strict=True)
+        )
 
     def given(self, step: Step) -> list[list[Tensor | None]]:
         """The gradients of the extra outputs of each basic op of a step."""
@@ -122,7 +145,9 @@ class BackwardExtras:
         ]
 
     def keep(self, step: Step, grads: Sequence[Sequence[Tensor | None]]) -> None:
-        """Keep the gradients of a step's extra inputs, or add them to those of the channel's producer."""
+        """Keep the gradients of a step's extra inputs, or add them to those of the channel's
+        producer.
+        """
         chain = self._chain
         for i, tensors in _per_basic_op(step, grads, chain, "extra-input gradients"):
             for k, grad in enumerate(tensors):
@@ -145,14 +170,26 @@ class BackwardExtras:
         """The gradients before and behind those of the parameters, no two of them sharing memory."""
         ends = [dx, *[self._of_inputs.get(slot) for slot in self._chain.external_inputs]]
         if not is_dynamo_compiling():
-            ends = _separate(ends, {} if self._grad_output is None else {_memory(self._grad_output): self._grad_output})
+            ends = _separate(
+                ends,
+                {}
+                if self._grad_output is None
+                else {_memory(self._grad_output): self._grad_output},
+            )
         return [None, None, *ends[:1]], ends[1:]
 
 
 def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> list[Tensor | None]:
-    """Copy what shares memory with another gradient without being it: autograd would keep both as ``.grad``."""
-    shared = [grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads]
-    return [grad.clone() if grad is not None and copy else grad for grad, copy in zip(grads, shared, strict=True)]
+    """Copy what shares memory with another gradient without being it: autograd would keep both as
+    ``.grad``.
+    """
+    shared = [
+        grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads
+    ]
+    return [
+        grad.clone() if grad is not None and copy else grad
+        for grad, copy in zip(grads, shared, strict=True)
+    ]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -19,7 +19,13 @@ from ..overrides import has_hooks, hook_dicts, op_class, why_apart
 from ..plugins import Registration, manager
 from ..settings import Options, Settings, current
 from .chain import Chain
-from .checks import check_arguments, check_checkpoint, check_constants, check_tensors, refuse_arguments
+from .checks import (
+    check_arguments,
+    check_checkpoint,
+    check_constants,
+    check_tensors,
+    refuse_arguments,
+)
 from .cutting import Cut, cut, run_cut
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .plan import FusionPlan
@@ -41,21 +47,25 @@ _ELSEWHERE: dict[str, Any] = {"_parameters": {}}
 class OperationFuser:
     """Runs a run of fusible ops, with the fusions that plugins offer.
 
-    A plan is made once per key: the ops, which of them carry hooks, the names of keyword arguments given,
-    the recipe, which tensors need gradients, dtype, device, training, options and the plugins in force.
-    The last 64 plans are kept. Parameters are read by attribute at every call.
+    A plan is made once per key: the ops, which of them carry hooks, the names of keyword arguments
+    given,
+    the recipe, which tensors need gradients, dtype, device, training, options and the plugins in
+    force. The last 64 plans are kept. Parameters are read by attribute at every call.
 
     Args:
         ops: Basic ops, or fused ops that stand for several.
         owner: The op whose own call this fuser serves; its module hooks have run already.
-        part: Whether the ops are part of a longer chain, whose channels are passed on by who runs it.
+        part: Whether the ops are part of a longer chain, whose channels are passed on by who runs
+            it.
 
     Raises:
         ValueError: A channel without (earlier) producer, or with two; widths that cannot fit.
         TypeError: An item that is not a fusible op.
     """
 
-    def __init__(self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, part: bool = False) -> None:
+    def __init__(
+        self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, part: bool = False
+    ) -> None:
         self.ops = tuple(ops)
         self._owner = owner
         self._chain = Chain(self.ops, part=part or owner is not None)
@@ -81,9 +91,13 @@ class OperationFuser:
         self._unit_dicts = [vars(unit) for unit in self._units]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
-            for name in op.param_names or ():  # that of a module inside the op is looked for anew at every call
+            for name in (
+                op.param_names or ()
+            ):  # that of a module inside the op is looked for anew at every call
                 module, leaf = op.param_source(name)
-                self._params.append((_ELSEWHERE, op, name) if "." in name else (vars(module), module, leaf))
+                self._params.append(
+                    (_ELSEWHERE, op, name) if "." in name else (vars(module), module, leaf)
+                )
 
     # The latest plan, in Transformer Engine's form
 
@@ -103,11 +117,16 @@ class OperationFuser:
         planned = [program for program in kept if isinstance(program, Program)]
         ops = [step.op for program in planned if program.plan is plan for step in program.forward]
         noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
-        return tuple(f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}" for op in noted)
+        return tuple(
+            f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}"
+            for op in noted
+        )
 
     # Calling
 
-    def run(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs | None = None) -> Any:
+    def run(
+        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs | None = None
+    ) -> Any:
         """Run the chain.
 
         Args:
@@ -148,7 +167,9 @@ class OperationFuser:
     __call__ = run
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters of this call, then the extra inputs; refuses arguments of a wrong kind or width."""
+        """The parameters of this call, then the extra inputs; refuses arguments of a wrong kind or
+        width.
+        """
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             refuse_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
@@ -193,7 +214,9 @@ class OperationFuser:
     ) -> Program | Cut:
         """The program for a call: the last one, another one that was made, or a new one."""
         autocast = None
-        device = _CPU if input.is_cpu else input.device  # to make one, and to compare it, takes longer than to ask
+        device = (
+            _CPU if input.is_cpu else input.device
+        )  # to make one, and to compare it, takes longer than to ask
         if _any_autocast():
             autocast = _autocast_dtype(input, device)
         settings = current.values
@@ -201,7 +224,11 @@ class OperationFuser:
             settings = _settings_of(input, tensors)
         grads: tuple[bool, ...] | None = None
         if torch.is_grad_enabled():
-            grads = (input.requires_grad, *[t.requires_grad for t in tensors]) if tensors else (input.requires_grad,)
+            grads = (
+                (input.requires_grad, *[t.requires_grad for t in tensors])
+                if tensors
+                else (input.requires_grad,)
+            )
         key = (
             grads,
             input.dtype,
@@ -252,7 +279,9 @@ class OperationFuser:
             self._explain_failure(input, extra_inputs)
             raise
 
-    def _run_apart(self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None) -> Any:
+    def _run_apart(
+        self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
+    ) -> Any:
         """Run a chain some of whose ops have hooks."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             refuse_arguments(self._chain, input, extra_inputs)
@@ -265,7 +294,9 @@ class OperationFuser:
 
     # While torch.compile traces: the same, in what it can trace and guard
 
-    def _run_traced(self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None) -> Any:
+    def _run_traced(
+        self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
+    ) -> Any:
         check_arguments(self._chain, input, extra_inputs)
         training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
         if len(training) != len(self._units):
@@ -300,7 +331,9 @@ class OperationFuser:
     def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program | Cut:
         with self._lock:
             self._capture()
-            facts, programs = self._programs.get(key, ((), {}))  # one for each value of these facts about the rows
+            facts, programs = self._programs.get(
+                key, ((), {})
+            )  # one for each value of these facts about the rows
             program: Program | Cut | None = programs.get(rows_of(facts, input))
             if program is None and any(why_apart(unit) for unit in self._units):
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
@@ -320,10 +353,14 @@ class OperationFuser:
 
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
-    """The settings of a call inside of functorch or forward-mode AD, which kernels would lose: unfused if need be."""
+    """The settings of a call inside of functorch or forward-mode AD, which kernels would lose:
+    unfused if need be.
+    """
     options, *others = settings = current.values
     unpack: Any = forward_ad.unpack_dual
-    if not _functorch_active() and not any(unpack(t).tangent is not None for t in (input, *tensors)):
+    if not _functorch_active() and not any(
+        unpack(t).tangent is not None for t in (input, *tensors)
+    ):
         return settings
     return ((*options, ("double_backward", True)), *others)
 
@@ -335,11 +372,15 @@ def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _plan_untraced(fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any) -> str:
-    """Plan while ``torch.compile`` traces: the call is a constant of the graph, and so is each argument.
+def _plan_untraced(
+    fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any
+) -> str:
+    """Plan while ``torch.compile`` traces: the call is a constant of the graph, and so is each
+    argument.
 
     Returns:
-        The fuser's attribute that holds the program, where traced code can read it by a name it can guard.
+        The fuser's attribute that holds the program, where traced code can read it by a name it can
+        guard.
     """
     for module, name in fuser._chain.param_sources:
         if nn.utils.parametrize.is_parametrized(module, name):
@@ -369,7 +410,11 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
     apart = [op for op in fuser._units if why_apart(op)]
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
-        setattr(fuser, name, cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True)))
+        setattr(
+            fuser,
+            name,
+            cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True)),
+        )
     return name
 
 
@@ -394,8 +439,8 @@ def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Regist
     """Add a forward fusion in code.
 
     Args:
-        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some of the
-            basic ops it is given by fused ops.
+        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some
+            of the basic ops it is given by fused ops.
         prepend: Let it choose before every fusion but those of the plugins that the user listed.
 
     Returns:

@@ -9,8 +9,8 @@ import dataclasses
 class PlanStep:
     """One step of a pass: what runs, over which basic ops, and who gave it.
 
-    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops`` is empty
-    for a cast that the core inserts.
+    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops``
+    is empty for a cast that the core inserts.
     """
 
     op: str
@@ -50,7 +50,8 @@ class Refusal:
 class FusionPlan:
     """The steps of both passes for one key, and the reason for every decision.
 
-    Data only: printable, comparable, hashable. Two processes with the same installs make equal plans.
+    Data only: printable, comparable, hashable. Two processes with the same installs make equal
+    plans.
     ``backward`` lists the steps in the order they run: last op first.
     """
 

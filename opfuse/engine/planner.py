@@ -1,4 +1,6 @@
-"""Planning, from the key of a call to its program: environment, choice of fusions, the fused ops, the steps."""
+"""Planning, from the key of a call to its program: environment, choice of fusions, the fused ops,
+the steps.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from .program import Program, compile_program
 from .step import Step
 
 Key = tuple[Any, ...]
-"""What a plan depends on: which tensors need gradients (None: grad mode is off), dtype, device, autocast's dtype, who
-trains, generation of the plugins, changes of ops, deterministic algorithms, compiling, names of keyword arguments,
-dtypes and devices of extra inputs, settings."""
+"""What a plan depends on: which tensors need gradients (None: grad mode is off), dtype, device,
+autocast's dtype, who trains, generation of the plugins, changes of ops, deterministic algorithms,
+compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
+"""
 
 _Excluded = frozenset[tuple[Any, int, int]]
 
@@ -46,7 +49,19 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
         key: See :data:`Key`.
         input: The input, for its number of rows; None while tracing.
     """
-    grads, dtype, device, autocast, training, *_, deterministic, compiling, kwargs, extras, settings = key
+    (
+        grads,
+        dtype,
+        device,
+        autocast,
+        training,
+        *_,
+        deterministic,
+        compiling,
+        kwargs,
+        extras,
+        settings,
+    ) = key
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
     check_kwargs(chain, kwargs)
     env = Environment(
@@ -65,7 +80,10 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
     given: dict[str, Any] = dict(
         first_backward=_first_backward(chain, env, grads), kwargs=kwargs or ((),) * len(chain.ops)
     )
-    before, current.values = current.values, settings  # ops are asked for quantizers; not in force while tracing
+    before, current.values = (
+        current.values,
+        settings,
+    )  # ops are asked for quantizers; not in force while tracing
     try:
         for i, op in enumerate(chain.ops):
             op.reset_recipe_state(recipe=env.recipe)
@@ -79,7 +97,9 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
         current.values = before
 
 
-def _build(chain: Chain, env: Environment, sources: Sequence[FusionSource], given: dict[str, Any]) -> Choice:
+def _build(
+    chain: Chain, env: Environment, sources: Sequence[FusionSource], given: dict[str, Any]
+) -> Choice:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: _Excluded = frozenset()
     while True:

@@ -71,8 +71,10 @@ class Program:
         accumulating: The same for the ops that store the gradients of their parameters.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> who can compute its input again: the fused op before it, where that
-            starts, and the input's place among what the basic op saves, and among all that is saved.
-        gradient_channels: The extra outputs that feed a channel through which a gradient comes back.
+            starts, and the input's place among what the basic op saves, and among all that is
+            saved.
+        gradient_channels: The extra outputs that feed a channel through which a gradient comes
+            back.
         pool: The contexts.
         is_plain: Whether a call has nothing to do but to run the steps.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
@@ -179,14 +181,18 @@ def compile_program(
         before = step
     contexts = _context_values(chain, env, autocast, backward, written, first_backward, grads)
     plan = FusionPlan(_describe(forward, chain), _describe(backward, chain), choice.refused)
-    options: dict[str, Any] = dict(first_backward=first_backward, free=free, row_facts=choice.row_facts)
+    options: dict[str, Any] = dict(
+        first_backward=first_backward, free=free, row_facts=choice.row_facts
+    )
     return Program(chain, plan, env, autocast, forward, backward, contexts, **options)
 
 
 def _steps(
     chain: Chain, choice: Choice, env: Environment, first_backward: int
 ) -> tuple[list[Step], list[Step]]:
-    """The steps of both passes, in the order they run; the backward ends at the first op that has one."""
+    """The steps of both passes, in the order they run; the backward ends at the first op that has
+    one.
+    """
     forward = _cover(chain, [step for step in choice.taken if step.passes != "backward"])
     backward = _cover(chain, [step for step in choice.taken if step.passes != "forward"])[::-1]
     backward = [step for step in backward if step.stop > first_backward]
@@ -200,7 +206,9 @@ def _negotiate_casts(
     recipe = env.recipe
     of_backward = recipe is not None and recipe.backward_override is None
     written = _negotiate(forward, recipe is not None, "get_input_quantizer", "writes_output")
-    return written, _negotiate(backward, of_backward, "get_grad_output_quantizer", "writes_grad_input")
+    return written, _negotiate(
+        backward, of_backward, "get_grad_output_quantizer", "writes_grad_input"
+    )
 
 
 def _context_values(
@@ -264,11 +272,17 @@ def _has_state(contexts: Sequence[dict[str, Any]]) -> bool:
     return any(quantizer.state_names for quantizer in quantizers)
 
 
-def _prepared(chain: Chain, contexts: Sequence[dict[str, Any]]) -> list[tuple[BasicOperation, bool]]:
+def _prepared(
+    chain: Chain, contexts: Sequence[dict[str, Any]]
+) -> list[tuple[BasicOperation, bool]]:
     """The ops that are called before every forward, and whether they take part in a backward."""
     default = BasicOperation.pre_fuser_forward
     flags = zip(chain.ops, contexts, strict=True)
-    return [(op, flag["requires_grad"]) for op, flag in flags if type(op).pre_fuser_forward is not default]
+    return [
+        (op, flag["requires_grad"])
+        for op, flag in flags
+        if type(op).pre_fuser_forward is not default
+    ]
 
 
 def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int], ...]:
@@ -280,10 +294,16 @@ def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int],
     return tuple((i, *chain.param_ranges[i]) for i in ops)
 
 
-def _dtype(ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype an op computes in under autocast; what the next op casts anyway is made in its dtype."""
+def _dtype(
+    ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype an op computes in under autocast; what the next op casts anyway is made in its
+    dtype.
+    """
     wanted = ops[index].autocast_dtype
-    cast_anyway = any(declared(following, "casts_input") for following in ops[index + 1 : index + 2])
+    cast_anyway = any(
+        declared(following, "casts_input") for following in ops[index + 1 : index + 2]
+    )
     return autocast if autocast is None or wanted is None or cast_anyway else wanted
 
 
@@ -318,7 +338,9 @@ def _finish(
 
 
 def _is_direct(op: Any, pass_name: str) -> bool:
-    """Whether a basic op's ``fuser_forward``, or backward, does nothing but call its ``op_forward``."""
+    """Whether a basic op's ``fuser_forward``, or backward, does nothing but call its
+    ``op_forward``.
+    """
     method = f"fuser_{pass_name}"
     if not isinstance(op, BasicOperation) or method in vars(op):
         return False
@@ -357,8 +379,11 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _negotiate(steps: Sequence[Step], enabled: bool, wants: str, writes: str) -> dict[int, Quantizer]:
-    """Ask each consumer for its quantizer and each producer whether it can write it; where not, cast.
+def _negotiate(
+    steps: Sequence[Step], enabled: bool, wants: str, writes: str
+) -> dict[int, Quantizer]:
+    """Ask each consumer for its quantizer and each producer whether it can write it; where not,
+    cast.
 
     Returns:
         For the producers that do write it: the index of the basic op at the edge -> the quantizer.

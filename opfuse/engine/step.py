@@ -1,4 +1,6 @@
-"""A step: one op in place of a run of basic ops, from a candidate of planning to what the loops call."""
+"""A step: one op in place of a run of basic ops, from a candidate of planning to what the loops
+call.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Step:
     """One call of one op over ``ops[start:stop]``.
 
     Attributes:
-        source: The :class:`~opfuse.plugins.FusionSource` that gave the fusion; None for a basic op by itself.
+        source: The :class:`~opfuse.plugins.FusionSource` that gave the fusion; None for a basic op
+            by itself.
         start, stop: Which basic ops.
         benefit: How many reads and writes of tensors the fusion saves.
         op: The basic op, or the fused op; None while it is not built.
@@ -28,7 +31,8 @@ class Step:
         has_extras: Whether one of its basic ops has extra tensors.
         no_extras: For each basic op, no extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
-        recompute: Where the fused op before it starts, if that can give the input again (backward only).
+        recompute: Where the fused op before it starts, if that can give the input again (backward
+            only).
     """
 
     source: Any

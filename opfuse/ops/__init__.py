@@ -5,7 +5,17 @@ from .basic_linear import BasicLinear
 from .distributed import AllGather, AllReduce, ReduceScatter
 from .dropout import Dropout
 from .extra import AddExtraInput, MakeExtraOutput
-from .gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedActivation, ReGLU, SiTUGLU, SReGLU, SwiGLU
+from .gated import (
+    GEGLU,
+    GLU,
+    QGEGLU,
+    ClampedSwiGLU,
+    GatedActivation,
+    ReGLU,
+    SiTUGLU,
+    SReGLU,
+    SwiGLU,
+)
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .pointwise import ConstantScale, Identity, Reshape

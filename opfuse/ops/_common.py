@@ -15,7 +15,8 @@ Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
 """What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
 AllGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]
-"""What ``fuser_backward`` returns: the gradients of the input, of parameters, and of extra inputs."""
+"""What ``fuser_backward`` returns: the gradients of the input, of parameters, and of extra inputs.
+"""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -36,11 +37,15 @@ def widen(tensor: Tensor) -> Tensor:
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     """The sum over all but the last ``dims`` dimensions, as a new tensor."""
     rows = tuple(range(tensor.ndim - dims))
-    return tensor.sum(rows) if rows else tensor.clone()  # a sum over no dimension would be a sum over all
+    return (
+        tensor.sum(rows) if rows else tensor.clone()
+    )  # a sum over no dimension would be a sum over all
 
 
 def whole(value: Any) -> int | None:
-    """The int that ``value`` stands for, also one of numpy's; None: it is no whole number, or a bool."""
+    """The int that ``value`` stands for, also one of numpy's; None: it is no whole number, or a
+    bool.
+    """
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         return None
     try:
@@ -87,7 +92,9 @@ def refuse(op: object, feature: str, **arguments: Any) -> None:
 
 def shows(*names: str) -> Callable[[Any], str]:
     """An ``extra_repr``: those of the attributes that are not None, with their values."""
-    return lambda op: ", ".join(f"{name}={value}" for name in names if (value := getattr(op, name)) is not None)
+    return lambda op: ", ".join(
+        f"{name}={value}" for name in names if (value := getattr(op, name)) is not None
+    )
 
 
 class PassThrough(BasicOperation):
@@ -103,13 +110,17 @@ class PassThrough(BasicOperation):
         """The input itself, cast on its way here where the op asks for it; saves nothing."""
         return input_
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dx = dy``, cast on its way here where the op asks for it."""
         return grad_output, ()
 
 
 class ExtraTensorOperation(BasicOperation):
-    """An op with extra inputs or outputs: it is run by ``fuser_forward`` and ``fuser_backward`` only."""
+    """An op with extra inputs or outputs: it is run by ``fuser_forward`` and ``fuser_backward``
+    only.
+    """
 
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
 
@@ -119,12 +130,18 @@ class ExtraTensorOperation(BasicOperation):
         Raises:
             RuntimeError: Always: extra tensors pass through ``fuser_forward``.
         """
-        raise RuntimeError(f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward")
+        raise RuntimeError(
+            f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward"
+        )
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """Refused.
 
         Raises:
             RuntimeError: Always: gradients of extra tensors pass through ``fuser_backward``.
         """
-        raise RuntimeError(f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward")
+        raise RuntimeError(
+            f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward"
+        )

@@ -25,10 +25,21 @@ _SHORTCUTS = {
     "gate_gradient": ("derivative",),
     "device_functions": ("value", "derivative"),
 }
-_ALL = ("derivative", "value", "linear_value", "linear_derivative", "split", "join", "_gradient", "gate_gradient")
+_ALL = (
+    "derivative",
+    "value",
+    "linear_value",
+    "linear_derivative",
+    "split",
+    "join",
+    "_gradient",
+    "gate_gradient",
+)
 _SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
 _SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
-"""Methods that a class may give for speed, and what they must agree with; the first of those is abstract at first."""
+"""Methods that a class may give for speed, and what they must agree with; the first of those is
+abstract at first.
+"""
 
 _FORMULAS = {*_SHORTCUTS, *(name for names in _SHORTCUTS.values() for name in names)}
 _COMPUTING = (_FORMULAS - {"device_functions"}) | {"op_forward", "op_backward", "operand"}
@@ -41,16 +52,19 @@ class Activation(BasicOperation):
 
     Takes and gives a tensor of any shape, in the compute dtype. Half precision is computed in fp32.
 
-    A class or a mixin may give other methods for speed, such as :meth:`forward_value`. They stand for its own
-    ``value`` and ``derivative``, and not for those of a subclass: that computes by its own again.
+    A class or a mixin may give other methods for speed, such as :meth:`forward_value`. They stand
+    for its own ``value`` and ``derivative``, and not for those of a subclass: that computes by its
+    own again.
 
-    Numbers of an op's own, such as ``self.slope``, may be set anew at any time: a backward uses those of its forward.
-    So it is with strings and tuples, and with ``self.training`` where a method reads it, and not with tensors.
+    Numbers of an op's own, such as ``self.slope``, may be set anew at any time: a backward uses
+    those of its forward. So it is with strings and tuples, and with ``self.training`` where a
+    method reads it, and not with tensors.
 
     Attributes:
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
-        deterministic: Whether the same input always gives the same output, so that it may be computed again. A class
-            that gives any of the methods that compute, and does not say so itself, has False.
+        deterministic: Whether the same input always gives the same output, so that it may be
+            computed again. A class that gives any of the methods that compute, and does not say so
+            itself, has False.
 
     Args:
         cache_quantized_input: False; True comes with a later release.
@@ -74,14 +88,18 @@ class Activation(BasicOperation):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parts_known = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)].__module__.startswith("opfuse.ops.")
+        parts_known = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)].__module__.startswith(
+            "opfuse.ops."
+        )
         if _newest(cls, _COMPUTING) < _newest(cls, {"deterministic"}):
             type.__setattr__(cls, "deterministic", False)
         type.__setattr__(cls, "_in_parts", parts_known)
         for name, replaced in _SHORTCUTS.items():
             newest = _newest(cls, set(replaced))
             for index, base in enumerate(cls.__mro__):
-                made_of_them = getattr(getattr(base, replaced[0], None), "__isabstractmethod__", False)
+                made_of_them = getattr(
+                    getattr(base, replaced[0], None), "__isabstractmethod__", False
+                )
                 if name in vars(base) and (index <= newest or made_of_them):
                     break
             if name in vars(base) and index > _newest(cls, {name}):
@@ -97,7 +115,11 @@ class Activation(BasicOperation):
 
     def _find_numbers(self) -> None:
         """Look which plain values are the op's own: attributes that no class of the library has."""
-        foreign = [base for base in type(self).__mro__ if not base.__module__.startswith(("opfuse.", "torch."))]
+        foreign = [
+            base
+            for base in type(self).__mro__
+            if not base.__module__.startswith(("opfuse.", "torch."))
+        ]
         members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
         skipped = _COMMON | set(self._fixed) | set(dir(Activation))
         codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
@@ -105,7 +127,9 @@ class Activation(BasicOperation):
             skipped -= {"training"}
         own = {name: value for name, value in (members | vars(self)).items() if name[:2] != "__"}
         if type(self).__module__.startswith("opfuse.") and self._numbers_as_of is not None:
-            own = {name: getattr(self, name) for name, _ in self._numbers}  # no others matter to its formulas
+            own = {
+                name: getattr(self, name) for name, _ in self._numbers
+            }  # no others matter to its formulas
         found = tuple(pair for pair in own.items() if pair[0] not in skipped and _is_plain(pair[1]))
         vars(self).update(_numbers=found, _numbers_as_of=BasicOperation.changes)
         if found and "numbers" not in self.context_names:
@@ -117,16 +141,26 @@ class Activation(BasicOperation):
             raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
         if name not in _FORMULAS:
             return
-        ready = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.") and issubclass(base, Activation)]
+        ready = [
+            base
+            for base in cls.__mro__
+            if base.__module__.startswith("opfuse.") and issubclass(base, Activation)
+        ]
         if not all(map(inspect.isabstract, ready)):
-            raise RuntimeError(f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: write a subclass")
+            raise RuntimeError(
+                f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: write a subclass"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         who = f"{type(self).__name__}.{name}"
         if name in _FORMULAS and hasattr(type(self), name):
-            raise RuntimeError(f"{who} cannot be replaced on one op, whose kernels would not follow: write a subclass")
+            raise RuntimeError(
+                f"{who} cannot be replaced on one op, whose kernels would not follow: write a subclass"
+            )
         if name in self._fixed and hasattr(self, name):
-            raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: make another {type(self).__name__}")
+            raise RuntimeError(
+                f"{who} is fixed, and is {getattr(self, name)!r}: make another {type(self).__name__}"
+            )
         super().__setattr__(name, value)
         own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
         if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
@@ -137,15 +171,22 @@ class Activation(BasicOperation):
         self._find_numbers()
 
     def numbers_of(self) -> tuple[tuple[str, Any], ...]:
-        """The op's own numbers as ``(name, value)``: what a forward leaves as ``ctx.numbers`` if there are any."""
+        """The op's own numbers as ``(name, value)``: what a forward leaves as ``ctx.numbers`` if
+        there are any.
+        """
         if not self._numbers:
             return ()
-        if self._numbers_as_of not in (None, BasicOperation.changes):  # its class may have another one
+        if self._numbers_as_of not in (
+            None,
+            BasicOperation.changes,
+        ):  # its class may have another one
             self._find_numbers()
         return tuple([(name, getattr(self, name)) for name, _ in self._numbers])
 
     def with_numbers(self, values: tuple[tuple[str, Any], ...]) -> Activation:
-        """The activation as it was when :meth:`numbers_of` gave ``values``: itself, unless they have changed since."""
+        """The activation as it was when :meth:`numbers_of` gave ``values``: itself, unless they
+        have changed since.
+        """
         now = self.numbers_of()
         if values == now:
             return self
@@ -156,7 +197,9 @@ class Activation(BasicOperation):
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:
-        """The function, elementwise, made of differentiable torch operations; ``x`` is fp32 or fp64."""
+        """The function, elementwise, made of differentiable torch operations; ``x`` is fp32 or
+        fp64.
+        """
 
     @abstractmethod
     def derivative(self, x: Tensor) -> Tensor:
@@ -167,9 +210,11 @@ class Activation(BasicOperation):
         return self.value(x), self.derivative(x)
 
     def device_functions(self) -> tuple[Any, Any] | None:
-        """A pair of Triton device functions, value and derivative of one fp32 scalar; None: there are none.
+        """A pair of Triton device functions, value and derivative of one fp32 scalar; None: there
+        are none.
 
-        A kernel that takes any activation in its epilogue asks for them, and declines where there are none.
+        A kernel that takes any activation in its epilogue asks for them, and declines where there
+        are none.
         """
         return None
 
@@ -185,14 +230,16 @@ class Activation(BasicOperation):
             return y
         return self.value(x.to(wider)).to(x.dtype)
 
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def backward_value(
+        self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """The gradient of the input ``x``.
 
         Args:
             grad_output: Gradient of the output, in the dtype of ``x``.
             x: The input.
-            out: Of the shape and dtype of ``x``: where the result may be written. It may be ``grad_output``
-                itself if that has this shape.
+            out: Of the shape and dtype of ``x``: where the result may be written. It may be
+                ``grad_output`` itself if that has this shape.
 
         Returns:
             A new tensor, or ``out``.
@@ -216,7 +263,9 @@ class Activation(BasicOperation):
         return self.forward_value(self.operand(ctx, input_))
 
     def operand(self, ctx: Any, input_: Tensor) -> Tensor:
-        """The input in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs (for fusions too)."""
+        """The input in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs (for fusions
+        too).
+        """
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if ctx.input_requires_grad else None,)
@@ -224,7 +273,9 @@ class Activation(BasicOperation):
                 ctx.numbers = self.numbers_of()
         return x
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """The gradient of the input; overwrites ``grad_output`` where it may."""
         (x,) = ctx.saved_tensors  # type: ignore[misc]
         if x is None:
@@ -238,26 +289,37 @@ class Activation(BasicOperation):
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (numbers.Number, str)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    return isinstance(value, (numbers.Number, str)) or (
+        isinstance(value, tuple) and all(map(_is_plain, value))
+    )
 
 
 def _newest(cls: type, names: set[str]) -> int:
     """How far up a class's ancestors the first is that gives one of these."""
-    return next((i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))), len(cls.__mro__))
+    return next(
+        (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))),
+        len(cls.__mro__),
+    )
 
 
-def _backward_kernel(kernel: Any, *constants: Any, option: tuple[str, str] | None = None) -> Callable[..., Tensor]:
-    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32 itself.
+def _backward_kernel(
+    kernel: Any, *constants: Any, option: tuple[str, str] | None = None
+) -> Callable[..., Tensor]:
+    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32
+    itself.
 
     Args:
         kernel: With the overloads ``default`` and ``grad_input``.
         *constants: What it takes after the two tensors.
-        option: The name of a keyword argument that is an attribute of the op, and its value where the op has none.
+        option: The name of a keyword argument that is an attribute of the op, and its value where
+            the op has none.
     """
     traced = kernel.default, kernel.grad_input
     eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
 
-    def backward_value(self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def backward_value(
+        self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """See :meth:`Activation.backward_value`."""
         options = {} if option is None else {option[0]: getattr(self, *option)}
         tracing = is_dynamo_compiling()
@@ -273,7 +335,8 @@ def _backward_kernel(kernel: Any, *constants: Any, option: tuple[str, str] | Non
 
 
 class GELU(Activation):
-    """GELU (Hendrycks and Gimpel 2016): ``x Phi(x)`` with the normal distribution, or its tanh form.
+    """GELU (Hendrycks and Gimpel 2016): ``x Phi(x)`` with the normal distribution, or its tanh
+    form.
 
     It is ``torch.nn.functional.gelu(x, approximate=approximate)``.
 
@@ -293,7 +356,9 @@ class GELU(Activation):
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         if approximate not in ("tanh", "none"):
-            raise ValueError(f"{type(self).__name__} expected approximate to be 'tanh' or 'none', got {approximate!r}")
+            raise ValueError(
+                f"{type(self).__name__} expected approximate to be 'tanh' or 'none', got {approximate!r}"
+            )
         self.approximate = approximate
 
     def extra_repr(self) -> str:
@@ -307,9 +372,14 @@ class GELU(Activation):
     def derivative(self, x: Tensor) -> Tensor:
         """``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``; or ``Phi(x) + x phi(x)``."""
         if getattr(self, "approximate", "tanh") == "none":
-            return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+            return (
+                0.5 * (1 + torch.erf(x * 0.7071067811865476))
+                + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+            )
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * x * x)
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (
+            0.7978845608028654 + 0.10703222440890037 * x * x
+        )
 
     forward_value = value  # torch computes half precision in fp32 itself
     # the default is for other activations, which take GELU's methods for theirs
@@ -317,7 +387,9 @@ class GELU(Activation):
 
 
 class QGELU(Activation):
-    """GELU by a sigmoid: ``x sigmoid(1.702 x)`` (Hendrycks and Gimpel 2016, equation 2's approximation)."""
+    """GELU by a sigmoid: ``x sigmoid(1.702 x)`` (Hendrycks and Gimpel 2016, equation 2's
+    approximation).
+    """
 
     deterministic = True
 
@@ -336,7 +408,9 @@ class QGELU(Activation):
         return y, torch.addcmul(s, y, 1 - s, value=1.702)
 
     def _gradient(self, grad_output: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        dx = torch.ops.aten.silu_backward.default(widen(grad_output), 1.702 * widen(x))  # it is silu(1.702 x) / 1.702
+        dx = torch.ops.aten.silu_backward.default(
+            widen(grad_output), 1.702 * widen(x)
+        )  # it is silu(1.702 x) / 1.702
         return cast(dx, x.dtype) if out is None else out.copy_(dx)
 
 
@@ -372,7 +446,9 @@ class SReLU(Activation):
 
     forward_value = value  # half precision is rounded once, as if it were computed in fp32
 
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def backward_value(
+        self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """See :meth:`Activation.backward_value`."""
         return torch.mul(grad_output, SReLU.derivative(self, x), out=out)
 

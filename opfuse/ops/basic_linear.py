@@ -19,12 +19,13 @@ from ._common import Grads, check_size, refuse, shows
 class BasicLinear(BasicOperation):
     """``y = x @ weight.T``: a linear layer without bias.
 
-    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight`` has shape
-    ``(out_features, in_features)`` and starts as ``torch.nn.Linear``'s does: uniform within
-    ``1 / sqrt(in_features)`` of zero (Kaiming, He et al. 2015, with slope ``sqrt(5)``).
+    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight``
+    has shape ``(out_features, in_features)`` and starts as ``torch.nn.Linear``'s does: uniform
+    within ``1 / sqrt(in_features)`` of zero (Kaiming, He et al. 2015, with slope ``sqrt(5)``).
 
-    Under a quantization recipe, input and weight are quantized and the product is that of the dequantized
-    values; the gradients are products of dequantized values too, as the recipe's ``backward_override`` says.
+    Under a quantization recipe, input and weight are quantized and the product is that of the
+    dequantized values; the gradients are products of dequantized values too, as the recipe's
+    ``backward_override`` says.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -35,20 +36,23 @@ class BasicLinear(BasicOperation):
         tensor_parallel_group: Not used without ``tensor_parallel_mode``.
         sequence_parallel: False; True comes with a later release.
         rng_state_tracker_function: None; others come with a later release.
-        accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of its shape and
-            any floating dtype, as Megatron-LM sets it up, instead of giving it to autograd. It is added as autograd
-            would have got it, rounded to the compute dtype. ``weight.grad`` stays as it is; where the weight has
-            an attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its hooks
-            run. Where ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. It is so with every
-            fusion, and in no call of ``torch.autograd.grad``, which gives the gradients it is asked for; second
-            derivatives, functorch and ``torch.compile`` are refused.
+        accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of
+            its shape and any floating dtype, as Megatron-LM sets it up, instead of giving it to
+            autograd. It is added as autograd would have got it, rounded to the compute dtype.
+            ``weight.grad`` stays as it is; where the weight has an attribute
+            ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its
+            hooks run. Where ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. It
+            is so with every fusion, and in no call of ``torch.autograd.grad``, which gives the
+            gradients it is asked for; second derivatives, functorch and ``torch.compile`` are
+            refused.
         userbuffers_options: None; others come with a later release.
 
     Raises:
         TypeError: A size is not a whole number.
         ValueError: A size is negative.
         NotImplementedError: An argument that comes with a later release.
-        RuntimeError: In a backward with ``accumulate_into_main_grad``, a weight without a fitting ``main_grad``.
+        RuntimeError: In a backward with ``accumulate_into_main_grad``, a weight without a fitting
+            ``main_grad``.
     """
 
     saved_names = ("input", "weight")
@@ -80,7 +84,9 @@ class BasicLinear(BasicOperation):
         refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
-        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        )
         self.reset_parameters()
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
@@ -104,7 +110,9 @@ class BasicLinear(BasicOperation):
         return [QuantizerRole("linear", tensor) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The input's; None where the backward needs the input as it came, so the op quantizes it itself."""
+        """The input's; None where the backward needs the input as it came, so the op quantizes it
+        itself.
+        """
         recipe = current.recipe
         if recipe is not None and recipe.backward_override == "high_precision":
             return None
@@ -114,7 +122,8 @@ class BasicLinear(BasicOperation):
 
     @staticmethod
     def operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
-        """Input and weight of the product in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs.
+        """Input and weight of the product in ``ctx.dtype``, after leaving on ``ctx`` what the
+        backward needs.
 
         For the op itself, and for fusions of the forward that multiply in another way.
         """
@@ -126,7 +135,10 @@ class BasicLinear(BasicOperation):
         if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
         if ctx.requires_grad:
-            ctx.to_save = (x if ctx.param_requires_grad[0] else None, weight if ctx.input_requires_grad else None)
+            ctx.to_save = (
+                x if ctx.param_requires_grad[0] else None,
+                weight if ctx.input_requires_grad else None,
+            )
         return x, weight
 
     def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
@@ -134,8 +146,12 @@ class BasicLinear(BasicOperation):
         x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> tuple[Tensor | None, Grads]:
-        """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype, which autograd casts at the end."""
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype, which autograd casts
+        at the end.
+        """
         x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.quantizers[0]:
             return _quantized_backward(grad_output, x, w)
@@ -144,8 +160,12 @@ class BasicLinear(BasicOperation):
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
         return None if w is None else dy @ w, (None if x is None else _grad_weight(dy, x),)
 
-    def accumulate_grads(self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        """Add the weight's gradient to its ``main_grad``; zeros where hooks must run on ``.grad``, else None."""
+    def accumulate_grads(
+        self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """Add the weight's gradient to its ``main_grad``; zeros where hooks must run on ``.grad``,
+        else None.
+        """
         (weight,), (grad,) = params, grads
         if grad is None:
             return grads
@@ -161,17 +181,30 @@ class BasicLinear(BasicOperation):
 
 def _main_grad(weight: Any) -> Tensor:
     """Where the gradient of a weight is accumulated; Megatron-FSDP tells at every call."""
-    who, wanted = "BasicLinear(accumulate_into_main_grad=True) expected", f"a tensor of shape {tuple(weight.shape)}"
+    who, wanted = (
+        "BasicLinear(accumulate_into_main_grad=True) expected",
+        f"a tensor of shape {tuple(weight.shape)}",
+    )
     if not isinstance(weight, nn.Parameter):
-        raise RuntimeError(f"{who} a Parameter as its weight, got a tensor that is computed, as by a parametrization")
+        raise RuntimeError(
+            f"{who} a Parameter as its weight, got a tensor that is computed, as by a parametrization"
+        )
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
     main_grad = getattr(weight, "main_grad", None)
     if not isinstance(main_grad, Tensor):
-        raise RuntimeError(f"{who} {wanted} as weight.main_grad, got {main_grad!r}: set it before the backward")
-    if main_grad.shape != weight.shape or main_grad.device != weight.device or not main_grad.is_floating_point():
+        raise RuntimeError(
+            f"{who} {wanted} as weight.main_grad, got {main_grad!r}: set it before the backward"
+        )
+    if (
+        main_grad.shape != weight.shape
+        or main_grad.device != weight.device
+        or not main_grad.is_floating_point()
+    ):
         got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
-        raise RuntimeError(f"{who} {wanted}, floating point and on {weight.device}, as weight.main_grad, got {got}")
+        raise RuntimeError(
+            f"{who} {wanted}, floating point and on {weight.device}, as weight.main_grad, got {got}"
+        )
     return main_grad
 
 
@@ -180,7 +213,9 @@ def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
     return dy_rows.t().mm(x_rows)
 
 
-def _quantized_operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
+def _quantized_operands(
+    ctx: OperationContext, input_: Tensor | QuantizedTensor
+) -> tuple[Tensor, Tensor]:
     """The operands as they come out of quantization; saves them quantized, or as they were."""
     (weight,), dtype = ctx.params, ctx.dtype or input_.dtype
     quantize_input, quantize_weight = ctx.quantizers[0]
@@ -190,13 +225,18 @@ def _quantized_operands(ctx: OperationContext, input_: Tensor | QuantizedTensor)
         saved_x = dequantize(input_).to(dtype) if as_they_were else x
         saved_w = weight.to(dtype) if as_they_were else w
         ctx.save_for_backward(
-            saved_x if ctx.param_requires_grad[0] else None, saved_w if ctx.input_requires_grad else None
+            saved_x if ctx.param_requires_grad[0] else None,
+            saved_w if ctx.input_requires_grad else None,
         )
     return x.dequantize().to(dtype), w.dequantize().to(dtype)
 
 
-def _quantized_backward(grad_output: Tensor | QuantizedTensor, x: Any, w: Any) -> tuple[Tensor | None, Grads]:
-    """The gradients from quantized operands: a quantized gradient meets the copies made for the backward."""
+def _quantized_backward(
+    grad_output: Tensor | QuantizedTensor, x: Any, w: Any
+) -> tuple[Tensor | None, Grads]:
+    """The gradients from quantized operands: a quantized gradient meets the copies made for the
+    backward.
+    """
     dtype, columnwise = grad_output.dtype, isinstance(grad_output, QuantizedTensor)
     dx = dw = None
     if w is not None:

@@ -24,7 +24,9 @@ class _Collective(BasicOperation):
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"{type(self).__name__} needs torch.distributed.init_process_group to be called first")
+            raise RuntimeError(
+                f"{type(self).__name__} needs torch.distributed.init_process_group to be called first"
+            )
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
 
@@ -34,7 +36,9 @@ class _Collective(BasicOperation):
         """What the processes make of their inputs; saves nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """What the processes make of their gradients."""
         return grad_output if self.process_group_size == 1 else self._back(grad_output), ()
 
@@ -56,14 +60,16 @@ class _Collective(BasicOperation):
 
     def _check_dimensions(self, tensor: Tensor) -> None:
         if not tensor.ndim:
-            raise ValueError(f"{type(self).__name__} expected a tensor with at least one dimension, got a scalar")
+            raise ValueError(
+                f"{type(self).__name__} expected a tensor with at least one dimension, got a scalar"
+            )
 
 
 class AllGather(_Collective):
     """Joins the tensors of all processes along dimension 0, in rank order.
 
-    Takes ``(n, ...)`` and gives ``(size * n, ...)``; every process must give the same shape. The backward is a
-    reduce-scatter.
+    Takes ``(n, ...)`` and gives ``(size * n, ...)``; every process must give the same shape. The
+    backward is a reduce-scatter.
 
     Args:
         process_group: The processes; default: all.
@@ -96,12 +102,14 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """Adds the tensors of all processes; every process gets the sum.
 
-    Takes and gives any shape. What follows is the same on every process, and so is its gradient: the backward
+    Takes and gives any shape. What follows is the same on every process, and so is its gradient:
+    the backward
     passes the gradient on as it is.
 
     Args:
         process_group: The processes; default: all.
-        reduce_in_backward: Accepted for Transformer Engine's signature, where it has no effect either.
+        reduce_in_backward: Accepted for Transformer Engine's signature, where it has no effect
+            either.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.

@@ -12,10 +12,11 @@ from ._common import Grads, shows
 
 
 class Dropout(BasicOperation):
-    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)`` (Srivastava et al. 2014).
+    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``
+    (Srivastava et al. 2014).
 
-    Takes and gives any shape, in the dtype of the input. Draws from torch's generator of the device. In
-    evaluation mode, and for ``p=0``, it is the identity.
+    Takes and gives any shape, in the dtype of the input. Draws from torch's generator of the
+    device. In evaluation mode, and for ``p=0``, it is the identity.
 
     Args:
         p: Probability of a zero.
@@ -37,12 +38,16 @@ class Dropout(BasicOperation):
         super().__init__()
         self.p = p
         if not 0 <= self.p <= 1:
-            raise ValueError(f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}")
+            raise ValueError(
+                f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}"
+            )
 
     extra_repr = shows("p")
 
     def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The output; saves ``(mask,)``: True where an element stays, or None where all do; leaves ``ctx.p``."""
+        """The output; saves ``(mask,)``: True where an element stays, or None where all do; leaves
+        ``ctx.p``.
+        """
         y, mask = input_, None
         if self.training and self.p:
             y, mask = torch.native_dropout(input_, self.p, True)

@@ -22,7 +22,9 @@ class _JoinOrFork(ExtraTensorOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
-        self.differentiable = not (in_place and self.num_extra_inputs)  # it is the forward that writes into those
+        self.differentiable = not (
+            in_place and self.num_extra_inputs
+        )  # it is the forward that writes into those
 
     extra_repr = shows("in_place")
 
@@ -31,20 +33,23 @@ class AddExtraInput(_JoinOrFork):
     """``y = x + extra``: adds an extra input of the same shape, such as a residual branch.
 
     Args:
-        in_place: Add into the memory of the extra input and return that; the caller must not use its tensor
-            afterwards. The sum is rounded to the extra input's dtype, as by ``Tensor.add_``. An extra input out of
-            a channel belongs to the chain and is left alone, and so is every one while ``torch.compile`` traces.
+        in_place: Add into the memory of the extra input and return that; the caller must not use
+            its tensor afterwards. The sum is rounded to the extra input's dtype, as by
+            ``Tensor.add_``. An extra input out of a channel belongs to the chain and is left alone,
+            and so is every one while ``torch.compile`` traces.
 
     Raises:
         ValueError: In a call, shapes that differ.
-        RuntimeError: In a call with ``in_place`` and gradients, an extra input that is a leaf requiring grad,
-            a view of one; and one of integers.
+        RuntimeError: In a call with ``in_place`` and gradients, an extra input that is a leaf
+            requiring grad, a view of one; and one of integers.
     """
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
 
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
         if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
@@ -60,16 +65,26 @@ class AddExtraInput(_JoinOrFork):
         if extra.shape != shape:
             expected = f"{type(self).__name__} expected an extra input of shape {tuple(shape)}"
             raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
-        if not self.in_place or self._extra_input_channels[0] is not None or torch.compiler.is_compiling():
+        if (
+            not self.in_place
+            or self._extra_input_channels[0] is not None
+            or torch.compiler.is_compiling()
+        ):
             return False
-        for tensor in (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ():
+        for tensor in (
+            (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ()
+        ):
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
                 what = "a leaf" if tensor is extra else "a view of a leaf"
                 who = f"{type(self).__name__}(in_place=True) got {what} that requires grad as extra input"
-                raise RuntimeError(f"{who}, and must not write into it: pass in_place=False, or a copy")
+                raise RuntimeError(
+                    f"{who}, and must not write into it: pass in_place=False, or a copy"
+                )
         return True
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
         """Both gradients are ``grad_output`` itself."""
         return grad_output, [()], [(grad_output,)]
 
@@ -80,22 +95,31 @@ class MakeExtraOutput(_JoinOrFork):
     Both outputs share the memory of the input.
 
     Args:
-        in_place: Let the backward add into an incoming gradient that nobody else holds, instead of allocating.
+        in_place: Let the backward add into an incoming gradient that nobody else holds, instead of
+            allocating.
     """
 
     num_extra_outputs = 1
     grad_input = "same"
 
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
-        """The input twice, as two tensor objects: an autograd function must not return one object twice."""
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The input twice, as two tensor objects: an autograd function must not return one object
+        twice.
+        """
         return input_, [(input_.view_as(input_),)]
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
         """The sum of both gradients; None for the extra output's means zero."""
         ((grad_extra,),) = basic_op_grad_extra_outputs
         if grad_extra is None:
             return grad_output, [()], [()]
-        holds_the_sum = torch.promote_types(grad_output.dtype, grad_extra.dtype) is grad_output.dtype
+        holds_the_sum = (
+            torch.promote_types(grad_output.dtype, grad_extra.dtype) is grad_output.dtype
+        )
         if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
             return grad_output.add_(grad_extra), [()], [()]
         return grad_output + grad_extra, [()], [()]

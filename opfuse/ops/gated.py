@@ -1,4 +1,6 @@
-"""Gated linear units: the base class, and GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU."""
+"""Gated linear units: the base class, and GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU,
+ClampedSwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,24 @@ from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 class GatedActivation(Activation):
     """``value(a) * linear_value(b)`` over the two halves ``a, b`` of the features (Shazeer 2020).
 
-    Takes ``(..., 2 n)`` and gives ``(..., n)``. The **first** half is the gate, which is activated; in
-    ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features alternate instead:
-    ``k`` of the gate, ``k`` of the linear half, and so on.
+    Takes ``(..., 2 n)`` and gives ``(..., n)``. The **first** half is the gate, which is activated;
+    in ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features
+    alternate instead: ``k`` of the gate, ``k`` of the linear half, and so on.
 
-    Half precision is computed in fp32. But where torch has kernels for the gate (GEGLU, ReGLU, SReGLU, SwiGLU),
-    bfloat16 is rounded after each factor, as those do.
+    Half precision is computed in fp32. But where torch has kernels for the gate (GEGLU, ReGLU,
+    SReGLU, SwiGLU), bfloat16 is rounded after each factor, as those do.
 
-    A subclass gives :meth:`value` and :meth:`derivative` of the gate, and may give :meth:`linear_value` and
-    :meth:`linear_derivative` of the other half.
+    A subclass gives :meth:`value` and :meth:`derivative` of the gate, and may give
+    :meth:`linear_value` and :meth:`linear_derivative` of the other half.
 
     Args:
         cache_quantized_input: False; True comes with a later release.
-        glu_interleave_size: How many features of each half alternate; None: the halves are contiguous. Fixed.
+        glu_interleave_size: How many features of each half alternate; None: the halves are
+            contiguous. Fixed.
 
     Raises:
-        ValueError: ``glu_interleave_size`` is less than 1; in a call, features that do not split evenly.
+        ValueError: ``glu_interleave_size`` is less than 1; in a call, features that do not split
+            evenly.
         NotImplementedError: ``cache_quantized_input=True``.
     """
 
@@ -44,11 +48,19 @@ class GatedActivation(Activation):
     _rounds: ClassVar[bool] = False  # they compute all there is
     _splits: ClassVar[bool] = True  # the halves are where this class has them
 
-    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        size = None if glu_interleave_size is None else check_size(self, "glu_interleave_size", glu_interleave_size)
+        size = (
+            None
+            if glu_interleave_size is None
+            else check_size(self, "glu_interleave_size", glu_interleave_size)
+        )
         if size == 0:
-            raise ValueError(f"{type(self).__name__} expected a glu_interleave_size of at least 1, got 0")
+            raise ValueError(
+                f"{type(self).__name__} expected a glu_interleave_size of at least 1, got 0"
+            )
         self.glu_interleave_size = size
 
     def linear_value(self, b: Tensor) -> Tensor:
@@ -94,12 +106,15 @@ class GatedActivation(Activation):
     """``value(a)`` in the dtype of ``a``; for a kernel that takes half precision."""
 
     gate_gradient = Activation.backward_value
-    """``grad_output * derivative(a)``, into ``out`` if given; for a kernel that does both at once."""
+    """``grad_output * derivative(a)``, into ``out`` if given; for a kernel that does both at once.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = GatedActivation
-        cls._has_kernels = base.gate_value is not cls.gate_value and base.gate_gradient is not cls.gate_gradient
+        cls._has_kernels = (
+            base.gate_value is not cls.gate_value and base.gate_gradient is not cls.gate_gradient
+        )
         linear = cls.linear_value, cls.linear_derivative
         cls._rounds = cls._has_kernels and linear == (base.linear_value, base.linear_derivative)
         cls._splits = (cls.split, cls.join) == (base.split, base.join)
@@ -120,8 +135,12 @@ class GatedActivation(Activation):
             torch.mul(self.gate_value(a), self.linear_value(b), out=self._like(rows))
         return y
 
-    def backward_value(self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``."""
+    def backward_value(
+        self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b)
+        dy``.
+        """
         dtype = self._computed_in(x)
         if not self._splits or is_compiling():
             a, b = self.split(cast(x, dtype))
@@ -130,13 +149,17 @@ class GatedActivation(Activation):
             db = self.gate_value(a) * (dy if slope is None else dy * slope)
             dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
             return dx if out is None else out.copy_(dx)
-        dx = torch.empty_like(x) if out is None else out  # written in place: no copy to join the halves
+        dx = (
+            torch.empty_like(x) if out is None else out
+        )  # written in place: no copy to join the halves
         if (self._has_kernels and dtype is x.dtype) or not (self._in_parts and in_blocks(x, dx)):
             dy, x = cast(grad_output, dtype), cast(x, dtype)
             self._write_gradients(self._like(dy), *self._halves(x), *self._halves(dx))
         else:
             for of_x, rows, dy in blocks(x, dx, grad_output.contiguous()):
-                self._write_gradients(self._like(dy.to(dtype)), *self._halves(of_x.to(dtype)), *self._halves(rows))
+                self._write_gradients(
+                    self._like(dy.to(dtype)), *self._halves(of_x.to(dtype)), *self._halves(rows)
+                )
         return dx
 
     def _write_gradients(self, dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> None:
@@ -152,7 +175,9 @@ class GatedActivation(Activation):
         torch.mul(value, dy if slope is None else dy * slope, out=db)
 
     def _computed_in(self, x: Tensor) -> torch.dtype:
-        """fp32 for half precision; but bfloat16 where all there is are torch's kernels and products."""
+        """fp32 for half precision; but bfloat16 where all there is are torch's kernels and
+        products.
+        """
         dtype = x.dtype
         if self._rounds and dtype is torch.bfloat16 and (is_dynamo_compiling() or not tracing()):
             return dtype
@@ -161,7 +186,11 @@ class GatedActivation(Activation):
     def _halves(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of the gate and of the linear half; interleaved, they have a dimension more."""
         size = self.glu_interleave_size
-        return x.chunk(2, -1) if size is None else x.view(*x.shape[:-1], x.shape[-1] // (2 * size), 2, size).unbind(-2)
+        return (
+            x.chunk(2, -1)
+            if size is None
+            else x.view(*x.shape[:-1], x.shape[-1] // (2 * size), 2, size).unbind(-2)
+        )
 
     def _like(self, y: Tensor) -> Tensor:
         """A view of a tensor ``(..., n)`` in the shape of the halves."""
@@ -252,7 +281,8 @@ class SwiGLU(GatedActivation):
 
 
 class SiTUGLU(GatedActivation):
-    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``: SwiGLU with both factors bounded smoothly.
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``: SwiGLU with both factors
+    bounded smoothly.
 
     Args:
         beta1: Bound of the gate.
@@ -276,10 +306,14 @@ class SiTUGLU(GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
             if not (math.isfinite(beta) and beta > 0):
-                raise ValueError(f"{type(self).__name__} expected a finite {name} greater than 0, got {beta!r}")
+                raise ValueError(
+                    f"{type(self).__name__} expected a finite {name} greater than 0, got {beta!r}"
+                )
         self.beta1 = float(beta1)
         self.beta2 = float(beta2)
 
@@ -314,9 +348,11 @@ class SiTUGLU(GatedActivation):
 
 
 class ClampedSwiGLU(GatedActivation):
-    """``a' sigmoid(alpha a') (b' + offset)``, ``a' = min(a, limit)``, ``b' = clamp(b, -limit, limit)``.
+    """``a' sigmoid(alpha a') (b' + offset)``, ``a' = min(a, limit)``, ``b' = clamp(b, -limit,
+    limit)``.
 
-    The activation of gpt-oss (OpenAI 2025). A value equal to a limit passes its gradient; one beyond it does not.
+    The activation of gpt-oss (OpenAI 2025). A value equal to a limit passes its gradient; one
+    beyond it does not.
 
     Args:
         limit: Largest gate, and largest magnitude of the linear half.
@@ -342,7 +378,9 @@ class ClampedSwiGLU(GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
         if not limit >= 0:
             raise ValueError(f"{type(self).__name__} expected a limit of at least 0, got {limit!r}")
         self.limit = float(limit)

@@ -67,18 +67,24 @@ class Bias(BasicOperation):
         y = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
         if not ctx.param_requires_grad[0]:
             return grad_output, (None,)
-        return grad_output, (grad_output.sum(0) if grad_output.ndim == 2 else sum_rows(grad_output, 1),)
+        return grad_output, (
+            grad_output.sum(0) if grad_output.ndim == 2 else sum_rows(grad_output, 1),
+        )
 
 
 class Linear(FusedOperation):
-    """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops, ``BasicLinear`` and ``Bias``.
+    """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops, ``BasicLinear`` and
+    ``Bias``.
 
-    Takes ``(..., in_features)`` and gives ``(..., out_features)``. Parameters, their names, initial values and
-    state dict are those of ``torch.nn.Linear``; they live here, and the basic ops read them at every call.
+    Takes ``(..., in_features)`` and gives ``(..., out_features)``. Parameters, their names, initial
+    values and state dict are those of ``torch.nn.Linear``; they live here, and the basic ops read
+    them at every call.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -144,17 +150,23 @@ class Linear(FusedOperation):
         ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
         for op in ops:
             vars(op)["_owner"] = twin
-        vars(twin).update(vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache())
+        vars(twin).update(
+            vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache()
+        )
         return twin
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused for the bias of a layer without one."""
         if name == "bias" and param is not None and len(self.basic_ops) == 1:
-            raise RuntimeError("Linear(bias=False) does not add a bias: make one with bias=True and set its bias")
+            raise RuntimeError(
+                "Linear(bias=False) does not add a bias: make one with bias=True and set its bias"
+            )
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is drawn."""
+        """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is
+        drawn.
+        """
         if self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self._reset_bias()

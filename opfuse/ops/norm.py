@@ -44,14 +44,20 @@ class _Norm(BasicOperation):
         self.zero_centered_gamma = zero_centered_gamma
         margins = sm_margin.values() if isinstance(sm_margin, dict) else [sm_margin]
         if not all(isinstance(margin, int) for margin in margins):
-            raise TypeError(f"{type(self).__name__} expected an int or a dict of ints as sm_margin, got {sm_margin!r}")
+            raise TypeError(
+                f"{type(self).__name__} expected an int or a dict of ints as sm_margin, got {sm_margin!r}"
+            )
         self.sm_margin = sm_margin
         if zero_centered_gamma and not elementwise_affine:
             who = f"{type(self).__name__} expected elementwise_affine=True for zero_centered_gamma=True"
             raise ValueError(f"{who}, got {elementwise_affine!r}")
         self.elementwise_affine = elementwise_affine
         self.weight: nn.Parameter | None
-        empty = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+        empty = (
+            torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            if elementwise_affine
+            else None
+        )
         self.register_parameter("weight", None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
@@ -68,7 +74,9 @@ class _Norm(BasicOperation):
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape  # of one dimension: the chain has checked it
         if len(shape) > 1 and x.shape[-len(shape) :] != shape:
-            raise ValueError(f"{type(self).__name__} expected last dimensions {shape}, got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{type(self).__name__} expected last dimensions {shape}, got shape {tuple(x.shape)}"
+            )
 
 
 def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor | None:
@@ -82,9 +90,10 @@ def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Te
 class LayerNorm(_Norm):
     """``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under autocast in fp32;
-    mean and (biased) variance are over ``normalized_shape``, in fp32 for half precision. ``weight`` and ``bias`` have
-    shape ``normalized_shape``, any floating dtype, and start at 1 and 0.
+    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under
+    autocast in fp32; mean and (biased) variance are over ``normalized_shape``, in fp32 for half
+    precision. ``weight`` and ``bias`` have shape ``normalized_shape``, any floating dtype, and
+    start at 1 and 0.
 
     Args:
         normalized_shape: The last dimensions, or the last one.
@@ -97,8 +106,8 @@ class LayerNorm(_Norm):
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
 
     Raises:
-        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a weight; in a call, an
-            input of another shape.
+        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a
+            weight; in a call, an input of another shape.
         TypeError: ``normalized_shape`` or ``sm_margin`` of the wrong type.
     """
 
@@ -126,12 +135,16 @@ class LayerNorm(_Norm):
             sm_margin=sm_margin,
         )
         self.bias: nn.Parameter | None
-        zeros = None if self.weight is None or not bias else nn.Parameter(torch.zeros_like(self.weight))
+        zeros = (
+            None if self.weight is None or not bias else nn.Parameter(torch.zeros_like(self.weight))
+        )
         self.register_parameter("bias", zeros)
 
     def extra_repr(self) -> str:
         """The shape and the constants."""
-        return super().extra_repr() + (", bias=False" if self.elementwise_affine and self.bias is None else "")
+        return super().extra_repr() + (
+            ", bias=False" if self.elementwise_affine and self.bias is None else ""
+        )
 
     def reset_parameters(self) -> None:
         """Set the parameters to what normalizes and does nothing else."""
@@ -140,24 +153,35 @@ class LayerNorm(_Norm):
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it came."""
+        """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it
+        came.
+        """
         self._check_input(input_)
         weight, bias = (*ctx.params, None, None)[:2]
         dtype = wide(input_.dtype)
         # on the CPU torch's kernel mixes a half precision input with fp32 parameters and statistics
         mixes = input_.device.type == "cpu" and weight is not None and forward_ad._current_level < 0
-        x = input_ if mixes else cast(input_, dtype)  # the mixed kernel's tangent has the statistics' dtype
-        scale, shift = _scale(weight, dtype, self.zero_centered_gamma), None if bias is None else cast(bias, dtype)
+        x = (
+            input_ if mixes else cast(input_, dtype)
+        )  # the mixed kernel's tangent has the statistics' dtype
+        scale, shift = (
+            _scale(weight, dtype, self.zero_centered_gamma),
+            None if bias is None else cast(bias, dtype),
+        )
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
             ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
             needs_x = ctx.input_requires_grad
             needed = needs_x or (weight is not None and ctx.param_requires_grad[0])
-            ctx.to_save = (input_, weight if needs_x else None, mean, rstd) if needed else (None,) * 4
+            ctx.to_save = (
+                (input_, weight if needs_x else None, mean, rstd) if needed else (None,) * 4
+            )
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n mean(g n))``."""
+        """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n
+        mean(g n))``.
+        """
         input_, weight, mean, rstd = ctx.saved_tensors
         needs = ctx.param_requires_grad
         if input_ is None:
@@ -172,23 +196,40 @@ class LayerNorm(_Norm):
         if dtype is not x.dtype and len(self._dims) == 1 and in_blocks(x):
             dx, *grads = _layer_norm_backward_by_blocks(dy.contiguous(), x, mean, rstd, *constants)
         else:
-            dx, *grads = _layer_norm_backward(cast(dy, dtype), cast(x, dtype), mean, rstd, *constants)
+            dx, *grads = _layer_norm_backward(
+                cast(dy, dtype), cast(x, dtype), mean, rstd, *constants
+            )
         return (cast(dx, x.dtype) if wants[0] else None), tuple(grads[: len(needs)])
 
 
 def _layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor | None, shape: tuple[int, ...], wants: list[bool]
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Tensor | None,
+    shape: tuple[int, ...],
+    wants: list[bool],
 ) -> tuple[Any, ...]:
     """The gradients of the input, weight and bias that are wanted.
 
-    All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half precision.
+    All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half
+        precision.
     """
-    grads = torch.ops.aten.native_layer_norm_backward.default(dy, x, shape, mean, rstd, scale, scale, wants)
+    grads = torch.ops.aten.native_layer_norm_backward.default(
+        dy, x, shape, mean, rstd, scale, scale, wants
+    )
     return tuple([grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)])
 
 
 def _layer_norm_backward_by_blocks(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Any, shape: tuple[int, ...], wants: list[bool]
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scale: Any,
+    shape: tuple[int, ...],
+    wants: list[bool],
 ) -> tuple[Any, ...]:
     """The same in half precision, in fp32 by blocks."""
     dtype, dx = mean.dtype, torch.empty_like(x) if wants[0] else None
@@ -206,9 +247,9 @@ def _layer_norm_backward_by_blocks(
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` (Zhang and Sennrich 2019).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under autocast in fp32;
-    the mean is over ``normalized_shape``, in fp32 for half precision. ``weight`` has shape ``normalized_shape``, any
-    floating dtype, and starts at 1.
+    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under
+    autocast in fp32; the mean is over ``normalized_shape``, in fp32 for half precision. ``weight``
+    has shape ``normalized_shape``, any floating dtype, and starts at 1.
 
     Args:
         normalized_shape: The last dimensions, or the last one.
@@ -220,8 +261,8 @@ class RMSNorm(_Norm):
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
 
     Raises:
-        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a weight; in a call, an
-            input of another shape.
+        ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a
+            weight; in a call, an input of another shape.
         TypeError: ``normalized_shape`` or ``sm_margin`` of the wrong type.
     """
 
@@ -234,7 +275,9 @@ class RMSNorm(_Norm):
         dtype = wide(input_.dtype)
         scale = _scale(weight, dtype, self.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(input_):
-            y, rstd = _scaled_by_blocks(input_, scale, self.eps, input_.shape[-1], ctx.dtype or input_.dtype)
+            y, rstd = _scaled_by_blocks(
+                input_, scale, self.eps, input_.shape[-1], ctx.dtype or input_.dtype
+            )
         else:
             x = cast(input_, dtype)
             rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
@@ -242,7 +285,11 @@ class RMSNorm(_Norm):
         if ctx.requires_grad:
             ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
             needed = ctx.input_requires_grad or weight is not None
-            ctx.to_save = (input_, weight if ctx.input_requires_grad else None, rstd) if needed else (None,) * 3
+            ctx.to_save = (
+                (input_, weight if ctx.input_requires_grad else None, rstd)
+                if needed
+                else (None,) * 3
+            )
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
@@ -253,13 +300,17 @@ class RMSNorm(_Norm):
             return None, ()
         scale = _scale(weight, rstd.dtype, ctx.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(x):
-            dx, dw = _gradients_by_blocks(grad_output.contiguous(), x, rstd, scale, x.shape[-1], needs_x, needs_weight)
+            dx, dw = _gradients_by_blocks(
+                grad_output.contiguous(), x, rstd, scale, x.shape[-1], needs_x, needs_weight
+            )
             return dx, (dw,) if ctx.param_requires_grad else ()
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = dw = None
         if needs_x:
             g = dy if scale is None else dy * scale
-            dx = cast(rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), x.dtype)
+            dx = cast(
+                rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), x.dtype
+            )
         if needs_weight:
             dw = sum_rows(dy * normalized, len(self._dims))
         return dx, (dw,) if ctx.param_requires_grad else ()
@@ -268,7 +319,9 @@ class RMSNorm(_Norm):
 def _scaled_by_blocks(
     x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``x rstd scale`` with ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, and that, by blocks of rows."""
+    """``x rstd scale`` with ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, and that, by blocks of
+    rows.
+    """
     wider = wide(x.dtype)
     y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
     for of_x, rows, of_rstd in blocks(x, y, rstd):
@@ -282,7 +335,13 @@ def _scaled_by_blocks(
 
 
 def _gradients_by_blocks(
-    dy: Tensor, x: Tensor, rstd: Tensor, scale: Tensor | None, count: int, needs_x: bool, needs_weight: bool
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    scale: Tensor | None,
+    count: int,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of ``x`` and ``scale`` in :func:`_scaled_by_blocks`, by blocks of rows."""
     dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
@@ -303,8 +362,8 @@ def _gradients_by_blocks(
 class L2Normalization(BasicOperation):
     """``y = x / sqrt(sum(x^2) + eps)`` over the last dimension.
 
-    Takes and gives ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in fp32 for half
-    precision.
+    Takes and gives ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in
+    fp32 for half precision.
 
     Args:
         eps: Added to the sum of squares.
@@ -321,7 +380,11 @@ class L2Normalization(BasicOperation):
     autocast_dtype = torch.float32
 
     def __init__(
-        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -348,7 +411,9 @@ class L2Normalization(BasicOperation):
         if x is None:
             return None, ()
         if in_blocks(x):
-            return _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0], ()
+            return _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[
+                0
+            ], ()
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = rstd * (dy - normalized * (dy * normalized).sum(-1, keepdim=True))
         return cast(dx, x.dtype), ()

@@ -74,7 +74,9 @@ class Reshape(BasicOperation):
         if len(self.shape) != len(shape):
             raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {shape}")
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
-            raise ValueError(f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, got {self.shape}")
+            raise ValueError(
+                f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, got {self.shape}"
+            )
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]
 

@@ -16,20 +16,21 @@ from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
 class ScaledActivation(ExtraTensorOperation):
     """``y = activation(x) * scales[..., None]``, as a mixture of experts weights its tokens.
 
-    Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation gives, in the
-    compute dtype. The backward uses the activation's numbers of the forward.
+    Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation
+    gives, in the compute dtype. The backward uses the activation's numbers of the forward.
 
     Args:
         activation: The activation; it holds the constants.
-        activation_recompute_in_mlp: In Transformer Engine, that a fused MLP computes this op's output again in the
-            backward instead of keeping it, and that nothing else may run the op. Here it is an attribute that
-            fusions may read, and changes neither what is computed nor, by itself, what is kept.
+        activation_recompute_in_mlp: In Transformer Engine, that a fused MLP computes this op's
+            output again in the backward instead of keeping it, and that nothing else may run the
+            op. Here it is an attribute that fusions may read, and changes neither what is computed
+            nor, by itself, what is kept.
 
     Raises:
         TypeError: ``activation`` is not an activation, or ``activation_recompute_in_mlp`` no bool.
         ValueError: In a call, ``scales`` of another shape.
-        RuntimeError: The activation has hooks, or a ``forward``, ``op_forward`` or ``op_backward`` of its own, which
-            would not run.
+        RuntimeError: The activation has hooks, or a ``forward``, ``op_forward`` or ``op_backward``
+            of its own, which would not run.
     """
 
     num_extra_inputs = 1
@@ -40,13 +41,17 @@ class ScaledActivation(ExtraTensorOperation):
     differentiable = True
     casts_input = True
 
-    def __init__(self, activation: Activation, *, activation_recompute_in_mlp: bool = False) -> None:
+    def __init__(
+        self, activation: Activation, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
         super().__init__()
         if not isinstance(activation_recompute_in_mlp, bool):
             what = f"activation_recompute_in_mlp, got {activation_recompute_in_mlp!r}"
             raise TypeError(f"{type(self).__name__} expected a bool as {what}")
         if not isinstance(activation, Activation):
-            raise TypeError(f"{type(self).__name__} expected an Activation, got {type(activation).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} expected an Activation, got {type(activation).__name__}"
+            )
         if name := overridden(activation, Activation, "op_forward", "op_backward"):
             self._refuse(activation, f"overrides {name}")
         self.activation = activation
@@ -67,16 +72,22 @@ class ScaledActivation(ExtraTensorOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "activation" and name in self._modules:
-            raise RuntimeError(f"{type(self).__name__}.activation is fixed: make another {type(self).__name__}")
+            raise RuntimeError(
+                f"{type(self).__name__}.activation is fixed: make another {type(self).__name__}"
+            )
         super().__setattr__(name, value)
 
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any) -> Outputs:
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
         if scales.shape != input_.shape[:-1]:
             expected = f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])}"
-            raise ValueError(f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}")
+            raise ValueError(
+                f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
+            )
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.numbers = self.activation.numbers_of()
@@ -89,10 +100,14 @@ class ScaledActivation(ExtraTensorOperation):
         return y.to(x.dtype), [()]
 
     def wants_gradient(self, scales: Tensor) -> bool:
-        """Whether the gradient of ``scales`` is needed. Traced ones do not tell: who traces may answer instead."""
+        """Whether the gradient of ``scales`` is needed. Traced ones do not tell: who traces may
+        answer instead.
+        """
         return scales.requires_grad or torch.compiler.is_compiling()
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> AllGrads:
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
         """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
@@ -102,7 +117,9 @@ class ScaledActivation(ExtraTensorOperation):
         if x is not None:
             x = widen(x)
         if scales is not None:
-            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(grad_output.dtype)
+            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(
+                grad_output.dtype
+            )
         if ctx.scales_requires_grad:
             dscales = (activation.forward_value(x) * dy).sum(-1)
             dscales = dscales if scales is None else dscales.to(scales.dtype)
@@ -120,7 +137,9 @@ class ScaledSwiGLU(ScaledActivation):
         TypeError: ``activation_recompute_in_mlp`` is no bool.
     """
 
-    def __init__(self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False) -> None:
+    def __init__(
+        self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False
+    ) -> None:
         activation = SwiGLU(glu_interleave_size=glu_interleave_size)
         super().__init__(activation, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
@@ -176,7 +195,10 @@ class ScaledClampedQGeGLU(ScaledActivation):
         activation_recompute_in_mlp: bool = False,
     ) -> None:
         activation = ClampedSwiGLU(
-            limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, glu_interleave_size=glu_interleave_size
+            limit=limit,
+            alpha=alpha,
+            glu_linear_offset=glu_linear_offset,
+            glu_interleave_size=glu_interleave_size,
         )
         super().__init__(activation, activation_recompute_in_mlp=activation_recompute_in_mlp)
 

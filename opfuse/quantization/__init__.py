@@ -1,7 +1,8 @@
-"""Quantization as the core sees it: recipes are values, quantizers cast, quantized tensors are plain pairs.
+"""Quantization as the core sees it: recipes are values, quantizers cast, quantized tensors are
+plain pairs.
 
-The core ships no recipe. A plugin offers recipes through the hook ``opfuse_recipes`` and their quantizers
-through ``opfuse_quantizer``.
+The core ships no recipe. A plugin offers recipes through the hook ``opfuse_recipes`` and their
+quantizers through ``opfuse_quantizer``.
 """
 
 from .quantizer import QuantizedTensor, Quantizer, dequantize

@@ -17,7 +17,8 @@ class QuantizedTensor:
 
     Args:
         data: The quantized values, shape of the original tensor.
-        scale: What ``quantizer`` needs to recover the values; its shape is the quantizer's own affair.
+        scale: What ``quantizer`` needs to recover the values; its shape is the quantizer's own
+            affair.
         quantizer: The quantizer that made it and can undo it.
         dtype: The dtype of the original tensor, which :meth:`dequantize` gives back.
 
@@ -40,7 +41,9 @@ class QuantizedTensor:
         return self.data, self.scale
 
     @classmethod
-    def rebuild(cls, tensors: Sequence[Tensor | None], quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:
+    def rebuild(
+        cls, tensors: Sequence[Tensor | None], quantizer: Quantizer, dtype: torch.dtype
+    ) -> QuantizedTensor:
         """A quantized tensor over what :meth:`tensors` gave, after it was saved and restored."""
         data, scale = tensors
         assert data is not None
@@ -50,7 +53,8 @@ class QuantizedTensor:
         """The values as a plain tensor of ``dtype``.
 
         Args:
-            columnwise: Use the copy quantized for a GEMM that reduces over rows, where there is one.
+            columnwise: Use the copy quantized for a GEMM that reduces over rows, where there is
+                one.
         """
         return self.quantizer.dequantize(self)
 
@@ -83,4 +87,6 @@ class Quantizer(ABC):
 
 def dequantize(tensor: Tensor | QuantizedTensor, *, columnwise: bool = False) -> Tensor:
     """A plain tensor from a plain or quantized one."""
-    return tensor.dequantize(columnwise=columnwise) if isinstance(tensor, QuantizedTensor) else tensor
+    return (
+        tensor.dequantize(columnwise=columnwise) if isinstance(tensor, QuantizedTensor) else tensor
+    )

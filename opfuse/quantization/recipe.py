@@ -29,19 +29,22 @@ class QuantizerRole(NamedTuple):
 class Recipe:
     """A quantization recipe: a frozen, hashable value that is part of a plan's key.
 
-    Subclass it as a frozen dataclass; unknown keywords are errors, and everything derived is computed from
-    the fields. Two equal recipes share their quantizers and their plans.
+    Subclass it as a frozen dataclass; unknown keywords are errors, and everything derived is
+    computed from the fields. Two equal recipes share their quantizers and their plans.
 
     Attributes:
-        backward_override: None: the backward is quantized too. ``"high_precision"``: it uses the original
-            input and weight. ``"dequantized"``: it uses what the forward's quantized copies stand for.
+        backward_override: None: the backward is quantized too. ``"high_precision"``: it uses the
+            original input and weight. ``"dequantized"``: it uses what the forward's quantized
+            copies stand for.
     """
 
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.backward_override not in _OVERRIDES:
-            raise ValueError(f"backward_override must be one of {_OVERRIDES}, got {self.backward_override!r}")
+            raise ValueError(
+                f"backward_override must be one of {_OVERRIDES}, got {self.backward_override!r}"
+            )
         if not is_compiling():
             self.to_json()
 
@@ -56,5 +59,7 @@ class Recipe:
             try:
                 json.dumps(value)
             except (TypeError, ValueError):
-                raise TypeError(f"{type(self).__name__}.{name} must be JSON-able, got {value!r}") from None
+                raise TypeError(
+                    f"{type(self).__name__}.{name} must be JSON-able, got {value!r}"
+                ) from None
         return json.dumps({"recipe": type(self).__name__, **fields}, sort_keys=True)

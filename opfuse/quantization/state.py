@@ -21,7 +21,9 @@ class QuantizerStates:
 
     def __init__(self) -> None:
         self._by_recipe: dict[Recipe, tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]] = {}
-        self._loaded: dict[str, dict[str, Tensor]] = {}  # recipe JSON -> state of a recipe not used yet
+        self._loaded: dict[
+            str, dict[str, Tensor]
+        ] = {}  # recipe JSON -> state of a recipe not used yet
 
     def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
@@ -32,7 +34,9 @@ class QuantizerStates:
             count = op.num_quantizers(mode)
             roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
             if len(roles) != count:
-                raise RuntimeError(f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers")
+                raise RuntimeError(
+                    f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers"
+                )
             made.append(tuple(current.quantizer(recipe, role) for role in roles))
         self._by_recipe[recipe] = (made[0], made[1])
         try:
@@ -68,27 +72,37 @@ class QuantizerStates:
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write the state of every recipe used so far (and of every one loaded but not used yet)."""
         states = {
-            recipe.to_json(): {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+            recipe.to_json(): {
+                key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)
+            }
             for recipe in self._by_recipe
         }
         for number, (text, state) in enumerate(sorted({**self._loaded, **states}.items())):
             if not state:
                 continue
-            destination[f"{prefix}{_KEY}{number}.recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+            destination[f"{prefix}{_KEY}{number}.recipe"] = torch.tensor(
+                list(text.encode()), dtype=torch.uint8
+            )
             for key, value in state.items():
-                destination[f"{prefix}{_KEY}{number}.{key}"] = value if keep_vars else value.detach()
+                destination[f"{prefix}{_KEY}{number}.{key}"] = (
+                    value if keep_vars else value.detach()
+                )
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its recipe.
+        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its
+        recipe.
 
         Raises:
-            RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing is taken.
+            RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing
+                is taken.
         """
         groups: dict[str, dict[str, Tensor]] = {}
         keys = [key for key in state_dict if key.startswith(prefix + _KEY)]
         for key in keys:
             if not isinstance(state_dict[key], Tensor):
-                raise RuntimeError(f"quantizer state {key}: expected a tensor, got {type(state_dict[key]).__name__}")
+                raise RuntimeError(
+                    f"quantizer state {key}: expected a tensor, got {type(state_dict[key]).__name__}"
+                )
             number, _, name = key[len(prefix + _KEY) :].partition(".")
             groups.setdefault(number, {})[name] = state_dict[key]
         texts = [_recipe_text(f"{prefix}{_KEY}{number}", group) for number, group in groups.items()]
@@ -122,7 +136,9 @@ def _recipe_text(where: str, group: dict[str, Tensor]) -> str:
     """Take the recipe's JSON out of a group of entries of a checkpoint."""
     expected = f"{where}.recipe is expected to hold the recipe's JSON as bytes"
     if "recipe" not in group:
-        raise RuntimeError(f"quantizer state {where}.{min(group)} belongs to no recipe: {expected}, and is missing")
+        raise RuntimeError(
+            f"quantizer state {where}.{min(group)} belongs to no recipe: {expected}, and is missing"
+        )
     try:
         return bytes(group.pop("recipe").tolist()).decode()
     except (TypeError, ValueError) as error:

@@ -25,7 +25,10 @@ from ..settings import Recorder, current
 _WIDTH = 100
 _MATCHES_NOTHING = "no plugin offers a fusion for these ops"
 _NOT_FUSED = "not fused"
-_LOST = ("overlaps ", "another set of fusions ")  # how the planner's reasons begin where a candidate lost to others
+_LOST = (
+    "overlaps ",
+    "another set of fusions ",
+)  # how the planner's reasons begin where a candidate lost to others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +36,16 @@ class Call:
     """One call of one fuser.
 
     Attributes:
-        path: Dotted name of the Sequential, or of the op called alone; ``""`` for the model itself and for
-            what is not one of its submodules.
+        path: Dotted name of the Sequential, or of the op called alone; ``""`` for the model itself
+            and for what is not one of its submodules.
         owner: Its class; ``""`` for what is not a submodule of the model.
         ops: Classes of the ops as the user wrote them.
         plan: What ran.
         grad_enabled: Whether grad mode was on.
         unfused: Why nothing at all could be fused in this call, or ``""``.
         cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
-        notes: What its fused ops say about themselves (their ``notes``), such as time spent compiling; not compared.
+        notes: What its fused ops say about themselves (their ``notes``), such as time spent
+            compiling; not compared.
     """
 
     path: str
@@ -58,8 +62,9 @@ class Call:
 class Explanation:
     """Every call of a fuser in one forward pass, in call order. Comparable.
 
-    ``str()`` is the short report: the steps of each chain, those alike once, and each reason why a candidate was
-    refused, once. ``details`` is the long one, ``to_dict()`` has the same for programs.
+    ``str()`` is the short report: the steps of each chain, those alike once, and each reason why a
+    candidate was refused, once. ``details`` is the long one, ``to_dict()`` has the same for
+    programs.
     """
 
     calls: tuple[Call, ...]
@@ -71,17 +76,23 @@ class Explanation:
 
     @property
     def details(self) -> str:
-        """The long report: the steps one by one and in order, every candidate refused, what fused ops say."""
+        """The long report: the steps one by one and in order, every candidate refused, what fused
+        ops say.
+        """
         return "\n".join(self._chains(full=True))
 
     def _chains(self, *, full: bool) -> list[str]:
         """The lines about each chain, those alike once."""
         calls = self.calls
         if not calls:
-            return ["No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."]
+            return [
+                "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."
+            ]
         fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
         fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
-        lines = [f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."]
+        lines = [
+            f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."
+        ]
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
@@ -100,20 +111,32 @@ class Explanation:
         """The same as JSON-able data.
 
         Returns:
-            ``forward`` and ``backward``: the steps, calls in call order and the steps of a call in the order
-            they run, each with path, call, op, basic_ops, fusion, distribution, version (the last three are
-            None for a step that is not fused). ``refused``: the candidates not taken, each with path,
-            fusion, pass, basic_ops, reason, distribution; once for all calls alike.
+            ``forward`` and ``backward``: the steps, calls in call order and the steps of a call in
+            the order
+            they run, each with path, call, op, basic_ops, fusion, distribution, version (the last
+            three are None for a step that is not fused). ``refused``: the candidates not taken,
+            each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
         """
-        refused = dict.fromkeys((call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused)
+        refused = dict.fromkeys(
+            (call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused
+        )
         return {
-            "forward": [_row(step, path=c.path, call=n) for n, c in enumerate(self.calls) for step in c.plan.forward],
-            "backward": [_row(step, path=c.path, call=n) for n, c in enumerate(self.calls) for step in c.plan.backward],
+            "forward": [
+                _row(step, path=c.path, call=n)
+                for n, c in enumerate(self.calls)
+                for step in c.plan.forward
+            ],
+            "backward": [
+                _row(step, path=c.path, call=n)
+                for n, c in enumerate(self.calls)
+                for step in c.plan.backward
+            ],
             "refused": [_row(refusal, path=path) for path, _, refusal in refused],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the same as a picture, into an SVG file: the ops, and beside them what each pass fuses.
+        """Draw the same as a picture, into an SVG file: the ops, and beside them what each pass
+        fuses.
 
         Args:
             path: The file, whose name ends with ``.svg``; one that exists is replaced.
@@ -124,7 +147,9 @@ class Explanation:
         from .picture import draw
 
         if not str(path).endswith(".svg"):
-            raise ValueError(f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}")
+            raise ValueError(
+                f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}"
+            )
         chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
         for call, numbers in _alike(self.calls).values():
             reason = _why_none(call.plan, call.unfused or _MATCHES_NOTHING)
@@ -156,7 +181,9 @@ class _Calls(Recorder):
 
 
 def _why_unfused() -> str:
-    """Why nothing can be fused in this thread now, whatever the ops; ``""`` if there are fusions on offer."""
+    """Why nothing can be fused in this thread now, whatever the ops; ``""`` if there are fusions on
+    offer.
+    """
     if _functorch_active():
         return "functorch transforms run the ops one by one"
     if dict(current.options).get("double_backward"):
@@ -166,7 +193,11 @@ def _why_unfused() -> str:
     selection = current.selection
     if not manager.records:
         return "no plugin is installed and no fusion is registered"
-    selected = [record for record in manager.records if Selection.parse(selection).position(record) is not None]
+    selected = [
+        record
+        for record in manager.records
+        if Selection.parse(selection).position(record) is not None
+    ]
     if not selected:
         return f"every plugin is blocked by the selection {selection!r}"
     if not any(record.state == "loaded" for record in selected):
@@ -182,28 +213,39 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         if isinstance(module, Sequential):
-            alone |= {inner: f"apart from the chain around it: {why}" for inner, why in parts(module)[1].items()}
+            alone |= {
+                inner: f"apart from the chain around it: {why}"
+                for inner, why in parts(module)[1].items()
+            }
         value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
             for pieces in [value.parts for value in vars(fuser).values() if isinstance(value, Cut)]:
-                apart = {part.run: why_apart(part.run) for part in pieces if isinstance(part.run, nn.Module)}
+                apart = {
+                    part.run: why_apart(part.run)
+                    for part in pieces
+                    if isinstance(part.run, nn.Module)
+                }
                 whys = {op: why or "is no longer on its own" for op, why in apart.items()}
                 alone |= {op: f"on its own, for it {why}" for op, why in whys.items()}
-                names = dict.fromkeys(f"{op_class(op).__name__}, which {why}" for op, why in whys.items())
+                names = dict.fromkeys(
+                    f"{op_class(op).__name__}, which {why}" for op, why in whys.items()
+                )
                 cut = {**place, "cut": "cut at " + " and ".join(names)}
                 places |= {part.run: cut for part in pieces if isinstance(part.run, OperationFuser)}
     return places
 
 
 def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run the forward pass once and tell what was fused, by which plugin, and what was not, and why.
+    """Run the forward pass once and tell what was fused, by which plugin, and what was not, and
+    why.
 
-    The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in force
-    here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are as before.
-    Whatever else a forward pass changes it changes here too: buffers (running statistics), the state of
-    quantizers, Python's and NumPy's random numbers. Calls made in other threads are not seen.
+    The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in
+    force here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are
+    as before. Whatever else a forward pass changes it changes here too: buffers (running
+    statistics), the state of quantizers, Python's and NumPy's random numbers. Calls made in other
+    threads are not seen.
 
     Args:
         model: A module, or any callable that calls some.
@@ -211,19 +253,25 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         **kwargs: Its keyword arguments.
 
     Returns:
-        The report: ``str()`` fits a screen, ``details`` has everything, ``to_dict()`` the same for programs.
+        The report: ``str()`` fits a screen, ``details`` has everything, ``to_dict()`` the same for
+            programs.
 
     Raises:
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("opfuse.explain cannot be traced by torch.compile or torch.export: call it outside")
+        raise RuntimeError(
+            "opfuse.explain cannot be traced by torch.compile or torch.export: call it outside"
+        )
     recorder = _Calls()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices), recorder:
         model(*inputs, **kwargs)
     places = _locate(model)
-    found = [(call, {"notes": fuser.notes(call.plan), **places.get(fuser, {})}) for fuser, call in recorder.calls]
+    found = [
+        (call, {"notes": fuser.notes(call.plan), **places.get(fuser, {})})
+        for fuser, call in recorder.calls
+    ]
     return Explanation(tuple(dataclasses.replace(call, **what) for call, what in found))
 
 
@@ -231,11 +279,15 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
 
 def _alike(calls: Sequence[Call], full: bool = True) -> dict[Call, tuple[Call, list[int]]]:
-    """The first of the calls that differ in nothing but their path (or in nothing that is told), and their numbers."""
+    """The first of the calls that differ in nothing but their path (or in nothing that is told),
+    and their numbers.
+    """
     alike: dict[Call, tuple[Call, list[int]]] = {}
     for number, call in enumerate(calls):
         plan = call.plan if full else dataclasses.replace(call.plan, refused=())
-        alike.setdefault(dataclasses.replace(call, path="", plan=plan), (call, []))[1].append(number)
+        alike.setdefault(dataclasses.replace(call, path="", plan=plan), (call, []))[1].append(
+            number
+        )
     return alike
 
 
@@ -247,9 +299,15 @@ def _title(call: Call, numbers: list[int], calls: Sequence[Call], most: int) -> 
     where = ", ".join(names) + ": " if call.owner else ""
     what = call.owner or "chain"
     if call.ops != (call.owner,):
-        ops = call.ops if most > 3 or len(call.ops) <= 12 else (*call.ops[:8], f"{len(call.ops) - 8} more")
+        ops = (
+            call.ops
+            if most > 3 or len(call.ops) <= 12
+            else (*call.ops[:8], f"{len(call.ops) - 8} more")
+        )
         what += f" [{', '.join(ops)}]"
-    several = f"{len(numbers)} calls" if len(numbers) > most else "calls " + ", ".join(map(str, numbers))
+    several = (
+        f"{len(numbers)} calls" if len(numbers) > most else "calls " + ", ".join(map(str, numbers))
+    )
     return f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})"
 
 
@@ -262,7 +320,12 @@ def _why_none(plan: FusionPlan, unfused: str) -> str:
 
 
 def describe_passes(
-    plan: FusionPlan, no_grad: str, unfused: str = _MATCHES_NOTHING, indent: str = "", *, full: bool = True
+    plan: FusionPlan,
+    no_grad: str,
+    unfused: str = _MATCHES_NOTHING,
+    indent: str = "",
+    *,
+    full: bool = True,
 ) -> list[str]:
     """A plan as lines of text.
 
@@ -279,15 +342,23 @@ def describe_passes(
     lines += _describe_steps("backward", plan.backward, indent, full) if plan.backward else none
     if not full or not plan.refused:
         return lines
-    shown = [r for r in plan.refused if not (r.distribution and f" of {r.distribution}" in r.reason)]
+    shown = [
+        r for r in plan.refused if not (r.distribution and f" of {r.distribution}" in r.reason)
+    ]
     alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
     lines.append(f"{indent}refused")
     if count := len(plan.refused) - len(shown):
-        lines += wrap(f"{_count(count, 'candidate')} that lost to another one of the same plugin", indent + "  ")
+        lines += wrap(
+            f"{_count(count, 'candidate')} that lost to another one of the same plugin",
+            indent + "  ",
+        )
     for refusal, times in alike.items():
         title = f"{refusal.passes} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
         title += f", on {' + '.join(refusal.basic_ops)}" + _times(times)
-        lines += [*wrap(title, indent + "  ", indent + "      "), *wrap(refusal.reason, indent + "    ")]
+        lines += [
+            *wrap(title, indent + "  ", indent + "      "),
+            *wrap(refusal.reason, indent + "    "),
+        ]
     return lines
 
 
@@ -298,7 +369,11 @@ def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bo
         return wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  ")
     rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step, full)) for step in steps]
     if not full:
-        rows = [(ops, by + _times(times)) for (ops, by), times in Counter(rows).items() if by != _NOT_FUSED]
+        rows = [
+            (ops, by + _times(times))
+            for (ops, by), times in Counter(rows).items()
+            if by != _NOT_FUSED
+        ]
     width = min(44, max(len(ops) for ops, _ in rows))
     lines = [f"{indent}{title}"]
     for ops, by in rows:
@@ -313,14 +388,22 @@ def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bo
 
 def _describe_step(step: PlanStep, full: bool) -> str:
     if step.fusion is None:
-        return _NOT_FUSED if step.basic_ops else "added: the op before cannot write what the next one reads"
+        return (
+            _NOT_FUSED
+            if step.basic_ops
+            else "added: the op before cannot write what the next one reads"
+        )
     op = f" as {step.op}" if full and step.op != step.fusion else ""
     return f"fused by {step.fusion}{op}, {step.owner}"
 
 
 def _summarize_refused(calls: Sequence[Call]) -> list[str]:
-    """Each reason once, with the ops that it is about; candidates that lost to others are only counted."""
-    refused = list(dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused))  # calls alike once
+    """Each reason once, with the ops that it is about; candidates that lost to others are only
+    counted.
+    """
+    refused = list(
+        dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused)
+    )  # calls alike once
     shown = [refusal for _, refusal in refused if not refusal.reason.startswith(_LOST)]
     about: dict[tuple[str, str], dict[str, None]] = {}
     for refusal in shown:
@@ -331,7 +414,9 @@ def _summarize_refused(calls: Sequence[Call]) -> list[str]:
         most = list(runs)[:3] + [f"{len(runs) - 3} more"] * (len(runs) > 3)
         lines += wrap(f"{'; '.join(most)}: {reason} ({who})", "  ", "    ")
     if lost := len(refused) - len(shown):
-        lines += wrap(f"{_count(lost, 'candidate')} lost to what was taken; `.details` has each", "  ", "    ")
+        lines += wrap(
+            f"{_count(lost, 'candidate')} lost to what was taken; `.details` has each", "  ", "    "
+        )
     return ["", "refused", *lines] if lines else []
 
 
@@ -344,7 +429,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines, none for none, behind ``indent``, all but the first behind ``rest`` if that is given."""
-    wrapper = textwrap.TextWrapper(max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest)
+    """A text as lines, none for none, behind ``indent``, all but the first behind ``rest`` if that
+    is given.
+    """
+    wrapper = textwrap.TextWrapper(
+        max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest
+    )
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text)

@@ -19,9 +19,13 @@ _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
 def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
     """An SVG image of plans below each other, each under lines of text."""
     columns = {
-        "forward": [label for _, plan in chains for step in plan.forward for label in _labels(step)],
+        "forward": [
+            label for _, plan in chains for step in plan.forward for label in _labels(step)
+        ],
         "ops": [name for _, plan in chains for step in plan.forward for name in step.basic_ops],
-        "backward": [label for _, plan in chains for step in plan.backward for label in _labels(step)],
+        "backward": [
+            label for _, plan in chains for step in plan.backward for label in _labels(step)
+        ],
     }
     spans: dict[str, tuple[float, float]] = {}
     right = float(_MARGIN)
@@ -34,24 +38,46 @@ def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
         for number, line in enumerate(titles):
             body.append(_text(_MARGIN, y + 12, line, "small" if number else "title"))
             y += _LINE
-        body += [_text(x + width / 2, y + 12, heading, "small middle") for heading, (x, width) in spans.items()]
+        body += [
+            _text(x + width / 2, y + 12, heading, "small middle")
+            for heading, (x, width) in spans.items()
+        ]
         y = _chain(body, plan, spans, y + 28) + _MARGIN
-    width = max([right - _BETWEEN, *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles)]) + _MARGIN
+    width = (
+        max(
+            [
+                right - _BETWEEN,
+                *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles),
+            ]
+        )
+        + _MARGIN
+    )
     page = Template(Path(__file__).with_suffix(".svg").read_text(encoding="utf-8"))
-    sizes = {"width": f"{width:g}", "height": f"{y:g}", "right": f"{width - 2:g}", "bottom": f"{y - 2:g}"}
+    sizes = {
+        "width": f"{width:g}",
+        "height": f"{y:g}",
+        "right": f"{width - 2:g}",
+        "bottom": f"{y - 2:g}",
+    }
     return page.substitute(sizes, body="\n".join(body))
 
 
-def _chain(body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, float]], y: float) -> float:
+def _chain(
+    body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, float]], y: float
+) -> float:
     """Draw one plan from ``y`` down; returns where it ends."""
     forward = [(step.start, step.start + len(step.basic_ops), step) for step in plan.forward]
     backward: list[tuple[int, int, PlanStep]] = []
-    for step in plan.backward[::-1]:  # a gradient is cast where it enters the next step: behind that step's last op
+    for step in plan.backward[
+        ::-1
+    ]:  # a gradient is cast where it enters the next step: behind that step's last op
         end = step.start + len(step.basic_ops) if step.basic_ops else backward[-1][1]
         backward.append((step.start if step.basic_ops else end, end, step))
     casts = {start for start, _, step in (*forward, *backward) if not step.basic_ops}
     edges, tops = [], []
-    for index, name in enumerate([*(name for step in plan.forward for name in step.basic_ops), None]):
+    for index, name in enumerate(
+        [*(name for step in plan.forward for name in step.basic_ops), None]
+    ):
         height = _CAST if index in casts else _GAP
         edges.append(y + height / 2)
         tops.append(y + height)
@@ -64,11 +90,17 @@ def _chain(body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, floa
         if not ends:
             body.append(_text(x, (edges[0] + edges[-1]) / 2, "none", "small middle"))
             continue
-        tail, tip, back = (min(ends), max(ends) + _GAP, -6) if kind == "forward" else (max(ends), min(ends) - _GAP, 6)
+        tail, tip, back = (
+            (min(ends), max(ends) + _GAP, -6)
+            if kind == "forward"
+            else (max(ends), min(ends) - _GAP, 6)
+        )
         body.append(f'<path d="M{x:g} {tail:g}V{tip:g}m-4 {back}l4 {-back}l4 {back}"/>')
         for start, stop, step in steps:
             if not step.basic_ops:
-                body += _box(spans[kind], edges[start] - 12, edges[start] + 12, "cast", _labels(step))
+                body += _box(
+                    spans[kind], edges[start] - 12, edges[start] + 12, "cast", _labels(step)
+                )
             elif step.fusion:
                 body += _box(spans[kind], tops[start], tops[stop - 1] + _ROW, kind, _labels(step))
             else:
@@ -82,12 +114,19 @@ def _labels(step: PlanStep) -> list[str]:
     return [] if step.basic_ops else [step.op]
 
 
-def _box(span: tuple[float, float], top: float, bottom: float, kind: str, lines: Sequence[str]) -> list[str]:
+def _box(
+    span: tuple[float, float], top: float, bottom: float, kind: str, lines: Sequence[str]
+) -> list[str]:
     x, width = span
     y = (top + bottom) / 2 + 12 - 8 * len(lines)
-    box = f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{bottom - top:g}"/>'
+    box = (
+        f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{bottom - top:g}"/>'
+    )
     styles = ("middle" if kind == "op" else "title middle", "small middle")
-    return [box, *(_text(x + width / 2, y + 16 * i, line, styles[i]) for i, line in enumerate(lines))]
+    return [
+        box,
+        *(_text(x + width / 2, y + 16 * i, line, styles[i]) for i, line in enumerate(lines)),
+    ]
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -16,7 +16,8 @@ def write(name: str, into: Path) -> Path:
     """Write the plugin ``opfuse-plugin-<name>`` into a new folder of that name.
 
     Args:
-        name: What the entry point is called, such as ``fast-gelu``; the prefix may be there already.
+        name: What the entry point is called, such as ``fast-gelu``; the prefix may be there
+            already.
         into: The folder that gets the new one; made if it does not exist.
 
     Returns:
@@ -34,9 +35,13 @@ def write(name: str, into: Path) -> Path:
             "such as 'fast-gelu'"
         )
     for record in manager.records:
-        if record.group == GROUP and (record.answers_to(short) or record.answers_to(PREFIX + short)):
+        if record.group == GROUP and (
+            record.answers_to(short) or record.answers_to(PREFIX + short)
+        ):
             taken = f"{record.distribution} {record.version}"
-            raise ValueError(f"a plugin called {short!r} is installed already, by {taken}: choose another name")
+            raise ValueError(
+                f"a plugin called {short!r} is installed already, by {taken}: choose another name"
+            )
     folder = into / (PREFIX + short)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already, and nothing is overwritten")
@@ -44,7 +49,9 @@ def write(name: str, into: Path) -> Path:
         if source.is_file() and "__pycache__" not in source.parts:
             target = folder / fill(source.relative_to(TEMPLATE).as_posix(), short)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(fill(source.read_text(encoding="utf-8"), short), encoding="utf-8", newline="\n")
+            target.write_text(
+                fill(source.read_text(encoding="utf-8"), short), encoding="utf-8", newline="\n"
+            )
     return folder
 
 

@@ -1,4 +1,5 @@
-"""What holds a plugin to the contract: ``FusionSuite`` for its tests, and the parts for tests of kernels.
+"""What holds a plugin to the contract: ``FusionSuite`` for its tests, and the parts for tests of
+kernels.
 
 Not imported by opfuse itself. Needs pytest.
 """

@@ -1,8 +1,9 @@
 """Cases: a chain that a fusion replaces, and the circumstances it runs in.
 
-A case is a value: printable as code that makes it again, comparable, and cheap to vary with ``dataclasses.replace``.
-Its tensors are drawn from a fixed seed, in fp64, and rounded, so that the same case in fp64 starts from the same
-values.
+A case is a value: printable as code that makes it again, comparable, and cheap to vary with
+``dataclasses.replace``.
+Its tensors are drawn from a fixed seed, in fp64, and rounded, so that the same case in fp64 starts
+from the same values.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Op:
         return self.cls(*args, **dict(self.kwargs))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        given = [repr(arg) for arg in self.args] + [f"{name}={value!r}" for name, value in self.kwargs]
+        given = [repr(arg) for arg in self.args] + [
+            f"{name}={value!r}" for name, value in self.kwargs
+        ]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
 
 
@@ -74,11 +77,17 @@ def where(cls: type) -> str:
     """How code names a class."""
     if getattr(built_in, cls.__name__, None) is cls:
         return f"ops.{cls.__name__}"
-    return f"testing.{cls.__name__}" if cls.__module__ == __name__ else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        f"testing.{cls.__name__}"
+        if cls.__module__ == __name__
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 class Subject(NamedTuple):
-    """The fusion under test: which plugin offers it, for which pass, and how ops that are not built in are made."""
+    """The fusion under test: which plugin offers it, for which pass, and how ops that are not built
+    in are made.
+    """
 
     plugin: str
     kind: str
@@ -95,10 +104,16 @@ class Subject(NamedTuple):
 
 
 def subjects(plugin: str) -> list[Subject]:
-    """Every fusion that a plugin offers; none if it does not load, which the checks of the plugin report."""
+    """Every fusion that a plugin offers; none if it does not load, which the checks of the plugin
+    report.
+    """
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
-        return [Subject(plugin, kind, fusion) for record in manager.active(plugin) for kind, fusion in record.fusions]
+        return [
+            Subject(plugin, kind, fusion)
+            for record in manager.active(plugin)
+            for kind, fusion in record.fusions
+        ]
 
 
 def find(plugin: str, kind: str, name: str) -> Subject:
@@ -130,13 +145,21 @@ class Built(NamedTuple):
 
     def inputs(self) -> list[Tensor]:
         """Input and extra inputs of one call; a copy of what is written into."""
-        given = {name: leaf for name, leaf in self.leaves.items() if name == "input" or name.startswith("extra ")}
+        given = {
+            name: leaf
+            for name, leaf in self.leaves.items()
+            if name == "input" or name.startswith("extra ")
+        }
         return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
 
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
         """Every output of the chain, with torch's generators at the same seed in every call."""
         device = self.leaves["input"].device
-        context = torch.autocast(device.type, self.autocast) if self.autocast else contextlib.nullcontext()
+        context = (
+            torch.autocast(device.type, self.autocast)
+            if self.autocast
+            else contextlib.nullcontext()
+        )
         with torch.random.fork_rng([device] if device.type == "cuda" else []), context:
             generator = torch.cuda if device.type == "cuda" else torch.default_generator
             generator.manual_seed(0)  # what draws, draws the same with and without a fusion
@@ -154,7 +177,8 @@ class Case:
         before, after: Ops around them.
         rows: Leading dimensions of the input.
         dtype: Of the input, and of the parameters.
-        layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of the gradients alone.
+        layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of
+            the gradients alone.
         params: The layout of the parameters.
         scale: By which input and extra inputs are larger than around 1.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
@@ -203,13 +227,17 @@ class Case:
 
     @property
     def has_modes(self) -> bool:
-        """Whether an op may do something else in evaluation mode: a dropout, or one that is not built in."""
+        """Whether an op may do something else in evaluation mode: a dropout, or one that is not
+        built in.
+        """
         known = [op.cls for op in self.ops if op.cls.__module__.startswith("opfuse.")]
         return len(known) < len(self.ops) or built_in.Dropout in known
 
     @property
     def exact(self) -> torch.dtype | None:
-        """What the truth is computed in: fp64; None, as the case is, where the numbers drawn depend on the dtype."""
+        """What the truth is computed in: fp64; None, as the case is, where the numbers drawn depend
+        on the dtype.
+        """
         draws = self.training and any(issubclass(op.cls, built_in.Dropout) for op in self.ops)
         return None if draws and self.device != "cpu" else torch.float64
 
@@ -221,7 +249,9 @@ class Case:
     @property
     def draws(self) -> bool:
         """Whether an op draws random numbers: a dropout that drops."""
-        return self.training and any(isinstance(op, built_in.Dropout) and op.p for op in self.basic_ops())
+        return self.training and any(
+            isinstance(op, built_in.Dropout) and op.p for op in self.basic_ops()
+        )
 
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
@@ -235,11 +265,14 @@ class Case:
         return basic
 
     def first_width(self) -> int:
-        """Features of the input: what the first op that insists on some takes, or what the others need."""
+        """Features of the input: what the first op that insists on some takes, or what the others
+        need.
+        """
         return _first_width((*self.before, *self.ops, *self.after))
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
-        """Ops and tensors, the same ones every time; in another dtype than the case's, with the same values.
+        """Ops and tensors, the same ones every time; in another dtype than the case's, with the
+        same values.
 
         Args:
             dtype: What to compute in: fp64 for the truth; default: as the case says.
@@ -258,11 +291,17 @@ class Case:
         leaves["input"] = lay_out(draw((*self.rows, width), self.dtype, self.scale), layout)
         extra_dtype = self.autocast if self.autocast and not self.wide else self.dtype
         for shape in () if self.residual else extra_shapes(basic, (*self.rows, width)):
-            leaves[f"extra {len(leaves) - 1}"] = lay_out(draw(shape, extra_dtype, self.scale), layout)
+            leaves[f"extra {len(leaves) - 1}"] = lay_out(
+                draw(shape, extra_dtype, self.scale), layout
+            )
         inputs = [] if self.residual else [op for op in basic for _ in range(op.num_extra_inputs)]
         writable = [getattr(op, "in_place", False) for op in inputs]
         for number, op in enumerate(basic):
-            own = torch.float32 if self.wide and half and not op.params_in_compute_dtype else self.dtype
+            own = (
+                torch.float32
+                if self.wide and half and not op.params_in_compute_dtype
+                else self.dtype
+            )
             for name, param in op.named_parameters():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
@@ -281,7 +320,9 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         result = []
         for y in outputs:
-            values = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(self.compute_dtype)
+            values = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(
+                self.compute_dtype
+            )
             result.append(lay_out(values.to(y.dtype).to(y.device), self.layout))
         return result
 
@@ -305,7 +346,8 @@ def _tuple(items: Sequence[Op]) -> str:
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
     """A tensor of the same values in another memory layout.
 
-    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the gradient of a sum.
+    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the
+    gradient of a sum.
     """
     if not tensor.ndim or layout == "contiguous":
         return tensor
@@ -316,7 +358,11 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == "permuted":  # (rows, batch, features) in memory
         return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.ndim > 2 else tensor
     if layout == "summed":
-        return tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape) if tensor.numel() else tensor
+        return (
+            tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape)
+            if tensor.numel()
+            else tensor
+        )
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
     around = tensor.new_full([size + 2 for size in tensor.shape], math.nan)
@@ -324,8 +370,12 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return part.copy_(tensor)
 
 
-def extra_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shapes of the extra inputs: scales have one per row, all others the shape of the op's input."""
+def extra_shapes(
+    basic: Sequence[BasicOperation], shape: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """The shapes of the extra inputs: scales have one per row, all others the shape of the op's
+    input.
+    """
     for op in basic:
         for _ in range(op.num_extra_inputs):
             yield shape[:-1] if isinstance(op, built_in.ScaledActivation) else shape

@@ -1,4 +1,6 @@
-"""Chains made from a fusion's pattern: every class, every optional element, every built-in activation."""
+"""Chains made from a fusion's pattern: every class, every optional element, every built-in
+activation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 from .. import ops as built_in
 from ..engine.chain import Chain
 from ..environment import Environment
-from ..fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
 from .running import Declined, separate
@@ -28,7 +30,9 @@ WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 
 WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
-"""Widths that kernels see in real models, where a row is more than one block, and not a power of two."""
+"""Widths that kernels see in real models, where a row is more than one block, and not a power of
+two.
+"""
 
 Makers = Mapping[type, Callable[[int], Any]]
 
@@ -36,18 +40,28 @@ Makers = Mapping[type, Callable[[int], Any]]
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
     collectives = ("AllGather", "AllReduce", "ReduceScatter")
     found = [getattr(built_in, name) for name in built_in.__all__ if name not in collectives]
-    classes = [cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)]
-    classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))  # first what stands for the others
+    classes = [
+        cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
+    ]
+    classes.sort(
+        key=lambda cls: cls not in (built_in.GELU, built_in.Bias)
+    )  # first what stands for the others
     return (*classes, CubicActivation, CubicGLU)
 
 
 def classes_of(element: Any) -> list[type]:
-    """The classes of ops to try for a pattern element; an abstract class stands for what is built in."""
+    """The classes of ops to try for a pattern element; an abstract class stands for what is built
+    in.
+    """
     if isinstance(element, OneOf):
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
     if isinstance(element, Subclasses):
         found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
-        own = [] if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation) else [element.cls]
+        own = (
+            []
+            if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation)
+            else [element.cls]
+        )
         return list(dict.fromkeys([*own, *found]))
     return [element]
 
@@ -105,7 +119,10 @@ _MAKERS: Makers = {
     built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
     built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
     built_in.ConstantScale: lambda width: Op(built_in.ConstantScale, -0.75),
-    built_in.AddExtraInput: lambda width: [Op(built_in.AddExtraInput), Op(built_in.AddExtraInput, in_place=True)],
+    built_in.AddExtraInput: lambda width: [
+        Op(built_in.AddExtraInput),
+        Op(built_in.AddExtraInput, in_place=True),
+    ],
     built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
     built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
@@ -116,9 +133,9 @@ def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
     """The pattern with each optional element there and not, and each repeated one once and twice."""
     choices = []
     for element in pattern:
-        if isinstance(element, Maybe):
+        if isinstance(element, Optional):
             choices.append([[element.element], []])
-        elif isinstance(element, Some):
+        elif isinstance(element, OneOrMore):
             choices.append([[element.element], [element.element] * 2])
         else:
             choices.append([[element]])
@@ -128,8 +145,11 @@ def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
             yield flat
 
 
-def chains(elements: Sequence[Any], width: int, makers: Makers, one_by_one: bool = False) -> list[tuple[Op, ...]]:
-    """Chains of one structure: the plainest one, then one for every other class and variant at every place.
+def chains(
+    elements: Sequence[Any], width: int, makers: Makers, one_by_one: bool = False
+) -> list[tuple[Op, ...]]:
+    """Chains of one structure: the plainest one, then one for every other class and variant at
+    every place.
 
     Where an element is repeated, all its places vary at once; ``one_by_one``: and each alone, too.
     """
@@ -140,8 +160,12 @@ def chains(elements: Sequence[Any], width: int, makers: Makers, one_by_one: bool
         found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
         return [(op, behind) for op in found if (behind := _width_behind(op, at)) is not None]
 
-    def find(numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width) -> list[tuple[Op, ...]]:
-        """The chain whose op at a place is that of this number among what is possible, or the first that fits."""
+    def find(
+        numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width
+    ) -> list[tuple[Op, ...]]:
+        """The chain whose op at a place is that of this number among what is possible, or the first
+        that fits.
+        """
         if len(chosen) == len(elements):
             return [chosen]
         found = options(len(chosen), at)
@@ -198,12 +222,14 @@ def make_chains(
     examples: Sequence[Sequence[Op]] = (),
     thorough: bool = False,
 ) -> Chains:
-    """The chains for a fusion: as wide, in the dtype, and with as many rows as its condition asks for.
+    """The chains for a fusion: as wide, in the dtype, and with as many rows as its condition asks
+    for.
 
     Args:
         subject: The fusion.
         device: Where they will run.
-        makers: How to make ops of classes that are not built in: by class, a function of the input's features.
+        makers: How to make ops of classes that are not built in: by class, a function of the
+            input's features.
         examples: Chains of a fusion function, which has no pattern to make them from.
         thorough: See :class:`Chains`.
     """
@@ -227,7 +253,11 @@ def make_chains(
                 plain.append(accepted[0])
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
                 residual += _residual(accepted[0], elements, makers)
-                models += [case for width in widths for case in _as_in_models(accepted[0], elements, makers, width)]
+                models += [
+                    case
+                    for width in widths
+                    for case in _as_in_models(accepted[0], elements, makers, width)
+                ]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
@@ -235,7 +265,9 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             declined[" + ".join(names)] = str(reason)
     every, models = list(dict.fromkeys(every)), list(dict.fromkeys(models))
-    return Chains(subject, tuple(plain), tuple(every), tuple(models), tuple(residual), declined, thorough)
+    return Chains(
+        subject, tuple(plain), tuple(every), tuple(models), tuple(residual), declined, thorough
+    )
 
 
 def _is_deep(ops: Sequence[Op]) -> bool:
@@ -244,20 +276,34 @@ def _is_deep(ops: Sequence[Op]) -> bool:
     return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
-def _as_in_models(case: Case, elements: Sequence[Any], makers: Makers, width: int) -> Iterator[Case]:
-    """Cases that are ``width`` wide, before or behind a matrix product, and as usual on its other side."""
+def _as_in_models(
+    case: Case, elements: Sequence[Any], makers: Makers, width: int
+) -> Iterator[Case]:
+    """Cases that are ``width`` wide, before or behind a matrix product, and as usual on its other
+    side.
+    """
     usual = case.first_width()
     for first, behind in ((width, usual), (usual, width)):
-        made: Makers = {built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out), **makers}  # type: ignore[misc]
+        made: Makers = {
+            built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out),
+            **makers,
+        }  # type: ignore[misc]
         for ops in chains(elements, first, made)[:1]:
             found = case.with_(ops=ops)
-            if (first == width or any(width in op.args for op in ops)) and refusal(found, runs=True) is None:
+            if (first == width or any(width in op.args for op in ops)) and refusal(
+                found, runs=True
+            ) is None:
                 yield found
 
 
 def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
-    """Cases whose extra input is the chain's own input, out of a channel: linears are square, so that shapes fit."""
-    square: Makers = {**makers, built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width)}
+    """Cases whose extra input is the chain's own input, out of a channel: linears are square, so
+    that shapes fit.
+    """
+    square: Makers = {
+        **makers,
+        built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
+    }
     for ops in chains(elements, case.first_width(), square):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
@@ -265,12 +311,17 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
             continue
         found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
         shape = (*found.rows, found.first_width())
-        if set(extra_shapes(found.basic_ops(), shape)) == {shape} and refusal(found.with_(residual=True)) is None:
+        if (
+            set(extra_shapes(found.basic_ops(), shape)) == {shape}
+            and refusal(found.with_(residual=True)) is None
+        ):
             yield found.with_(residual=True)
 
 
 def refusal(case: Case, runs: bool = False) -> str | None:
-    """Why the fusion's condition refuses the case, or the separate ops do, unless it is known that it ``runs``."""
+    """Why the fusion's condition refuses the case, or the separate ops do, unless it is known that
+    it ``runs``.
+    """
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None

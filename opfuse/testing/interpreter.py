@@ -1,9 +1,10 @@
 """Triton's interpreter made exact for bf16 and fp8, with torch as the one that rounds.
 
-Triton's own interpreter (3.6 to 3.9 at least) works on numpy arrays, which have neither type. It truncates where the
-hardware rounds to nearest even, turns the NaN of fp8 into numbers, and adds and multiplies the bit patterns of bf16.
-:func:`install` replaces four methods of its builder. The hooks are private to Triton, so a test compares
-the interpreter, with and without them, with torch: it fails once Triton no longer needs this module, or changes.
+Triton's own interpreter (3.6 to 3.9 at least) works on numpy arrays, which have neither type. It
+truncates where the hardware rounds to nearest even, turns the NaN of fp8 into numbers, and adds and
+multiplies the bit patterns of bf16. :func:`install` replaces four methods of its builder. The hooks
+are private to Triton, so a test compares the interpreter, with and without them, with torch: it
+fails once Triton no longer needs this module, or changes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def install() -> None:
     builder = _builder()
     if not hasattr(builder, _MARK):
         originals = {
-            name: getattr(builder, name) for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op")
+            name: getattr(builder, name)
+            for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op")
         }
         setattr(builder, _MARK, originals)
         _replace(builder, originals)
@@ -79,7 +81,9 @@ def _replace(builder: Any, originals: dict[str, Any]) -> None:
         values, dtype = to_torch(src), dtypes[dst_type.scalar]
         if saturate and dtype in _LARGEST and values.dtype not in _LARGEST:
             values = values.float()
-            values = torch.where(values.isnan(), values, values.clamp(-_LARGEST[dtype], _LARGEST[dtype]))
+            values = torch.where(
+                values.isnan(), values, values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
+            )
         return to_handle(values.to(dtype), src.data.shape, dst_type.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:

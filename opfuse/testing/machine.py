@@ -1,7 +1,7 @@
 """Tiers: with which devices, and which kind of Triton, the checks can run on this machine.
 
-``reference`` is torch on the CPU, and always runs. ``interpret`` runs Triton kernels on the CPU, in a process of its
-own with ``TRITON_INTERPRET=1``. ``gpu`` runs everything on CUDA tensors.
+``reference`` is torch on the CPU, and always runs. ``interpret`` runs Triton kernels on the CPU, in
+a process of its own with ``TRITON_INTERPRET=1``. ``gpu`` runs everything on CUDA tensors.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ def tiers() -> list[Tier]:
     if importlib.util.find_spec("triton") is None:
         interpret = "triton is not installed"
     else:
-        interpret = "" if interpreting else "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
+        interpret = (
+            ""
+            if interpreting
+            else "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
+        )
     gpu = "" if torch.cuda.is_available() else "torch finds no CUDA device"
     return [
-        Tier("reference", "cpu", "TRITON_INTERPRET is set" if interpreting and not interpret else ""),
+        Tier(
+            "reference", "cpu", "TRITON_INTERPRET is set" if interpreting and not interpret else ""
+        ),
         Tier("interpret", "cpu", interpret),
         Tier("gpu", "cuda", "TRITON_INTERPRET is set" if interpreting and not gpu else gpu),
     ]

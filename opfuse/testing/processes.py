@@ -50,10 +50,21 @@ def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, An
         Failure: The process fails.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONHASHSEED": str(seed),
+        "OMP_NUM_THREADS": "1",
+    }
     for name in ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET"):
         environ.pop(name, None)
-    command = [sys.executable, "-c", _REPORT, plugin, json.dumps([repr(case.with_(subject=None)) for case in cases])]
+    command = [
+        sys.executable,
+        "-c",
+        _REPORT,
+        plugin,
+        json.dumps([repr(case.with_(subject=None)) for case in cases]),
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")
@@ -64,9 +75,13 @@ def entry_point(plugin: str, cases: Sequence[Case] = ()) -> None:
     """The entry point is there, in the group of this contract, and loads without a warning."""
     seen = report(plugin, 1, tuple(cases))
     if not seen["groups"]:
-        raise Failure(f"no installed distribution has an entry point {plugin!r} in a group opfuse.v*")
+        raise Failure(
+            f"no installed distribution has an entry point {plugin!r} in a group opfuse.v*"
+        )
     if GROUP not in seen["groups"]:
-        raise Failure(f"its entry point {plugin!r} is in group {seen['groups'][0]}, this opfuse reads {GROUP}")
+        raise Failure(
+            f"its entry point {plugin!r} is in group {seen['groups'][0]}, this opfuse reads {GROUP}"
+        )
     for row in seen["rows"]:
         if row["state"] == "failed":
             raise Failure(f"entry point {plugin!r} does not load: {row['error']}")
@@ -78,7 +93,9 @@ def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
     """Finding and listing the plugin imports no triton and makes no CUDA context."""
     seen = report(plugin, 1, tuple(cases))
     if seen["triton"]:
-        raise Failure("importing it, or calling its hooks, imports triton: import it where a kernel is launched")
+        raise Failure(
+            "importing it, or calling its hooks, imports triton: import it where a kernel is launched"
+        )
     if seen["cuda"]:
         raise Failure("importing it, or calling its hooks, makes a CUDA context")
 

@@ -14,8 +14,8 @@ def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) ->
     """Hold outputs against the truth, at the tolerance of the dtype.
 
     Raises:
-        Failure: Another number of outputs, another dtype, device or shape, wrong values, or an autograd graph
-            where the separate ops have none.
+        Failure: Another number of outputs, another dtype, device or shape, wrong values, or an
+            autograd graph where the separate ops have none.
     """
     if len(got.outputs) != len(expected.outputs):
         raise Failure(f"it gives {len(got.outputs)} outputs instead of {len(expected.outputs)}")
@@ -23,7 +23,9 @@ def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) ->
         what = f"extra output {number - 1}" if number else "the output"
         compare(case, what, y, expected.outputs[number], truth.outputs[number])
         if (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
-            raise Failure(f"{what} has {'no' if y.grad_fn is None else 'an'} autograd graph, unlike the separate ops'")
+            raise Failure(
+                f"{what} has {'no' if y.grad_fn is None else 'an'} autograd graph, unlike the separate ops'"
+            )
 
 
 def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> None:
@@ -33,7 +35,13 @@ def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> N
         Failure: A gradient is missing, or wrong.
     """
     for name, grad in got.grads.items():
-        compare(case, f"the gradient of {describe(case, name)}", grad, expected.grads[name], truth.grads[name])
+        compare(
+            case,
+            f"the gradient of {describe(case, name)}",
+            grad,
+            expected.grads[name],
+            truth.grads[name],
+        )
 
 
 def compare_results(case: Case, got: Result, expected: Result, truth: Result) -> None:
@@ -42,21 +50,32 @@ def compare_results(case: Case, got: Result, expected: Result, truth: Result) ->
     compare_grads(case, got, expected, truth)
 
 
-def compare(case: Case, what: str, got: Tensor | None, expected: Tensor | None, truth: Tensor | None) -> None:
-    """Hold one tensor against the separate ops' (whose dtype and device it must have) and the truth.
+def compare(
+    case: Case, what: str, got: Tensor | None, expected: Tensor | None, truth: Tensor | None
+) -> None:
+    """Hold one tensor against the separate ops' (whose dtype and device it must have) and the
+    truth.
 
     Raises:
         Failure: They differ.
     """
     if got is None or expected is None or truth is None:
         if (got is None) != (expected is None):
-            raise Failure(f"{what} is {'None' if got is None else 'a tensor'}, the separate ops' is not")
+            raise Failure(
+                f"{what} is {'None' if got is None else 'a tensor'}, the separate ops' is not"
+            )
         return
     for attribute in ("dtype", "device"):
         if getattr(got, attribute) != getattr(expected, attribute):
-            raise Failure(f"{what} has {attribute} {getattr(got, attribute)} instead of {getattr(expected, attribute)}")
-    roundings = 2 if case.compute_dtype is torch.float16 else 1  # each op of a chain rounds its result
-    problem = difference(got, truth, rounded=expected, dtype=case.compute_dtype, gemm=case.gemm, roundings=roundings)
+            raise Failure(
+                f"{what} has {attribute} {getattr(got, attribute)} instead of {getattr(expected, attribute)}"
+            )
+    roundings = (
+        2 if case.compute_dtype is torch.float16 else 1
+    )  # each op of a chain rounds its result
+    problem = difference(
+        got, truth, rounded=expected, dtype=case.compute_dtype, gemm=case.gemm, roundings=roundings
+    )
     if problem is not None:
         raise Failure(f"{what} {problem}")
 

@@ -49,10 +49,14 @@ def run(check: str, case: Case) -> None:
         Declined: The fusion does not take the case.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo's own
+        warnings.filterwarnings(
+            "ignore", ".*should not be instantiated", DeprecationWarning
+        )  # Dynamo's own
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
         if is_interpreting():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of an overflow inside a kernel
+            warnings.simplefilter(
+                "ignore", RuntimeWarning
+            )  # numpy's, of an overflow inside a kernel
         with blamed():
             CHECKS[check].run(case)
 
@@ -73,7 +77,9 @@ def run_all(check: Check, chains: Chains) -> Outcome:
     return Outcome(check.name, ran, tuple(declined))
 
 
-def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) -> tuple[Case, Failure]:
+def _shrink(
+    check: Check, case: Case, failure: Failure, others: Sequence[Case]
+) -> tuple[Case, Failure]:
     """The smallest case that still fails the check."""
     for _ in range(20):
         for smaller in _smaller(case, others):
@@ -92,7 +98,17 @@ def _shrink(check: Check, case: Case, failure: Failure, others: Sequence[Case]) 
 
 def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
     for field in dataclasses.fields(case)[2:]:
-        if field.name in ("before", "after", "layout", "params", "scale", "frozen", "autocast", "wide", "training"):
+        if field.name in (
+            "before",
+            "after",
+            "layout",
+            "params",
+            "scale",
+            "frozen",
+            "autocast",
+            "wide",
+            "training",
+        ):
             if getattr(case, field.name) != field.default:
                 yield case.with_(**{field.name: field.default})
     if case.dtype is not torch.float32:
@@ -101,15 +117,22 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
         if len(rows) < len(case.rows) or torch.Size(rows).numel() < torch.Size(case.rows).numel():
             yield case.with_(rows=rows)
     for other in others:
-        if (len(other.ops), str(other.ops)) < (len(case.ops), str(case.ops)) and len(other.ops) < len(case.ops):
+        if (len(other.ops), str(other.ops)) < (len(case.ops), str(case.ops)) and len(
+            other.ops
+        ) < len(case.ops):
             yield case.with_(ops=other.ops, frozen=())
 
 
 def snippet(check: str, case: Case) -> str:
     """Code that runs a check on a case."""
     named = [where(op.cls) for op in (*case.before, *case.ops, *case.after)]
-    modules = {name.rpartition(".")[0] for name in named if not name.startswith(("ops.", "testing."))}
+    modules = {
+        name.rpartition(".")[0] for name in named if not name.startswith(("ops.", "testing."))
+    }
     lines = ["import torch", *(f"import {module}" for module in sorted(modules))]
     lines += ["from opfuse import ops, testing", "", f"case = {case!r}"]
-    lines += ["chain, leaves, *_ = case.build()  # to look at by hand", f"testing.run({check!r}, case)"]
+    lines += [
+        "chain, leaves, *_ = case.build()  # to look at by hand",
+        f"testing.run({check!r}, case)",
+    ]
     return "\n".join(lines)

@@ -26,7 +26,9 @@ R = TypeVar("R")
 
 
 class Failure(AssertionError):
-    """A check found a fault. The suite adds which check, which fusion, and the smallest failing case."""
+    """A check found a fault. The suite adds which check, which fusion, and the smallest failing
+    case.
+    """
 
 
 class Declined(Exception):
@@ -35,7 +37,9 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin, no fusion but these, no options but those of plugins; a warning about a plugin is an error."""
+    """No plugin, no fusion but these, no options but those of plugins; a warning about a plugin is
+    an error.
+    """
     before, manager._registered = manager._registered, []
     settings = current.values
     current.values = tuple(option for option in settings[0] if "." in option[0]), "", None
@@ -70,7 +74,9 @@ class Plans(Recorder):
         """
         subject = case.subject
         for plan in self.plans:
-            forward, backward = ({step.fusion for step in steps} for steps in (plan.forward, plan.backward))
+            forward, backward = (
+                {step.fusion for step in steps} for steps in (plan.forward, plan.backward)
+            )
             if subject.name in (backward if subject.kind == "backward" else forward):
                 return
             if subject.kind == "backward" and not plan.backward:
@@ -102,7 +108,9 @@ class Result:
     grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
 
 
-def forward(case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None) -> Result:
+def forward(
+    case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None
+) -> Result:
     """Run the forward of a case with what is in force here.
 
     Args:
@@ -116,7 +124,9 @@ def forward(case: Case, dtype: torch.dtype | None = None, *, built: Built | None
     return Result(built, given, built(*given, chain=chain(built.chain) if chain else None))
 
 
-def backward(case: Case, result: Result, only_main: bool = False, retain_graph: bool = False) -> Result:
+def backward(
+    case: Case, result: Result, only_main: bool = False, retain_graph: bool = False
+) -> Result:
     """Add the gradients to a forward's result.
 
     Args:
@@ -132,7 +142,9 @@ def backward(case: Case, result: Result, only_main: bool = False, retain_graph: 
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if outputs and wanted:
         leaves = list(wanted.values())
-        found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, retain_graph=retain_graph)
+        found = torch.autograd.grad(
+            outputs, leaves, weights, allow_unused=True, retain_graph=retain_graph
+        )
     result.weights = weights
     result.grads = dict(zip(wanted, found, strict=True))
     return result
@@ -182,7 +194,9 @@ def blamed() -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip()
-        raise Failure(f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}") from error
+        raise Failure(
+            f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}"
+        ) from error
 
 
 @functools.lru_cache(maxsize=2048)
@@ -203,8 +217,12 @@ OnForward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
 OnBackward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
 
 
-def watched(case: Case, on_forward: OnForward | None = None, on_backward: OnBackward | None = None) -> Case:
-    """The case with a fusion whose fused ops call back after each pass, with contexts, incoming tensor and result."""
+def watched(
+    case: Case, on_forward: OnForward | None = None, on_backward: OnBackward | None = None
+) -> Case:
+    """The case with a fusion whose fused ops call back after each pass, with contexts, incoming
+    tensor and result.
+    """
 
     def watch(op: FusedOperation) -> FusedOperation:
         for name, callback in (("fuser_forward", on_forward), ("fuser_backward", on_backward)):
@@ -221,12 +239,16 @@ def watched(case: Case, on_forward: OnForward | None = None, on_backward: OnBack
             return watch(build(ops))
 
         build_watched.kwarg_names = getattr(build, "kwarg_names", ())  # type: ignore[attr-defined]
-        return case.with_(subject=case.subject._replace(fusion=dataclasses.replace(fusion, build=build_watched)))
+        return case.with_(
+            subject=case.subject._replace(fusion=dataclasses.replace(fusion, build=build_watched))
+        )
     function: Any = fusion
 
     @functools.wraps(function)
     def function_watched(ops: Any, **kwargs: Any) -> Any:
-        return [watch(op) if isinstance(op, FusedOperation) else op for op in function(ops, **kwargs)]
+        return [
+            watch(op) if isinstance(op, FusedOperation) else op for op in function(ops, **kwargs)
+        ]
 
     return case.with_(subject=case.subject._replace(fusion=function_watched))
 

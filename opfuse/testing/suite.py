@@ -31,15 +31,15 @@ class FusionSuite:
 
     Attributes:
         plugin: Name of the plugin's entry point.
-        limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` -> reason. A limit that
-            is not one, because the check passes, is a failure. Dropout is compared for the same seed: a fusion
-            that draws otherwise than torch declares that here.
-        makers: How to make ops that are not built in: class -> function of the input's features that gives an
-            :class:`Op`, or several.
-        examples: For a fusion that is a plain function, which has no pattern: its name -> chains, each a list
-            of :class:`Op`.
-        thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen, which takes minutes;
-            default: whether the environment has ``OPFUSE_THOROUGH=1``.
+        limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` ->
+            reason. A limit that is not one, because the check passes, is a failure. Dropout is
+            compared for the same seed: a fusion that draws otherwise than torch declares that here.
+        makers: How to make ops that are not built in: class -> function of the input's features
+            that gives an :class:`Op`, or several.
+        examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
+            each a list of :class:`Op`.
+        thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
+            which takes minutes; default: whether the environment has ``OPFUSE_THOROUGH=1``.
     """
 
     plugin: ClassVar[str] = ""
@@ -59,7 +59,9 @@ class FusionSuite:
             runnable = [tier for tier in tiers() if not tier.reason]
             found = subjects(self.plugin)
             params = [
-                pytest.param(tier, subject, name, id=f"{tier.name}-{subject.kind} {subject.name}-{name}")
+                pytest.param(
+                    tier, subject, name, id=f"{tier.name}-{subject.kind} {subject.name}-{name}"
+                )
                 for tier in runnable
                 for subject in found
                 for name, check in CHECKS.items()
@@ -76,7 +78,9 @@ class FusionSuite:
 
     def test_plugin(self, plugin_check: str) -> None:
         """The plugin as it is installed, in fresh processes."""
-        cases = [case for subject in subjects(self.plugin) for case in self.chains(subject, "cpu").plain]
+        cases = [
+            case for subject in subjects(self.plugin) for case in self.chains(subject, "cpu").plain
+        ]
         problem = None
         try:
             PLUGIN_CHECKS[plugin_check](self.plugin, cases)
@@ -93,11 +97,20 @@ class FusionSuite:
         """There are fusions to test, and the limits name fusions and checks that exist."""
         found = subjects(self.plugin)
         if not found:
-            pytest.fail(f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False)
-        known = {*CHECKS, *PLUGIN_CHECKS, *(f"{subject.name}: {name}" for subject in found for name in CHECKS)}
+            pytest.fail(
+                f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False
+            )
+        known = {
+            *CHECKS,
+            *PLUGIN_CHECKS,
+            *(f"{subject.name}: {name}" for subject in found for name in CHECKS),
+        }
         for name in self.limits:
             if name not in known:
-                pytest.fail(f"limits names {name!r}, which is neither a check nor '<fusion>: <check>'", pytrace=False)
+                pytest.fail(
+                    f"limits names {name!r}, which is neither a check nor '<fusion>: <check>'",
+                    pytrace=False,
+                )
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
         """One check on every case it is for."""
@@ -140,4 +153,7 @@ class FusionSuite:
         if problem is not None:
             pytest.skip(f"declared limit: {self.limits[declared[0]]}")
         if declared and passed:
-            pytest.fail(f"limits declares {declared[0]!r} ({self.limits[declared[0]]}), but it works", pytrace=False)
+            pytest.fail(
+                f"limits declares {declared[0]!r} ({self.limits[declared[0]]}), but it works",
+                pytrace=False,
+            )

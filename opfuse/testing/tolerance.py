@@ -13,15 +13,29 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float8_e4m3fn: (0.125, 0.0675),
     torch.float8_e5m2: (0.25, 0.125),
 }
-"""``(rtol, atol)`` per dtype. The relative one is held against the largest value, since most results are sums."""
+"""``(rtol, atol)`` per dtype. The relative one is held against the largest value, since most
+results are sums.
+"""
 
 ROWS: tuple[tuple[int, ...], ...] = (
     *((3,), (), (1,), (63,), (65,), (127,), (129,), (255,), (257,)),
     *((2, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
 )
-"""Leading dimensions worth testing: inputs of one to four dimensions, row counts beside those of tiles, and no rows."""
+"""Leading dimensions worth testing: inputs of one to four dimensions, row counts beside those of
+tiles, and no rows.
+"""
 
-MORE_ROWS: tuple[tuple[int, ...], ...] = ((31,), (33,), (511,), (513,), (1023,), (1025,), (2047,), (4097,), (3, 43))
+MORE_ROWS: tuple[tuple[int, ...], ...] = (
+    (31,),
+    (33,),
+    (511,),
+    (513,),
+    (1023,),
+    (1025,),
+    (2047,),
+    (4097,),
+    (3, 43),
+)
 """More of them, for who has the time."""
 
 
@@ -44,7 +58,8 @@ def difference(
     Args:
         got: The tensor to judge.
         expected: The truth, in fp64.
-        rounded: The same from the separate ops in the dtype of ``got``: twice their own error is allowed.
+        rounded: The same from the separate ops in the dtype of ``got``: twice their own error is
+            allowed.
         dtype: The dtype it was computed in; default: that of ``got``.
         gemm: Whether it comes out of a matrix product.
         roundings: How many roundings the relative tolerance is for.
@@ -78,7 +93,9 @@ def difference(
     return f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: {value:.6g} instead of {truth:.6g} at {place}"
 
 
-def assert_close(got: Tensor, expected: Tensor, *, gemm: bool = False, what: str = "the result") -> None:
+def assert_close(
+    got: Tensor, expected: Tensor, *, gemm: bool = False, what: str = "the result"
+) -> None:
     """Hold a result against the truth in fp64, at the tolerance of its dtype; for tests of kernels.
 
     Args:

@@ -45,7 +45,9 @@ def exact(tensor, requires_grad=True, through=None):
     return tensor.detach().to(through or tensor.dtype).double().requires_grad_(requires_grad)
 
 
-def compare(op, reference, x, *extras, grad=None, dtype=None, gemm=False, through=None, autocast=None):
+def compare(
+    op, reference, x, *extras, grad=None, dtype=None, gemm=False, through=None, autocast=None
+):
     """Run ``op`` alone in a chain, and ``reference(x, params, *extras)`` in fp64 on the same rounded values.
 
     Args:
@@ -80,7 +82,9 @@ def compare(op, reference, x, *extras, grad=None, dtype=None, gemm=False, throug
         assert_near(got.grad, wanted.grad, dtype, gemm=gemm, what=f"gradient of input {number}")
     for name, param in params.items():
         assert param.grad is None or param.grad.dtype is param.dtype
-        assert_near(param.grad, exact_params[name].grad, dtype, gemm=gemm, what=f"gradient of {name}")
+        assert_near(
+            param.grad, exact_params[name].grad, dtype, gemm=gemm, what=f"gradient of {name}"
+        )
         param.grad = None
     return y
 
@@ -99,11 +103,25 @@ def _compare():
 def call():
     """``call(op, x, *extras, **flags)``: both passes of a basic op outside a fuser, with what it left."""
 
-    def run(op, x, *extras, input_requires_grad=True, param_requires_grad=True, requires_grad=True, owns=False):
+    def run(
+        op,
+        x,
+        *extras,
+        input_requires_grad=True,
+        param_requires_grad=True,
+        requires_grad=True,
+        owns=False,
+    ):
         ctx = opfuse.OperationContext()
         ctx.params = tuple(op.get_parameter(name).detach() for name in op.param_names)
-        flags = param_requires_grad if isinstance(param_requires_grad, tuple) else (param_requires_grad,)
-        ctx.param_requires_grad = flags if len(flags) == len(ctx.params) else flags * len(ctx.params)
+        flags = (
+            param_requires_grad
+            if isinstance(param_requires_grad, tuple)
+            else (param_requires_grad,)
+        )
+        ctx.param_requires_grad = (
+            flags if len(flags) == len(ctx.params) else flags * len(ctx.params)
+        )
         ctx.requires_grad, ctx.input_requires_grad = requires_grad, input_requires_grad
         before = dict(vars(ctx))
         with torch.no_grad():
@@ -120,9 +138,13 @@ def call():
 
         def backward(grad_output, *grad_extra_outputs):
             after = opfuse.OperationContext()
-            vars(after).update(vars(ctx), params=(), to_save=None, saved_tensors=saved, owns_grad_output=owns)
+            vars(after).update(
+                vars(ctx), params=(), to_save=None, saved_tensors=saved, owns_grad_output=owns
+            )
             with torch.no_grad():
-                grads = op.fuser_backward([after], grad_output, basic_op_grad_extra_outputs=[grad_extra_outputs])
+                grads = op.fuser_backward(
+                    [after], grad_output, basic_op_grad_extra_outputs=[grad_extra_outputs]
+                )
             dx, (grad_params,), (grad_extras,) = grads
             return dx, tuple(grad_params or ()), tuple(grad_extras)
 

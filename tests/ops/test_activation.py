@@ -10,7 +10,16 @@ import opfuse
 from opfuse import ops
 
 ELEMENTWISE = [ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU]
-GATED = [ops.GLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU, ops.SiTUGLU, ops.ClampedSwiGLU]
+GATED = [
+    ops.GLU,
+    ops.GEGLU,
+    ops.QGEGLU,
+    ops.ReGLU,
+    ops.SReGLU,
+    ops.SwiGLU,
+    ops.SiTUGLU,
+    ops.ClampedSwiGLU,
+]
 SCALED = [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
 
 
@@ -30,7 +39,9 @@ class MishGLU(ops.GatedActivation):
     derivative = Mish.derivative
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_third_party(compare, dtype):
     x = torch.randn(2, 3, 8, dtype=torch.float64).to(dtype).requires_grad_()
     compare(Mish(), lambda x, p: F.mish(x), x)
@@ -40,7 +51,12 @@ def test_third_party(compare, dtype):
 
 def test_third_party_scaled(compare):
     x, scales = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=True)
-    compare(ops.ScaledActivation(MishGLU()), lambda x, p, s: F.mish(x[:, :4]) * x[:, 4:] * s[:, None], x, scales)
+    compare(
+        ops.ScaledActivation(MishGLU()),
+        lambda x, p, s: F.mish(x[:, :4]) * x[:, 4:] * s[:, None],
+        x,
+        scales,
+    )
     with pytest.raises(TypeError, match="ScaledActivation expected an Activation, got Identity"):
         ops.ScaledActivation(ops.Identity())
 
@@ -133,20 +149,28 @@ def test_interleaving():
     op = ops.SwiGLU(glu_interleave_size=2)
     torch.testing.assert_close(op(x), expected)
     assert torch.equal(op.join(*op.split(x)), x)
-    assert torch.equal(torch.cat(op.split(x), -1), x.reshape(-1, 2, 2, 2).transpose(1, 2).reshape(x.shape))
+    assert torch.equal(
+        torch.cat(op.split(x), -1), x.reshape(-1, 2, 2, 2).transpose(1, 2).reshape(x.shape)
+    )
     torch.testing.assert_close(ops.SwiGLU(glu_interleave_size=4)(x), ops.SwiGLU()(x))
 
 
 def test_features_that_do_not_split():
-    with pytest.raises(ValueError, match=r"SwiGLU expected a multiple of 2 features .* got shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"SwiGLU expected a multiple of 2 features .* got shape \(2, 3\)"
+    ):
         ops.SwiGLU()(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"SwiGLU expected a multiple of 8 features .* got shape \(2, 12\)"):
+    with pytest.raises(
+        ValueError, match=r"SwiGLU expected a multiple of 8 features .* got shape \(2, 12\)"
+    ):
         ops.SwiGLU(glu_interleave_size=4)(torch.ones(2, 12))
     with pytest.raises(ValueError, match="GLU"):
         ops.GLU()(torch.ones(()))
     with pytest.raises(ValueError, match="splits its features into 2, but gets 5 of them"):
         opfuse.Sequential(ops.Linear(4, 5), ops.GLU())(torch.ones(1, 4))
-    with pytest.raises(ValueError, match="SwiGLU expected a glu_interleave_size of at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="SwiGLU expected a glu_interleave_size of at least 1, got 0"
+    ):
         ops.SwiGLU(glu_interleave_size=0)
     with pytest.raises(TypeError, match="glu_interleave_size"):
         ops.GLU(glu_interleave_size=2)
@@ -207,12 +231,17 @@ def test_arguments_of_later_releases(op):
 def test_activation_recompute_in_mlp_changes_no_number(op):
     x, scales, results = torch.randn(3, 4), torch.randn(3), []
     for recompute in (False, True):
-        scaled, leaves = op(activation_recompute_in_mlp=recompute), [x.clone().requires_grad_(), scales.clone()]
+        scaled, leaves = (
+            op(activation_recompute_in_mlp=recompute),
+            [x.clone().requires_grad_(), scales.clone()],
+        )
         assert scaled.activation_recompute_in_mlp is recompute
         y = scaled(*leaves)
         results.append((y.detach(), torch.autograd.grad(y.sum(), leaves[0])[0]))
     assert all(map(torch.equal, *results))
-    with pytest.raises(TypeError, match=f"{op.__name__} expected a bool as activation_recompute_in_mlp, got 1"):
+    with pytest.raises(
+        TypeError, match=f"{op.__name__} expected a bool as activation_recompute_in_mlp, got 1"
+    ):
         op(activation_recompute_in_mlp=1)
 
 
@@ -235,7 +264,9 @@ def test_a_scaled_backward_uses_the_numbers_of_the_forward(name, numbers, others
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("before", [ops.Identity, ops.SiLU, lambda: ops.Linear(4, 4, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "before", [ops.Identity, ops.SiLU, lambda: ops.Linear(4, 4, dtype=torch.float64)]
+)
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_gradient_of_scales_out_of_a_channel(near, before, trains):
     fork = ops.MakeExtraOutput().set_extra_output_channel(0, "scales", output_to_caller=False)
@@ -249,7 +280,9 @@ def test_the_gradient_of_scales_out_of_a_channel(near, before, trains):
     near(y, expected.unsqueeze(-1))
     if y.requires_grad:
         wanted = [t for t in (x, *first.parameters()) if t.requires_grad]
-        for got, grad in zip(*[torch.autograd.grad(t.sum(), wanted) for t in (y, expected)], strict=True):
+        for got, grad in zip(
+            *[torch.autograd.grad(t.sum(), wanted) for t in (y, expected)], strict=True
+        ):
             near(got, grad)
 
 
@@ -272,7 +305,9 @@ def test_scaled_ops_run_in_a_fuser_only(op):
         op().op_backward(ctx, x)
 
 
-@pytest.mark.parametrize(("needs_x", "needs_scales"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("needs_x", "needs_scales"), [(True, True), (True, False), (False, True), (False, False)]
+)
 def test_what_a_scaled_op_saves(call, needs_x, needs_scales):
     x, scales = torch.randn(3, 4), torch.randn(3, requires_grad=needs_scales)
     ran = call(ops.ScaledSwiGLU(), x, scales, input_requires_grad=needs_x)
@@ -330,7 +365,11 @@ class Squares:
 
 def with_formulas(base):
     """A subclass with a function of its own."""
-    return type(f"Square{base.__name__}", (base,), {"value": Squares.value, "derivative": Squares.derivative})
+    return type(
+        f"Square{base.__name__}",
+        (base,),
+        {"value": Squares.value, "derivative": Squares.derivative},
+    )
 
 
 def mixed_in(base):
@@ -352,7 +391,10 @@ def test_a_subclass_computes_its_own_function(compare, base, derive, dtype):
     if not op.gated:
         compare(op, lambda x, p: x * x, x)
         return
-    clamped = {ops.ClampedSwiGLU: lambda b: b.clamp(-7, 7) + 1, ops.SiTUGLU: lambda b: 25 * torch.tanh(b / 25)}
+    clamped = {
+        ops.ClampedSwiGLU: lambda b: b.clamp(-7, 7) + 1,
+        ops.SiTUGLU: lambda b: 25 * torch.tanh(b / 25),
+    }
     linear = clamped.get(base, lambda b: b)
     compare(op, lambda x, p: x[:, :4] ** 2 * linear(x[:, 4:]), x)
 
@@ -410,11 +452,17 @@ def test_what_a_class_gives_for_speed_stands_for_its_own_function():
         pass
 
     x = torch.randn(3, requires_grad=True)
-    for op, expected in ((Fast, ["forward", "backward"]), (Same, ["forward", "backward"]), (Other, [])):
+    for op, expected in (
+        (Fast, ["forward", "backward"]),
+        (Same, ["forward", "backward"]),
+        (Other, []),
+    ):
         called.clear()
         op()(x).sum().backward()
         assert called == expected
-    assert Same().device_functions() == ("value", "derivative") and Other().device_functions() is None
+    assert (
+        Same().device_functions() == ("value", "derivative") and Other().device_functions() is None
+    )
     torch.testing.assert_close(Other()(x), F.mish(x))
     called.clear()
     Filled()(x)
@@ -443,7 +491,10 @@ def test_deterministic():
 @pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU, Mish])
 @pytest.mark.parametrize("name", ["value", "derivative", "forward_value", "backward_value"])
 def test_a_formula_is_replaced_by_a_subclass_only(op, name):
-    with pytest.raises(RuntimeError, match=rf"{op.__name__}\.{name} cannot be replaced on one op, .* write a subclass"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{op.__name__}\.{name} cannot be replaced on one op, .* write a subclass",
+    ):
         setattr(op(), name, torch.relu)
 
 
@@ -560,7 +611,9 @@ class Modes(ops.Activation):
         self.mode, self.factors = mode, (1.0, 3.0)
 
     def factor(self):
-        return self.scale * self.factors[self.mode == "big"] * (5 if self.training else 1) + getattr(self, "late", 0.0)
+        return self.scale * self.factors[self.mode == "big"] * (
+            5 if self.training else 1
+        ) + getattr(self, "late", 0.0)
 
     def value(self, x):
         return x * self.factor()
@@ -598,13 +651,19 @@ def test_the_two_forms_of_gelu(compare):
     for form in ("none", "tanh"):
         compare(ops.GELU(approximate=form), lambda x, p, form=form: F.gelu(x, approximate=form), x)
     assert repr(ops.GELU(approximate="none")) == "GELU(approximate='none')"
-    with pytest.raises(ValueError, match="GELU expected approximate to be 'tanh' or 'none', got 'erf'"):
+    with pytest.raises(
+        ValueError, match="GELU expected approximate to be 'tanh' or 'none', got 'erf'"
+    ):
         ops.GELU(approximate="erf")
 
 
 def test_gelu_for_another_gate(compare):
     class Gate(ops.GatedActivation):
-        value, derivative, gate_gradient = ops.GELU.value, ops.GELU.derivative, ops.GELU.backward_value
+        value, derivative, gate_gradient = (
+            ops.GELU.value,
+            ops.GELU.derivative,
+            ops.GELU.backward_value,
+        )
 
     x = torch.randn(3, 8, requires_grad=True)
     compare(Gate(), lambda x, p: F.gelu(x[:, :4], approximate="tanh") * x[:, 4:], x)

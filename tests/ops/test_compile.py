@@ -19,10 +19,33 @@ def compiler():
 
 
 CHAINS = {
-    "mlp": lambda: [ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU(), ops.Linear(16, 8), ops.Dropout(0.0)],
-    "swiglu": lambda: [ops.RMSNorm(8), ops.Linear(8, 16, bias=False), ops.SwiGLU(), ops.ConstantScale(2.0)],
-    "activations": lambda: [ops.SiLU(), ops.ReLU(), ops.QGELU(), ops.SReLU(), ops.L2Normalization(), ops.GELU()],
-    "gated": lambda: [ops.SiTUGLU(glu_interleave_size=2), ops.ClampedSwiGLU(), ops.Reshape((-1,)), ops.Identity()],
+    "mlp": lambda: [
+        ops.LayerNorm(8),
+        ops.Linear(8, 16),
+        ops.GELU(),
+        ops.Linear(16, 8),
+        ops.Dropout(0.0),
+    ],
+    "swiglu": lambda: [
+        ops.RMSNorm(8),
+        ops.Linear(8, 16, bias=False),
+        ops.SwiGLU(),
+        ops.ConstantScale(2.0),
+    ],
+    "activations": lambda: [
+        ops.SiLU(),
+        ops.ReLU(),
+        ops.QGELU(),
+        ops.SReLU(),
+        ops.L2Normalization(),
+        ops.GELU(),
+    ],
+    "gated": lambda: [
+        ops.SiTUGLU(glu_interleave_size=2),
+        ops.ClampedSwiGLU(),
+        ops.Reshape((-1,)),
+        ops.Identity(),
+    ],
 }
 
 
@@ -46,7 +69,9 @@ def test_compile(compiler, name, autocast):
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("op", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU])
+@pytest.mark.parametrize(
+    "op", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
+)
 def test_compile_with_scales(compiler, op):
     chain = opfuse.Sequential(ops.Identity(), op())
     compiled = compiler(chain)
@@ -54,7 +79,10 @@ def test_compile_with_scales(compiler, op):
         results = []
         for function in (chain, compiled):
             torch.manual_seed(0)
-            x, scales = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=scales_require_grad)
+            x, scales = (
+                torch.randn(3, 8, requires_grad=True),
+                torch.randn(3, requires_grad=scales_require_grad),
+            )
             y = function(x, scales)
             y.sum().backward()
             results.append((y.detach(), x.grad, scales.grad))

@@ -12,7 +12,11 @@ from opfuse import ops
 OPS = {
     "BasicLinear": (lambda: ops.BasicLinear(8, 4), ("input", "weight"), ()),
     "Bias": (lambda: ops.Bias(8), (), ()),
-    "LayerNorm": (lambda: ops.LayerNorm(8), ("input", "weight", "mean", "rstd"), ("zero_centered_gamma",)),
+    "LayerNorm": (
+        lambda: ops.LayerNorm(8),
+        ("input", "weight", "mean", "rstd"),
+        ("zero_centered_gamma",),
+    ),
     "RMSNorm": (lambda: ops.RMSNorm(8), ("input", "weight", "rstd"), ("zero_centered_gamma",)),
     "L2Normalization": (ops.L2Normalization, ("input", "rstd"), ()),
     "ConstantScale": (lambda: ops.ConstantScale(2.0), (), ("scale",)),
@@ -45,7 +49,9 @@ def test_all_ops_are_covered():
     basic = {name for name in ops.__all__ if issubclass(getattr(ops, name), opfuse.BasicOperation)}
     bases = {"Activation", "GatedActivation", "ScaledActivation"}
     assert basic - set(OPS) == bases | {"AllGather", "AllReduce", "ReduceScatter"}
-    assert sorted(ops.__all__) == sorted(name for name in vars(ops) if inspect.isclass(getattr(ops, name)))
+    assert sorted(ops.__all__) == sorted(
+        name for name in vars(ops) if inspect.isclass(getattr(ops, name))
+    )
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -57,7 +63,9 @@ def test_declarations(name):
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
     assert op.params_in_compute_dtype == (name in ("BasicLinear", "AddExtraInput"))
-    assert op.feature_ratio == {"Reshape": None}.get(name, 2 if "GLU" in name else None if op.in_features else 1)
+    assert op.feature_ratio == {"Reshape": None}.get(
+        name, 2 if "GLU" in name else None if op.in_features else 1
+    )
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -151,17 +159,38 @@ SIGNATURES = {
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ops.RMSNorm(64, 1e-6), "RMSNorm expected eps as a keyword: RMSNorm(64, eps=1e-06)"),
+        (
+            lambda: ops.RMSNorm(64, 1e-6),
+            "RMSNorm expected eps as a keyword: RMSNorm(64, eps=1e-06)",
+        ),
         (
             lambda: ops.LayerNorm(64, 1e-6, sm_margin=1),
             "LayerNorm expected eps as a keyword: LayerNorm(64, eps=1e-06, sm_margin=1)",
         ),
-        (lambda: ops.Linear(4, 4, False), "Linear expected bias as a keyword: Linear(4, 4, bias=False)"),
-        (lambda: ops.GELU("none"), "GELU expected approximate as a keyword: GELU(approximate='none')"),
-        (lambda: ops.SiTUGLU(1, 2), "expected beta1 and beta2 as keywords: SiTUGLU(beta1=1, beta2=2)"),
-        (lambda: ops.RMSNorm(4, epsilon=1), "RMSNorm: got an unexpected keyword argument 'epsilon', expected RMSNorm("),
-        (lambda: ops.Linear(4), "Linear: missing a required argument: 'out_features', expected Linear(in_features, "),
-        (lambda: ops.ReLU(1, 2), "ReLU: too many positional arguments, expected ReLU(*, cache_quantized_input=False)"),
+        (
+            lambda: ops.Linear(4, 4, False),
+            "Linear expected bias as a keyword: Linear(4, 4, bias=False)",
+        ),
+        (
+            lambda: ops.GELU("none"),
+            "GELU expected approximate as a keyword: GELU(approximate='none')",
+        ),
+        (
+            lambda: ops.SiTUGLU(1, 2),
+            "expected beta1 and beta2 as keywords: SiTUGLU(beta1=1, beta2=2)",
+        ),
+        (
+            lambda: ops.RMSNorm(4, epsilon=1),
+            "RMSNorm: got an unexpected keyword argument 'epsilon', expected RMSNorm(",
+        ),
+        (
+            lambda: ops.Linear(4),
+            "Linear: missing a required argument: 'out_features', expected Linear(in_features, ",
+        ),
+        (
+            lambda: ops.ReLU(1, 2),
+            "ReLU: too many positional arguments, expected ReLU(*, cache_quantized_input=False)",
+        ),
         (lambda: ops.RMSNorm("x"), "RMSNorm expected a whole number as normalized_shape, got 'x'"),
     ],
 )
@@ -199,7 +228,9 @@ def test_a_number_is_no_tensor(name):
     op = NUMBERS[name]()
     learned = torch.zeros((), requires_grad=True).exp()
     for value in (learned, torch.tensor(2.0), torch.ones(3), "2", None, True):
-        with pytest.raises(TypeError, match=rf"{type(op).__name__} expected a real number as {name}"):
+        with pytest.raises(
+            TypeError, match=rf"{type(op).__name__} expected a real number as {name}"
+        ):
             setattr(op, name, value)
     with pytest.raises(TypeError, match="a Tensor, whose gradient would be lost"):
         setattr(op, name, learned)

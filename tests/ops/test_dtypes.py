@@ -72,7 +72,10 @@ EXPRESSIONS = {
     **{name: gated(value) for name, value in GATES.items()},
     "SiTUGLU": lambda x, p: situ(x),
     "ClampedSwiGLU": lambda x, p: clamped(x),
-    **{name: lambda x, p, value=value: value(x) * p(ROWS).unsqueeze(-1) for name, value in SCALED.items()},
+    **{
+        name: lambda x, p, value=value: value(x) * p(ROWS).unsqueeze(-1)
+        for name, value in SCALED.items()
+    },
     "AddExtraInput": lambda x, p: x + p(ROWS, WIDTH),
     "Dropout": lambda x, p: F.dropout(x, 0.5),
     "ConstantScale": lambda x, p: x * 2.0,
@@ -83,7 +86,12 @@ EXPRESSIONS = {
 }
 """What a user of torch writes for it; ``p(*shape)`` is a parameter or another input."""
 
-ARGUMENTS = {"BasicLinear": (WIDTH, OUT), "Linear": (WIDTH, OUT), "Bias": (WIDTH,), "LayerNorm": (WIDTH,)}
+ARGUMENTS = {
+    "BasicLinear": (WIDTH, OUT),
+    "Linear": (WIDTH, OUT),
+    "Bias": (WIDTH,),
+    "LayerNorm": (WIDTH,),
+}
 ARGUMENTS |= {"RMSNorm": (WIDTH,), "Dropout": (0.5,), "ConstantScale": (2.0,), "Reshape": ((-1,),)}
 
 
@@ -91,7 +99,11 @@ def ours(name, x, p):
     """The op's output; its parameters have the dtype of what ``p`` gives."""
     torch.manual_seed(1)
     op = getattr(ops, name)(*ARGUMENTS.get(name, ())).to(p(1).dtype)
-    extras = [p(ROWS) if "Scaled" in name else p(ROWS, WIDTH)] * op.num_extra_inputs if name != "Linear" else []
+    extras = (
+        [p(ROWS) if "Scaled" in name else p(ROWS, WIDTH)] * op.num_extra_inputs
+        if name != "Linear"
+        else []
+    )
     result = op(x, *extras)
     return result[0] if isinstance(result, tuple) else result
 
@@ -114,8 +126,14 @@ def theirs(name, x, p):
 def table(title):
     """Rows of a table of the page: the ops' names, and the other cells by column."""
     section = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    head, _, *rows = [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
-    return [(re.findall(r"`(\w+)`", row[0]), dict(zip(head[1:], row[1:], strict=True))) for row in rows]
+    head, _, *rows = [
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if "|" in line
+    ]
+    return [
+        (re.findall(r"`(\w+)`", row[0]), dict(zip(head[1:], row[1:], strict=True))) for row in rows
+    ]
 
 
 AUTOCAST = {name: cells for names, cells in table("Under autocast") for name in names}
@@ -123,14 +141,18 @@ PLAIN = {name: cells for names, cells in table("Without autocast") for name in n
 
 
 def test_the_page_has_every_op():
-    basic = {name for name in ops.__all__ if not getattr(ops, name).__abstractmethods__} - {"ScaledActivation"}
+    basic = {name for name in ops.__all__ if not getattr(ops, name).__abstractmethods__} - {
+        "ScaledActivation"
+    }
     assert basic - {"AllGather", "AllReduce", "ReduceScatter"} == set(EXPRESSIONS) == set(AUTOCAST)
     assert set(PLAIN) == {name for name in EXPRESSIONS if takes_others(name)}
 
 
 def takes_others(name):
     asked = []
-    EXPRESSIONS[name](torch.ones(ROWS, WIDTH), lambda *shape: (asked.append(shape), torch.ones(shape))[1])
+    EXPRESSIONS[name](
+        torch.ones(ROWS, WIDTH), lambda *shape: (asked.append(shape), torch.ones(shape))[1]
+    )
     return bool(asked)
 
 
@@ -139,7 +161,10 @@ def test_under_autocast(name):
     cells = AUTOCAST[name]
     for column, compute in (("opfuse", ours), ("torch, CPU", theirs)):
         with torch.autocast("cpu", BF16):
-            found = [given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), FP32) for dtype in (FP32, BF16)]
+            found = [
+                given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), FP32)
+                for dtype in (FP32, BF16)
+            ]
             wide = given(name, compute, torch.ones(ROWS, WIDTH, dtype=FP64), FP64)
         assert (", ".join(found), wide) == (cells[column], "fp64"), column
 
@@ -151,7 +176,9 @@ def test_under_torchs_autocast_of_another_device(name):
         try:
             torch.set_autocast_enabled("cuda", True)
             torch.set_autocast_dtype("cuda", BF16)
-            inputs = [torch.empty(ROWS, WIDTH, dtype=dtype, device="cuda") for dtype in (FP32, BF16)]
+            inputs = [
+                torch.empty(ROWS, WIDTH, dtype=dtype, device="cuda") for dtype in (FP32, BF16)
+            ]
             found = [given(name, theirs, x, FP32) for x in inputs]
         finally:
             torch.set_autocast_enabled("cuda", enabled)
@@ -180,13 +207,20 @@ def test_without_autocast(name):
             assert given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), dtype) == word
         if name in PLAIN:
             pairs = (BF16, FP32), (FP32, BF16)
-            found = [given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), others) for dtype, others in pairs]
+            found = [
+                given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), others)
+                for dtype, others in pairs
+            ]
             assert ", ".join(found) == PLAIN[name][column], column
 
 
 # Norms under autocast
 
-NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm, "L2Normalization": lambda width: ops.L2Normalization()}
+NORMS = {
+    "LayerNorm": ops.LayerNorm,
+    "RMSNorm": ops.RMSNorm,
+    "L2Normalization": lambda width: ops.L2Normalization(),
+}
 BEHIND = {
     "BasicLinear": lambda: [ops.Linear(WIDTH, OUT)],
     "activation": lambda: [ops.SiLU()],
@@ -235,7 +269,10 @@ def test_the_residual_stream_behind_a_norm_is_as_exact_as_torchs():
     """Blocks that normalize behind the sum, against the same in fp32, next to torch's under autocast."""
     width, depth = 64, 6
     torch.manual_seed(0)
-    blocks = nn.ModuleList(nn.ModuleList([nn.Linear(width, width, bias=False), nn.LayerNorm(width)]) for _ in range(depth))
+    blocks = nn.ModuleList(
+        nn.ModuleList([nn.Linear(width, width, bias=False), nn.LayerNorm(width)])
+        for _ in range(depth)
+    )
     x = torch.randn(128, width)
 
     def plain(x):
@@ -245,7 +282,9 @@ def test_the_residual_stream_behind_a_norm_is_as_exact_as_torchs():
 
     def fused(x):
         for block in blocks:
-            fork = ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+            fork = ops.MakeExtraOutput().set_extra_output_channel(
+                0, "residual", output_to_caller=False
+            )
             join = ops.AddExtraInput().set_extra_input_channel(0, "residual")
             mine = ops.Linear(width, width, bias=False), ops.LayerNorm(width)
             for module, other in zip(mine, block, strict=True):

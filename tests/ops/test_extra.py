@@ -39,7 +39,9 @@ def test_make_extra_output_anywhere(near, before, after, count, in_place):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_output_that_is_not_used_has_no_gradient(near, used, in_place):
     x = randn(3, 4)
-    outputs = opfuse.Sequential(ops.GELU(), ops.MakeExtraOutput(in_place=in_place), ops.Identity())(x)
+    outputs = opfuse.Sequential(ops.GELU(), ops.MakeExtraOutput(in_place=in_place), ops.Identity())(
+        x
+    )
     sum(output.sum() for output, wanted in zip(outputs, used, strict=True) if wanted).backward()
     (expected,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh").sum(), x)
     near(x.grad, expected)
@@ -66,7 +68,9 @@ def test_in_place_adds_into_a_gradient_of_its_own(call):
             assert ran.backward(dy, None)[0] is dy
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_gradients_of_two_dtypes_are_added_in_the_wider_one(call, in_place, dtypes):
     grad, extra = [torch.full((2, 3), 1 / 3).to(dtype) for dtype in dtypes]
@@ -93,7 +97,9 @@ def test_add_extra_input(near, in_place, needs):
     near(y, expected)
     inputs = [tensor for tensor, wanted in zip((x, leaf), needs, strict=True) if wanted]
     weight = [torch.randn_like(y)]
-    for got, wanted in zip(grads([y], weight, inputs), grads([expected], weight, inputs), strict=True):
+    for got, wanted in zip(
+        grads([y], weight, inputs), grads([expected], weight, inputs), strict=True
+    ):
         near(got, wanted)
 
 
@@ -114,9 +120,14 @@ def test_in_place_writes_into_the_extra_input(alone):
 def test_in_place_refuses_what_autograd_needs():
     chain, x = opfuse.Sequential(ops.AddExtraInput(in_place=True)), torch.ones(2, 3)
     leaf = torch.ones(2, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"AddExtraInput\(in_place=True\) got a leaf that requires grad"):
+    with pytest.raises(
+        RuntimeError, match=r"AddExtraInput\(in_place=True\) got a leaf that requires grad"
+    ):
         chain(x, leaf)
-    with pytest.raises(RuntimeError, match=r"AddExtraInput\(in_place=True\) got a view of a leaf that requires grad"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"AddExtraInput\(in_place=True\) got a view of a leaf that requires grad",
+    ):
         chain(x, leaf[:])
     with torch.no_grad():
         chain(x, leaf)
@@ -148,7 +159,9 @@ def test_residual_through_channels(near):
     chain = opfuse.Sequential(
         ops.MakeExtraOutput().set_extra_output_channel(0, "outer"),
         ops.GELU(),
-        ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "inner", output_to_caller=False),
+        ops.MakeExtraOutput(in_place=True).set_extra_output_channel(
+            0, "inner", output_to_caller=False
+        ),
         ops.Linear(4, 4, dtype=torch.float64),
         ops.AddExtraInput().set_extra_input_channel(0, "inner"),
         ops.SiLU(),
@@ -163,7 +176,9 @@ def test_residual_through_channels(near):
     expected = (hidden + x + extra, x * 1)
     weights = [torch.randn_like(output) for output in outputs]
     inputs = [x, extra, *chain.parameters()]
-    for got, wanted in zip(grads(outputs, weights, inputs), grads(expected, weights, inputs), strict=True):
+    for got, wanted in zip(
+        grads(outputs, weights, inputs), grads(expected, weights, inputs), strict=True
+    ):
         near(got, wanted)
 
 
@@ -210,7 +225,10 @@ def test_ops_with_extras_run_in_a_fuser_only(op):
         op().op_forward(ctx, x)
     with pytest.raises(RuntimeError, match=f"{op.__name__} has extra tensors: call fuser_backward"):
         op().op_backward(ctx, x)
-    with pytest.raises(TypeError, match=rf"{op.__name__} expected in_place as a keyword: {op.__name__}\(in_place=True\)"):
+    with pytest.raises(
+        TypeError,
+        match=rf"{op.__name__} expected in_place as a keyword: {op.__name__}\(in_place=True\)",
+    ):
         op(True)
     assert repr(op(in_place=True)) == f"{op.__name__}(in_place=True)"
     with pytest.raises(TypeError, match="does not take the keyword argument 'unknown'"):

@@ -72,7 +72,10 @@ def test_reset_parameters():
 
 def test_parameters_are_registered_once():
     linear = ops.Linear(3, 5)
-    assert [name for name, _ in linear.named_parameters(remove_duplicate=False)] == ["weight", "bias"]
+    assert [name for name, _ in linear.named_parameters(remove_duplicate=False)] == [
+        "weight",
+        "bias",
+    ]
     assert [type(op) for op in linear.basic_ops] == [ops.BasicLinear, ops.Bias]
     assert linear.basic_ops[0].weight is linear.weight and linear.basic_ops[1].bias is linear.bias
     assert linear.in_features == 3 and linear.out_features == 5
@@ -103,7 +106,9 @@ def test_a_replaced_parameter_is_used():
     assert linear.bias.grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copies", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_copies_are_independent(copies):
     linear = ops.Linear(3, 2)
     x = torch.randn(2, 3)
@@ -163,18 +168,27 @@ def test_bad_sizes(build):
         ops.Bias(-3)
 
 
-@pytest.mark.parametrize("integer", [numpy.int64, numpy.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+@pytest.mark.parametrize(
+    "integer", [numpy.int64, numpy.uint8, torch.tensor], ids=["int64", "uint8", "tensor"]
+)
 def test_sizes_of_other_integer_types(integer):
     linear, bias = ops.Linear(integer(3), integer(2)), ops.Bias(integer(2))
     norm, gated = ops.LayerNorm(integer(3)), ops.SwiGLU(glu_interleave_size=integer(1))
     reshape = ops.Reshape((integer(4), -1))
-    sizes = [linear.in_features, linear.out_features, *linear.basic_ops[0].weight.shape, bias.in_features]
+    sizes = [
+        linear.in_features,
+        linear.out_features,
+        *linear.basic_ops[0].weight.shape,
+        bias.in_features,
+    ]
     sizes += [norm.in_features, *norm.normalized_shape, gated.glu_interleave_size, *reshape.shape]
     assert sizes == [3, 2, 2, 3, 2, 3, 3, 1, 4, -1] and {type(size) for size in sizes} == {int}
     assert opfuse.Sequential(norm, linear, bias, gated, reshape)(torch.ones(4, 3)).shape == (4, 1)
 
 
-@pytest.mark.parametrize("bad", [True, numpy.bool_(True), torch.tensor(True), 3.0, "3", None], ids=repr)
+@pytest.mark.parametrize(
+    "bad", [True, numpy.bool_(True), torch.tensor(True), 3.0, "3", None], ids=repr
+)
 def test_what_is_no_whole_number(bad):
     with pytest.raises(TypeError, match="BasicLinear expected a whole number as in_features"):
         ops.Linear(bad, 2)
@@ -188,28 +202,41 @@ REFUSED = [
     ({"tensor_parallel_mode": "column"}, "tensor_parallel_mode='column'", "tensor parallelism"),
     ({"tensor_parallel_mode": "row"}, "tensor_parallel_mode='row'", "tensor parallelism"),
     ({"sequence_parallel": True}, "sequence_parallel=True", "sequence parallelism"),
-    ({"rng_state_tracker_function": dict}, "rng_state_tracker_function=<class 'dict'>", "tensor parallelism"),
+    (
+        {"rng_state_tracker_function": dict},
+        "rng_state_tracker_function=<class 'dict'>",
+        "tensor parallelism",
+    ),
 ]
 
 
 @pytest.mark.parametrize("build", [ops.BasicLinear, ops.Linear])
 @pytest.mark.parametrize(("arguments", "name", "feature"), REFUSED)
 def test_arguments_of_later_releases(build, arguments, name, feature):
-    with pytest.raises(NotImplementedError, match=rf"BasicLinear: {name} .*{feature} comes with a later release"):
+    with pytest.raises(
+        NotImplementedError, match=rf"BasicLinear: {name} .*{feature} comes with a later release"
+    ):
         build(2, 2, **arguments)
 
 
 def test_other_arguments_of_later_releases():
-    with pytest.raises(NotImplementedError, match=r"BasicLinear: userbuffers_options={} .* comes with a later release"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"BasicLinear: userbuffers_options={} .* comes with a later release",
+    ):
         ops.BasicLinear(2, 2, userbuffers_options={})
-    with pytest.raises(NotImplementedError, match=r"Bias: tensor_parallel=True .* comes with a later release"):
+    with pytest.raises(
+        NotImplementedError, match=r"Bias: tensor_parallel=True .* comes with a later release"
+    ):
         ops.Bias(2, tensor_parallel=True)
     with pytest.raises(TypeError, match="userbuffers_options"):
         ops.Linear(2, 2, userbuffers_options={})
 
 
 def test_arguments_without_effect_are_accepted():
-    ops.Linear(2, 2, tensor_parallel_group=None, sequence_parallel=False, accumulate_into_main_grad=False)
+    ops.Linear(
+        2, 2, tensor_parallel_group=None, sequence_parallel=False, accumulate_into_main_grad=False
+    )
     ops.Bias(2, tensor_parallel=False, tensor_parallel_group=None)
 
 
@@ -267,7 +294,10 @@ def test_quantized(rounding, near, override, first):
 
 
 def test_quantized_linears_follow_each_other(rounding, near):
-    first, second = ops.BasicLinear(3, 3, dtype=torch.float64), ops.BasicLinear(3, 3, dtype=torch.float64)
+    first, second = (
+        ops.BasicLinear(3, 3, dtype=torch.float64),
+        ops.BasicLinear(3, 3, dtype=torch.float64),
+    )
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     with opfuse.autocast(recipe=rounding.Rounding(step=0.125)):
         y = opfuse.Sequential(first, second)(x)
@@ -299,11 +329,16 @@ def test_quantized_under_autocast(rounding):
 
 def test_quantizer_roles():
     linear = ops.BasicLinear(2, 2)
-    assert [role.tensor_type for role in linear.get_quantizer_roles("forward")] == ["input", "weight"]
+    assert [role.tensor_type for role in linear.get_quantizer_roles("forward")] == [
+        "input",
+        "weight",
+    ]
     assert [role.tensor_type for role in linear.get_quantizer_roles("backward")] == ["grad_output"]
-    assert {role.module_type for mode in ("forward", "backward") for role in linear.get_quantizer_roles(mode)} == {
-        "linear"
-    }
+    assert {
+        role.module_type
+        for mode in ("forward", "backward")
+        for role in linear.get_quantizer_roles(mode)
+    } == {"linear"}
     assert (linear.num_quantizers("forward"), linear.num_quantizers("backward")) == (2, 1)
 
 
@@ -318,14 +353,20 @@ def test_what_is_saved(call):
 
 def test_a_bias_cannot_be_added_later():
     linear = ops.Linear(3, 2, bias=False)
-    with pytest.raises(RuntimeError, match=r"Linear\(bias=False\) does not add a bias: make one with bias=True"):
+    with pytest.raises(
+        RuntimeError, match=r"Linear\(bias=False\) does not add a bias: make one with bias=True"
+    ):
         linear.bias = torch.nn.Parameter(torch.ones(2))
     linear.bias = None
     assert list(linear.state_dict()) == ["weight"]
 
 
 def test_signatures_are_those_of_init():
-    assert list(inspect.signature(ops.Linear).parameters)[:3] == ["in_features", "out_features", "bias"]
+    assert list(inspect.signature(ops.Linear).parameters)[:3] == [
+        "in_features",
+        "out_features",
+        "bias",
+    ]
     assert torch.nn.utils.skip_init(ops.Linear, 3, 2).weight.shape == (2, 3)
 
 
@@ -346,7 +387,9 @@ def te_checkpoint(chain, extra=b""):
             where = f"{name}.basic_ops.{index}" if isinstance(module, ops.Linear) else name
             state[f"{where}.{leaf}".removeprefix(".")] = value.detach().clone()
         if isinstance(module, opfuse.BasicOperation):
-            state[f"{name}._extra_state".removeprefix(".")] = torch.tensor(list(extra), dtype=torch.uint8)
+            state[f"{name}._extra_state".removeprefix(".")] = torch.tensor(
+                list(extra), dtype=torch.uint8
+            )
     return state
 
 
@@ -358,7 +401,12 @@ def test_a_checkpoint_of_transformer_engine_loads(bias):
 
     ours, theirs = make(), make()
     state = te_checkpoint(theirs)
-    assert {"1.basic_ops.0.weight", "1.basic_ops.0._extra_state", "2._extra_state", "5.bias"} <= set(state)
+    assert {
+        "1.basic_ops.0.weight",
+        "1.basic_ops.0._extra_state",
+        "2._extra_state",
+        "5.bias",
+    } <= set(state)
     ours.load_state_dict(state)
     assert "1.basic_ops.0.weight" in state  # the caller's dict is as it was
     for name, value in theirs.state_dict().items():
@@ -371,7 +419,10 @@ def test_a_checkpoint_of_transformer_engine_loads(bias):
 
 def test_what_a_checkpoint_of_transformer_engine_must_not_hold():
     chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU())
-    with pytest.raises(RuntimeError, match=r"1\._extra_state is pickled FP8 state of Transformer Engine, .* drop the key"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"1\._extra_state is pickled FP8 state of Transformer Engine, .* drop the key",
+    ):
         chain.load_state_dict(te_checkpoint(chain, b"\x80\x04N."), strict=False)
     without = opfuse.Sequential(ops.Linear(4, 4, bias=False), ops.GELU())
     with pytest.raises(RuntimeError, match=r"Unexpected key.*basic_ops\.1\.bias"):
@@ -400,5 +451,9 @@ def test_an_op_with_an_extra_state_of_its_own_gets_it():
 def test_operands_replaced_on_the_class_are_used(monkeypatch):
     linear, x = ops.BasicLinear(4, 4), torch.ones(2, 4)
     before, operands = linear(x), ops.BasicLinear.operands
-    monkeypatch.setattr(ops.BasicLinear, "operands", staticmethod(lambda ctx, x: (2 * operands(ctx, x)[0], ctx.params[0])))
+    monkeypatch.setattr(
+        ops.BasicLinear,
+        "operands",
+        staticmethod(lambda ctx, x: (2 * operands(ctx, x)[0], ctx.params[0])),
+    )
     torch.testing.assert_close(linear(x), 2 * before)

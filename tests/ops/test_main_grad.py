@@ -69,7 +69,9 @@ def test_the_gradient_goes_to_main_grad(build, shape, dtype, main, autocast):
 
 @pytest.mark.parametrize("variant", fusing.VARIANTS)
 def test_whatever_fusion_computes_it(near, variant):
-    chain = with_main_grad(opfuse.Sequential(linear(6, 5), ops.GELU(), linear(5, 5), ops.Linear(5, 4)))
+    chain = with_main_grad(
+        opfuse.Sequential(linear(6, 5), ops.GELU(), linear(5, 5), ops.Linear(5, 4))
+    )
     x, grads = torch.randn(3, 6), []
     with fusing.fusions(variant):
         for _ in range(2):
@@ -143,7 +145,10 @@ def test_nothing_is_accumulated_without_a_gradient(case):
 
 
 def test_a_weight_used_twice_accumulates_twice(near):
-    chain, x = opfuse.Sequential(linear(4, 4, bias=False), linear(4, 4, bias=False)), torch.randn(3, 4)
+    chain, x = (
+        opfuse.Sequential(linear(4, 4, bias=False), linear(4, 4, bias=False)),
+        torch.randn(3, 4),
+    )
     chain[1].weight = chain[0].weight
     with_main_grad(chain)
     chain(x).square().sum().backward()
@@ -154,7 +159,10 @@ def test_a_weight_used_twice_accumulates_twice(near):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_once(near, reentrant):
-    chain, x = with_main_grad(opfuse.Sequential(linear(6, 5), ops.GELU())), torch.randn(3, 6, requires_grad=True)
+    chain, x = (
+        with_main_grad(opfuse.Sequential(linear(6, 5), ops.GELU())),
+        torch.randn(3, 6, requires_grad=True),
+    )
     checkpoint(chain, x, use_reentrant=reentrant).sum().backward()
     other = with_main_grad(copy.deepcopy(chain))
     other(x).sum().backward()
@@ -180,14 +188,21 @@ def test_only_a_backward_that_adds_up_gradients_does():
             wanted = {id(x): op.weight.sum(0).expand(3, 6), id(op.weight): x.sum(0).expand(5, 6)}
             torch.testing.assert_close(grad, wanted.get(id(tensor), torch.full((5,), 3.0)))
     op(x).sum().backward(inputs=[x])
-    assert not op.weight.main_grad.any() and op.weight.grad is None and not op.weight.grad_added_to_main_grad
+    assert (
+        not op.weight.main_grad.any()
+        and op.weight.grad is None
+        and not op.weight.grad_added_to_main_grad
+    )
     op(x).sum().backward(inputs=[op.weight])
     torch.testing.assert_close(op.weight.main_grad, x.detach().sum(0).expand(5, 6))
     assert op.weight.grad_added_to_main_grad
 
 
 def test_a_frozen_bias_and_input_in_front_of_it(near):
-    chain, x = with_main_grad(opfuse.Sequential(ops.Bias(6), ops.LayerNorm(6), linear(6, 5))), torch.randn(3, 6)
+    chain, x = (
+        with_main_grad(opfuse.Sequential(ops.Bias(6), ops.LayerNorm(6), linear(6, 5))),
+        torch.randn(3, 6),
+    )
     for op in chain[:2]:
         op.requires_grad_(False)
     chain(x).sum().backward()
@@ -208,7 +223,9 @@ def test_another_main_grad_is_refused(name):
     if main_grad is not None:
         op.weight.main_grad = main_grad
     y = op(torch.randn(3, 6))
-    with pytest.raises(RuntimeError, match=rf"BasicLinear\(accumulate_into_main_grad=True\) expected .*{got}"):
+    with pytest.raises(
+        RuntimeError, match=rf"BasicLinear\(accumulate_into_main_grad=True\) expected .*{got}"
+    ):
         y.sum().backward()
 
 
@@ -216,7 +233,9 @@ def test_a_parametrized_weight_is_refused():
     op = with_main_grad(linear(6, 5))
     parametrizations.weight_norm(op)
     y = op(torch.randn(3, 6))
-    with pytest.raises(RuntimeError, match="expected a Parameter as its weight, got a tensor that is computed"):
+    with pytest.raises(
+        RuntimeError, match="expected a Parameter as its weight, got a tensor that is computed"
+    ):
         y.sum().backward()
 
 
@@ -234,7 +253,10 @@ def test_torch_compile_is_refused():
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)
     with torch.no_grad():
         torch.compile(op, fullgraph=True, backend="eager")(x)
-    with pytest.raises(RuntimeError, match=r"\(BasicLinear\) puts gradients away itself .* torch.compile does not see"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"\(BasicLinear\) puts gradients away itself .* torch.compile does not see",
+    ):
         torch.compile(op, fullgraph=True, backend="eager")(x)
     torch._dynamo.reset()
 

@@ -44,7 +44,9 @@ def test_several_dimensions(compare, ours, theirs):
 
     compare(op, reference, x)
     compare(op, reference, x.detach()[0].requires_grad_())
-    with pytest.raises(ValueError, match=rf"{ours.__name__} expected .* \(2, 3\), got shape \(5, 3, 3\)"):
+    with pytest.raises(
+        ValueError, match=rf"{ours.__name__} expected .* \(2, 3\), got shape \(5, 3, 3\)"
+    ):
         op(torch.ones(5, 3, 3, dtype=torch.float64))
 
 
@@ -67,7 +69,9 @@ def test_statistics_are_in_fp32(call, op):
     assert {entry.dtype for entry in ran.saved[2:]} == {torch.float32}
     assert ran.saved[0].dtype is torch.bfloat16
     assert ran.saved[-1].shape == (3, 1)
-    assert {entry.dtype for entry in call(ops.L2Normalization(), torch.randn(2, 3).half()).saved[1:]} == {torch.float32}
+    assert {
+        entry.dtype for entry in call(ops.L2Normalization(), torch.randn(2, 3).half()).saved[1:]
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("op", [ops.LayerNorm, ops.RMSNorm, lambda size: ops.L2Normalization()])
@@ -110,9 +114,13 @@ def test_zero_centered(op):
 def test_arguments(op):
     for margin in (0, 4, {"forward": 1, "backward": 2}):
         assert op(4, sm_margin=margin).sm_margin == margin
-    with pytest.raises(TypeError, match=f"{op.__name__} expected an int or a dict of ints as sm_margin, got 'x'"):
+    with pytest.raises(
+        TypeError, match=f"{op.__name__} expected an int or a dict of ints as sm_margin, got 'x'"
+    ):
         op(4, sm_margin="x")
-    with pytest.raises(ValueError, match=f"{op.__name__} expected normalized_shape of at least 0, got -4"):
+    with pytest.raises(
+        ValueError, match=f"{op.__name__} expected normalized_shape of at least 0, got -4"
+    ):
         op(-4)
     with pytest.raises(ValueError, match="at least one dimension as normalized_shape"):
         op([])
@@ -129,7 +137,9 @@ def test_l2_arguments():
 
 
 @pytest.mark.parametrize(
-    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)], ids=str
+    "needs",
+    [(True, True, True), (True, False, False), (False, True, False), (False, False, True)],
+    ids=str,
 )
 def test_what_layer_norm_saves(call, needs):
     norm = ops.LayerNorm(4)
@@ -171,14 +181,19 @@ def test_a_backward_uses_the_scale_of_its_forward(op, alone):
 
 @pytest.mark.parametrize(("ours", "theirs"), NORMS)
 def test_without_parameters(ours, theirs):
-    ours, theirs = ours(6, elementwise_affine=False, eps=1e-5), theirs(6, elementwise_affine=False, eps=1e-5)
+    ours, theirs = (
+        ours(6, elementwise_affine=False, eps=1e-5),
+        theirs(6, elementwise_affine=False, eps=1e-5),
+    )
     assert not ours.state_dict() and not ours.param_names and ours.weight is None
     ours.load_state_dict(theirs.state_dict())
     ours.reset_parameters()
     x = torch.randn(3, 6)
     torch.testing.assert_close(ours(x), theirs(x))
     assert "elementwise_affine=False" in repr(ours)
-    with pytest.raises(ValueError, match="expected elementwise_affine=True for zero_centered_gamma=True, got False"):
+    with pytest.raises(
+        ValueError, match="expected elementwise_affine=True for zero_centered_gamma=True, got False"
+    ):
         type(ours)(6, elementwise_affine=False, zero_centered_gamma=True)
 
 
@@ -191,13 +206,18 @@ def test_layer_norm_without_bias():
     torch.testing.assert_close(ours(x), theirs(x))
     ours.weight.requires_grad_(False)
     x.requires_grad_()
-    torch.testing.assert_close(*(torch.autograd.grad(norm(x).square().sum(), x)[0] for norm in (ours, theirs)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(norm(x).square().sum(), x)[0] for norm in (ours, theirs))
+    )
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 def test_what_norms_save_without_a_bias(call, needs):
     ran = call(
-        ops.LayerNorm(4, bias=False), torch.randn(3, 4), input_requires_grad=needs[0], param_requires_grad=needs[1]
+        ops.LayerNorm(4, bias=False),
+        torch.randn(3, 4),
+        input_requires_grad=needs[0],
+        param_requires_grad=needs[1],
     )
     assert [entry is not None for entry in ran.saved] == [True, needs[0], True, True]
     dx, (dw,), _ = ran.backward(torch.ones(3, 4))

@@ -63,7 +63,11 @@ def rms_norm(x, weight, eps):
 # name: (op, reference, features of the input)
 POINTWISE = {
     "GELU": (ops.GELU, lambda x, p: gelu(x), 6),
-    "GELU by erf": (lambda: ops.GELU(approximate="none"), lambda x, p: 0.5 * x * (1 + torch.erf(x / 2**0.5)), 6),
+    "GELU by erf": (
+        lambda: ops.GELU(approximate="none"),
+        lambda x, p: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+        6,
+    ),
     "QGELU": (ops.QGELU, lambda x, p: x * torch.sigmoid(1.702 * x), 6),
     "ReLU": (ops.ReLU, lambda x, p: x.clamp(min=0), 6),
     "SReLU": (ops.SReLU, lambda x, p: x.clamp(min=0) ** 2, 6),
@@ -83,11 +87,17 @@ POINTWISE = {
     ),
     "ClampedSwiGLU": (ops.ClampedSwiGLU, lambda x, p: clamped(x), 8),
     "ClampedSwiGLU tight": (
-        lambda: ops.ClampedSwiGLU(limit=0.5, alpha=1.3, glu_linear_offset=0.25, glu_interleave_size=4),
+        lambda: ops.ClampedSwiGLU(
+            limit=0.5, alpha=1.3, glu_linear_offset=0.25, glu_interleave_size=4
+        ),
         lambda x, p: clamped(x, 0.5, 1.3, 0.25, 4),
         16,
     ),
-    "L2Normalization": (ops.L2Normalization, lambda x, p: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), 6),
+    "L2Normalization": (
+        ops.L2Normalization,
+        lambda x, p: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6),
+        6,
+    ),
     "ConstantScale": (lambda: ops.ConstantScale(-1.5), lambda x, p: x * -1.5, 6),
     "Identity": (ops.Identity, lambda x, p: x * 1, 6),
     "Quantize": (ops.Quantize, lambda x, p: x * 1, 6),
@@ -96,9 +106,21 @@ POINTWISE = {
     "Dropout 1": (lambda: ops.Dropout(1), lambda x, p: x * 0, 6),
 }
 WITH_PARAMETERS = {
-    "BasicLinear": (lambda dtype: ops.BasicLinear(6, 5, dtype=dtype), lambda x, p: x @ p["weight"].T, 6),
-    "Linear": (lambda dtype: ops.Linear(6, 5, dtype=dtype), lambda x, p: x @ p["weight"].T + p["bias"], 6),
-    "Linear no bias": (lambda dtype: ops.Linear(6, 5, bias=False, dtype=dtype), lambda x, p: x @ p["weight"].T, 6),
+    "BasicLinear": (
+        lambda dtype: ops.BasicLinear(6, 5, dtype=dtype),
+        lambda x, p: x @ p["weight"].T,
+        6,
+    ),
+    "Linear": (
+        lambda dtype: ops.Linear(6, 5, dtype=dtype),
+        lambda x, p: x @ p["weight"].T + p["bias"],
+        6,
+    ),
+    "Linear no bias": (
+        lambda dtype: ops.Linear(6, 5, bias=False, dtype=dtype),
+        lambda x, p: x @ p["weight"].T,
+        6,
+    ),
     "Bias": (lambda dtype: ops.Bias(6, dtype=dtype), lambda x, p: x + p["bias"], 6),
     "LayerNorm": (
         lambda dtype: ops.LayerNorm(6, dtype=dtype),
@@ -125,7 +147,11 @@ WITH_PARAMETERS = {
         lambda x, p: rms_norm(x, 1, 1e-5),
         6,
     ),
-    "RMSNorm": (lambda dtype: ops.RMSNorm(6, dtype=dtype), lambda x, p: rms_norm(x, p["weight"], 1e-5), 6),
+    "RMSNorm": (
+        lambda dtype: ops.RMSNorm(6, dtype=dtype),
+        lambda x, p: rms_norm(x, p["weight"], 1e-5),
+        6,
+    ),
     "RMSNorm centered": (
         lambda dtype: ops.RMSNorm(6, dtype=dtype, eps=0.1, zero_centered_gamma=True),
         lambda x, p: rms_norm(x, 1 + p["weight"], 0.1),
@@ -214,7 +240,9 @@ def test_by_blocks(monkeypatch, compare, call, name, dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["GELU", "QGELU", "SwiGLU", "QGEGLU", "SiTUGLU", "L2Normalization"])
+@pytest.mark.parametrize(
+    "name", ["GELU", "QGELU", "SwiGLU", "QGEGLU", "SiTUGLU", "L2Normalization"]
+)
 def test_a_large_tensor(compare, name, dtype):
     op, reference, _ = make(name, dtype)
     compare(op, reference, randn(601, 1024, dtype=dtype))
@@ -278,10 +306,22 @@ def test_autocast(compare, name, dtype):
     rounds = name != "Linear" and not any(kind in name for kind in exact)
     x = randn(5, width, dtype=dtype)
     extras = extras_of(name, (5,), dtype)
-    keeps = any(kind == name.split()[0] for kind in ("Identity", "Quantize", "Dropout", "Bias", "ConstantScale"))
+    keeps = any(
+        kind == name.split()[0]
+        for kind in ("Identity", "Quantize", "Dropout", "Bias", "ConstantScale")
+    )
     through = torch.bfloat16 if rounds else None
     coarsest = dtype if "Norm" in name else torch.bfloat16
-    y = compare(op, reference, x, *extras, autocast=torch.bfloat16, through=through, dtype=coarsest, gemm=True)
+    y = compare(
+        op,
+        reference,
+        x,
+        *extras,
+        autocast=torch.bfloat16,
+        through=through,
+        dtype=coarsest,
+        gemm=True,
+    )
     assert y.dtype is (dtype if keeps else torch.float32 if "Norm" in name else torch.bfloat16)
 
 
@@ -351,5 +391,7 @@ def test_reference_agrees_with_torch():
     """The formulas above are the ones torch has, where torch has them."""
     x = randn(3, 8)
     torch.testing.assert_close(gelu(x), F.gelu(x, approximate="tanh"))
-    torch.testing.assert_close(gated(torch.sigmoid)(x, {}), F.glu(torch.cat((x[:, 4:], x[:, :4]), 1)))
+    torch.testing.assert_close(
+        gated(torch.sigmoid)(x, {}), F.glu(torch.cat((x[:, 4:], x[:, :4]), 1))
+    )
     torch.testing.assert_close(rms_norm(x, 1.0, 1e-5), F.rms_norm(x, (8,), eps=1e-5))

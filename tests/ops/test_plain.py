@@ -16,7 +16,9 @@ def test_constant_scale():
             ops.ConstantScale(bad)
 
 
-@pytest.mark.parametrize("op", [ops.ConstantScale(3.0), ops.Dropout(0.5), ops.Dropout(0.0), ops.Dropout(1.0)])
+@pytest.mark.parametrize(
+    "op", [ops.ConstantScale(3.0), ops.Dropout(0.5), ops.Dropout(0.0), ops.Dropout(1.0)]
+)
 @pytest.mark.parametrize("others", [0, 2])
 def test_the_backward_uses_the_number_of_the_forward(op, others):
     name = "scale" if isinstance(op, ops.ConstantScale) else "p"
@@ -26,7 +28,9 @@ def test_the_backward_uses_the_number_of_the_forward(op, others):
         x = torch.rand(4, 8, requires_grad=True) + 1
         y = chain(x)
         setattr(op, name, 0.75)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y / x).detach())  # all of them are linear
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sum(), x)[0], (y / x).detach()
+        )  # all of them are linear
     setattr(op, name, before)
 
 
@@ -42,7 +46,11 @@ def test_reshape(shape, alone):
     chain = [ops.Reshape(shape)] if alone else [ops.GELU(), ops.Reshape(shape), ops.GELU()]
     y = opfuse.Sequential(*chain)(x)
     gelu = torch.nn.functional.gelu
-    expected = x.reshape(*shape) if alone else gelu(gelu(x, approximate="tanh").reshape(*shape), approximate="tanh")
+    expected = (
+        x.reshape(*shape)
+        if alone
+        else gelu(gelu(x, approximate="tanh").reshape(*shape), approximate="tanh")
+    )
     torch.testing.assert_close(y, expected)
     grad = torch.randn_like(y)
     y.backward(grad)
@@ -80,7 +88,9 @@ def test_reshape_arguments():
     assert repr(ops.Reshape([2, -1])) == "Reshape(shape=(2, -1))"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout(near, p, dtype):
     x = torch.randn(1000, 8, dtype=torch.float64).to(dtype).requires_grad_()
@@ -146,12 +156,18 @@ def test_quantize_declares(register):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("forward", "backward"), [(True, False), (False, True), (True, True), (False, False)]
+)
 def test_quantize(register, forward, backward, alone):
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
     op = ops.Quantize(forward, backward)
-    chain = opfuse.Sequential(op) if alone else opfuse.Sequential(ops.Identity(), op, ops.ConstantScale(1.0))
+    chain = (
+        opfuse.Sequential(op)
+        if alone
+        else opfuse.Sequential(ops.Identity(), op, ops.ConstantScale(1.0))
+    )
     x, grad = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     with opfuse.autocast(recipe=rounding.Rounding()):
         y = chain(x)

@@ -10,7 +10,9 @@ import torch
 import opfuse
 from opfuse import ops
 
-assert not {"opfuse_addmm", "opfuse_broken"} & set(sys.modules), "importing opfuse imports no plugin"
+assert not {"opfuse_addmm", "opfuse_broken"} & set(sys.modules), (
+    "importing opfuse imports no plugin"
+)
 chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU())
 x = torch.randn(4, 8, requires_grad=True)
 with warnings.catch_warnings(record=True) as caught:
@@ -18,7 +20,12 @@ with warnings.catch_warnings(record=True) as caught:
     y = chain(x)
     (grad,) = torch.autograd.grad(y.sum(), x)
 (warning,) = [w for w in caught if issubclass(w.category, opfuse.PluginWarning)]
-for part in ("broken", "opfuse-plugin-broken 0.3.1", "this plugin cannot be imported", "OPFUSE_PLUGINS=-broken"):
+for part in (
+    "broken",
+    "opfuse-plugin-broken 0.3.1",
+    "this plugin cannot be imported",
+    "OPFUSE_PLUGINS=-broken",
+):
     assert part in str(warning.message), warning.message
 
 steps = opfuse.explain(chain, x).to_dict()["forward"]
@@ -31,7 +38,10 @@ torch.testing.assert_close(y, plain)
 torch.testing.assert_close(grad, torch.autograd.grad(plain.sum(), x)[0])
 
 listing = subprocess.run(
-    [sys.executable, "-m", "opfuse", "plugins", "--json"], capture_output=True, text=True, check=True
+    [sys.executable, "-m", "opfuse", "plugins", "--json"],
+    capture_output=True,
+    text=True,
+    check=True,
 )
 states = {row["name"]: row["state"] for row in json.loads(listing.stdout)}
 assert states == {"addmm": "loaded", "broken": "failed"}, states

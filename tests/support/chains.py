@@ -89,9 +89,14 @@ def patterns(cls, seed):
     any_op = opfuse.Subclasses(opfuse.BasicOperation)
 
     def benefit(matched, env):
-        return random.Random(f"{seed} {[type(op).__name__ for op in matched]}").choice([-1, 0, 1, 2.5, 4])
+        return random.Random(f"{seed} {[type(op).__name__ for op in matched]}").choice(
+            [-1, 0, 1, 2.5, 4]
+        )
 
-    return [opfuse.Fusion([any_op] * n, cls, benefit=benefit, name=f"{cls.__name__}{n}") for n in (1, 2, 3, 5)]
+    return [
+        opfuse.Fusion([any_op] * n, cls, benefit=benefit, name=f"{cls.__name__}{n}")
+        for n in (1, 2, 3, 5)
+    ]
 
 
 @contextlib.contextmanager
@@ -101,7 +106,9 @@ def covers(seed, kinds=tuple(KINDS), style=intervals):
     for kind in kinds:
         cls, register = KINDS[kind]
         fusions = style(cls, f"{seed} {kind}")
-        handles += [register(fusion) for fusion in (fusions if isinstance(fusions, list) else [fusions])]
+        handles += [
+            register(fusion) for fusion in (fusions if isinstance(fusions, list) else [fusions])
+        ]
     try:
         with opfuse.plugins.using(""):
             yield
@@ -144,7 +151,11 @@ GATED = {
     "ReGLU": lambda a, b: torch.relu(a) * b, "SReGLU": lambda a, b: torch.relu(a) ** 2 * b,
     "SwiGLU": lambda a, b: F.silu(a) * b, "SiTUGLU": _situ, "ClampedSwiGLU": _clamped,
 }  # fmt: skip
-SCALED = {"ScaledSwiGLU": "SwiGLU", "ScaledSiTUGLU": "SiTUGLU", "ScaledClampedQGeGLU": "ClampedSwiGLU"}
+SCALED = {
+    "ScaledSwiGLU": "SwiGLU",
+    "ScaledSiTUGLU": "SiTUGLU",
+    "ScaledClampedQGeGLU": "ClampedSwiGLU",
+}
 INTERLEAVED = ("SwiGLU", "SiTUGLU", "ClampedSwiGLU", *SCALED)
 
 
@@ -165,7 +176,19 @@ class RandomChain:
         self.modules, self.steps, self.extras, self.writable, self.open = [], [], [], [], {}
         self.trains = self.rng.choice((0.0, 0.5, 0.8, 1.0))
         self.x = self.leaf(self.shape)
-        kinds = ["linear", "plain", "gated", "norm", "scale", "dropout", "reshape", "fork", "join", "join", "scaled"]
+        kinds = [
+            "linear",
+            "plain",
+            "gated",
+            "norm",
+            "scale",
+            "dropout",
+            "reshape",
+            "fork",
+            "join",
+            "join",
+            "scaled",
+        ]
         length = self.rng.randint(1, 12)
         while len(self.modules) < length:
             getattr(self, self.rng.choice([*kinds, "bias", "cut"] if cuts else kinds))()
@@ -186,7 +209,11 @@ class RandomChain:
     def linear(self):
         out, bias = self.rng.choice((2, 4, 6, 8)), self.rng.random() < 0.6
         module = ops.Linear(self.shape[-1], out, bias=bias, dtype=self.dtype)
-        self.add(module, lambda x, p, *_: F.linear(x, p["weight"], p.get("bias")), (*self.shape[:-1], out))
+        self.add(
+            module,
+            lambda x, p, *_: F.linear(x, p["weight"], p.get("bias")),
+            (*self.shape[:-1], out),
+        )
         if self.rng.random() < 0.3:  # what the fusions of fusing.py are for
             self.add(ops.GELU(), lambda x, *_: _gelu(x))
 
@@ -203,22 +230,40 @@ class RandomChain:
         if odd or not half:
             return None
         name = self.rng.choice(names)
-        size = self.rng.choice([None, *(k for k in (1, 2) if half % k == 0)]) if name in INTERLEAVED else None
+        size = (
+            self.rng.choice([None, *(k for k in (1, 2) if half % k == 0)])
+            if name in INTERLEAVED
+            else None
+        )
         kwargs = {"limit": 0.5} if "Clamped" in name else {}
         kwargs |= {"glu_interleave_size": size} if size else {}
         function = GATED[SCALED.get(name, name)]
-        return getattr(ops, name)(**kwargs), lambda x: function(*_halves(x, size)), (*self.shape[:-1], half)
+        return (
+            getattr(ops, name)(**kwargs),
+            lambda x: function(*_halves(x, size)),
+            (*self.shape[:-1], half),
+        )
 
     def gated(self):
         if (gate := self.gate(list(GATED))) is not None:
             self.add(gate[0], lambda x, *_: gate[1](x), gate[2])
 
     def norm(self):
-        kind, width, center = self.rng.choice(("LayerNorm", "RMSNorm", "L2")), self.shape[-1], self.rng.random() < 0.3
-        shape = self.shape[-2:] if len(self.shape) > 1 and self.shape[-2] and self.rng.random() < 0.3 else (width,)
+        kind, width, center = (
+            self.rng.choice(("LayerNorm", "RMSNorm", "L2")),
+            self.shape[-1],
+            self.rng.random() < 0.3,
+        )
+        shape = (
+            self.shape[-2:]
+            if len(self.shape) > 1 and self.shape[-2] and self.rng.random() < 0.3
+            else (width,)
+        )
         if kind == "L2":
             norm = ops.L2Normalization(eps=0.1)
-            return self.add(norm, lambda x, *_: x / torch.sqrt(x.square().sum(-1, keepdim=True) + 0.1))
+            return self.add(
+                norm, lambda x, *_: x / torch.sqrt(x.square().sum(-1, keepdim=True) + 0.1)
+            )
         dims = tuple(range(-len(shape), 0))
 
         def step(x, params, *_):
@@ -240,13 +285,18 @@ class RandomChain:
     def reshape(self):
         *lead, width = self.shape
         rows = torch.Size(lead).numel()
-        to = self.rng.choice([(rows, width), (1, rows, width), (*lead, 1, width), (*lead, width // 2, 2)])
+        to = self.rng.choice(
+            [(rows, width), (1, rows, width), (*lead, 1, width), (*lead, width // 2, 2)]
+        )
         to = to if torch.Size(to).numel() == rows * width else self.shape
         sizes = (-1, *to[1:]) if all(to[1:]) and self.rng.random() < 0.5 else to
         self.add(ops.Reshape(sizes), lambda x, *_: x.reshape(to), to)
 
     def fork(self, *, hidden=0.5, channel=0.7):
-        op, name = ops.MakeExtraOutput(in_place=self.rng.random() < 0.5), f"channel {len(self.modules)}"
+        op, name = (
+            ops.MakeExtraOutput(in_place=self.rng.random() < 0.5),
+            f"channel {len(self.modules)}",
+        )
         public = True
         if self.rng.random() < channel:
             public = self.rng.random() > hidden
@@ -287,7 +337,11 @@ class RandomChain:
             gate = ops.ScaledSReLU(), PLAIN["SReLU"], to
         op, function, shape = gate
         get = self.extra(op, self.shape[:-1])
-        self.add(op, lambda x, p, extras, channels, _: function(x) * get(extras, channels).unsqueeze(-1), shape)
+        self.add(
+            op,
+            lambda x, p, extras, channels, _: function(x) * get(extras, channels).unsqueeze(-1),
+            shape,
+        )
 
     def cut(self):
         """Another module, or an op with a hook: no channel goes across."""
@@ -312,11 +366,16 @@ class RandomChain:
 
     def reference(self):
         """Outputs and leaves of the same in plain torch."""
-        x, *extras = (t.detach().clone().requires_grad_(t.requires_grad) for t in (self.x, *self.extras))
+        x, *extras = (
+            t.detach().clone().requires_grad_(t.requires_grad) for t in (self.x, *self.extras)
+        )
         leaves, given, channels, outputs, y = [x, *extras], iter(extras), {}, [], x * 1
         torch.manual_seed(0)
         for module, step in zip(self.modules, self.steps, strict=True):
-            params = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+            params = {
+                name: p.detach().clone().requires_grad_(p.requires_grad)
+                for name, p in module.named_parameters()
+            }
             leaves += params.values()
             y = step(y, params, given, channels, outputs)
         assert next(given, None) is None
@@ -339,24 +398,45 @@ def backward(outputs, weights, **kwargs):
 
 def plan_in_some_order(seed, **limit):
     """The plan of a fixed chain with fusions of three plugins, registered in an order of ``seed``."""
-    rng, any_op, manager = random.Random(seed), opfuse.Subclasses(opfuse.BasicOperation), opfuse.plugins.manager
+    rng, any_op, manager = (
+        random.Random(seed),
+        opfuse.Subclasses(opfuse.BasicOperation),
+        opfuse.plugins.manager,
+    )
     plugins = {
-        "c": {"joint_fusions": [opfuse.Fusion([ops.GELU, any_op], Joint, name="joint", priority=1)]},
+        "c": {
+            "joint_fusions": [opfuse.Fusion([ops.GELU, any_op], Joint, name="joint", priority=1)]
+        },
         "b": {},
         "a": {},
     }
     for number, hooks in enumerate(plugins.values()):
         for kind in ("forward", "backward"):
             hooks[f"{kind}_fusions"] = [
-                opfuse.Fusion([any_op] * n, KINDS[kind][0], name=f"{kind} {n}", benefit=n // 2, priority=number % 2)
+                opfuse.Fusion(
+                    [any_op] * n,
+                    KINDS[kind][0],
+                    name=f"{kind} {n}",
+                    benefit=n // 2,
+                    priority=number % 2,
+                )
                 for n in (2, 3, 4)
             ]
             rng.shuffle(hooks[f"{kind}_fusions"])
     order = list(plugins)
     rng.shuffle(order)
     before, manager.records = manager.records, []
-    records = [manager.register(make_plugin(**plugins[n]), name=n, distribution=f"dist-{n}") for n in order]
-    basic = [ops.Linear(4, 4), ops.GELU(), ops.MakeExtraOutput(), ops.LayerNorm(4), ops.Linear(4, 4), ops.SiLU()]
+    records = [
+        manager.register(make_plugin(**plugins[n]), name=n, distribution=f"dist-{n}") for n in order
+    ]
+    basic = [
+        ops.Linear(4, 4),
+        ops.GELU(),
+        ops.MakeExtraOutput(),
+        ops.LayerNorm(4),
+        ops.Linear(4, 4),
+        ops.SiLU(),
+    ]
     chain = opfuse.Sequential(*basic, ops.Identity(), ops.GELU(), ops.Identity())
     try:
         with opfuse.plugins.using(None), opfuse.options(**limit):

@@ -66,7 +66,9 @@ def _check_inside_a_chain(rank, size):
     torch.manual_seed(0)
     linear = ops.Linear(3, 4, dtype=torch.float64)
     xs = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(size)]
-    y = opfuse.Sequential(ops.AllGather(), linear, ops.ReduceScatter(), ops.ConstantScale(0.5))(xs[rank])
+    y = opfuse.Sequential(ops.AllGather(), linear, ops.ReduceScatter(), ops.ConstantScale(0.5))(
+        xs[rank]
+    )
     y.sum().backward()
     full = torch.cat([x.detach() for x in xs]).requires_grad_()
     expected = (full @ linear.weight.T + linear.bias) * size * 0.5
@@ -76,7 +78,9 @@ def _check_inside_a_chain(rank, size):
 
 
 def _check_errors():
-    with pytest.raises(ValueError, match=r"ReduceScatter expected a multiple of 2, .* got shape \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"ReduceScatter expected a multiple of 2, .* got shape \(3, 2\)"
+    ):
         ops.ReduceScatter()(torch.ones(3, 2))
     with pytest.raises(ValueError, match="AllGather expected a tensor with at least one dimension"):
         ops.AllGather()(torch.ones(()))

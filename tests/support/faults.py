@@ -64,7 +64,9 @@ def collect(faults, axis, kind, pattern, ops):
 
     def add(cls):
         fusion = opfuse.Fusion(pattern, cls, plain_calls, benefit=len(pattern))
-        faults.append(Fault(axis, kind, fusion, lambda width: opfuse.Sequential(*ops(width)), cls.shows))
+        faults.append(
+            Fault(axis, kind, fusion, lambda width: opfuse.Sequential(*ops(width)), cls.shows)
+        )
         return cls
 
     return add
@@ -74,7 +76,9 @@ def run(chain, x, grad=None):
     """The output and every gradient; the gradients are not left anywhere."""
     y = chain(x)
     wanted = [t for t in (x, *chain.parameters()) if t.requires_grad]
-    grads = torch.autograd.grad(y, wanted, torch.ones_like(y) if grad is None else grad, allow_unused=True)
+    grads = torch.autograd.grad(
+        y, wanted, torch.ones_like(y) if grad is None else grad, allow_unused=True
+    )
     return [y.detach(), *grads]
 
 
@@ -85,7 +89,9 @@ def differ(left, right, tolerance=1e-3):
             return True
         if a is not None and (a.dtype is not b.dtype or a.shape != b.shape):
             return True
-        if a is not None and not torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max())):
+        if a is not None and not torch.allclose(
+            a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max())
+        ):
             return True
     return False
 
@@ -134,7 +140,7 @@ def plain(fault):
 
 
 def rows(*shape, dtype=torch.float32, requires_grad=True):
-    """Some input."""
+    """An input."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(dtype).requires_grad_(requires_grad)
 
@@ -150,7 +156,9 @@ def shuffled(chain):
 
 def as_if_contiguous(tensor):
     """What a kernel reads that gets a pointer and a shape and never looks at the strides; zeros past the end."""
-    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())[tensor.storage_offset() :]
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())[
+        tensor.storage_offset() :
+    ]
     read = memory[: tensor.numel()]
     return torch.nn.functional.pad(read, (0, tensor.numel() - read.numel())).view(tensor.shape)
 

@@ -15,8 +15,17 @@ from chains import Forwarding
 from torch.nn import functional as F
 
 import opfuse
-from opfuse.fusion import Fusion, Maybe, Subclasses
-from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, ReLU
+from opfuse.fusion import Fusion, Optional, Subclasses
+from opfuse.ops import (
+    GELU,
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    MakeExtraOutput,
+    ReLU,
+)
 from opfuse.testing import Op
 
 
@@ -38,8 +47,14 @@ def faulty(check, says, kind, *pattern, when=None, examples=()):
     """Register a fused op class, or a function that makes one, as a fault."""
 
     def add(cls):
-        make = (lambda: cls) if kind == "function" else lambda: Fusion(pattern, cls, when, name=cls.__name__)
-        FAULTS[cls.__name__] = Fault(check, says, "forward" if kind == "function" else kind, make, examples)
+        make = (
+            (lambda: cls)
+            if kind == "function"
+            else lambda: Fusion(pattern, cls, when, name=cls.__name__)
+        )
+        FAULTS[cls.__name__] = Fault(
+            check, says, "forward" if kind == "function" else kind, make, examples
+        )
         return cls
 
     return add
@@ -63,11 +78,19 @@ class Backward(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         x, weight = basic_op_ctxs[0].saved_tensors
-        dy = grad_output if basic_op_ctxs[0].dtype is None else grad_output.to(basic_op_ctxs[0].dtype)
+        dy = (
+            grad_output
+            if basic_op_ctxs[0].dtype is None
+            else grad_output.to(basic_op_ctxs[0].dtype)
+        )
         rows = dy.reshape(-1, dy.shape[-1])
         dw = None if x is None else self.grad_weight(rows, x.reshape(-1, x.shape[-1]))
         db = self.grad_bias(dy) if basic_op_ctxs[1].param_requires_grad[0] else None
-        return (None if weight is None else self.grad_input_of(dy, weight)), [(dw,), (db,)], [(), ()]
+        return (
+            (None if weight is None else self.grad_input_of(dy, weight)),
+            [(dw,), (db,)],
+            [(), ()],
+        )
 
     def grad_weight(self, dy, x):
         return dy.t() @ x
@@ -147,7 +170,13 @@ class LetsGoUnasked(Pointwise):
         return self.basic_ops[0].forward_value(*basic_op_ctxs[0].saved_tensors)
 
 
-@faulty("saved_state", r"saves as 'input' for op 0 \(BasicLinear\) has shape \(12, 8\)", "forward", BasicLinear, Bias)
+@faulty(
+    "saved_state",
+    r"saves as 'input' for op 0 \(BasicLinear\) has shape \(12, 8\)",
+    "forward",
+    BasicLinear,
+    Bias,
+)
 class SavesInAnotherOrder(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         result = super().fuser_forward(basic_op_ctxs, input_)
@@ -165,12 +194,19 @@ class SavesWhatNobodyNeeds(Forward):
         return result
 
 
-@faulty("saved_state", "'input' for op 0 .* has dtype torch.float32 instead of torch.bfloat16", "forward", ReLU)
+@faulty(
+    "saved_state",
+    "'input' for op 0 .* has dtype torch.float32 instead of torch.bfloat16",
+    "forward",
+    ReLU,
+)
 class SavesInAnotherDtype(Pointwise):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         result = super().fuser_forward(basic_op_ctxs, input_)
         if basic_op_ctxs[0].to_save is not None:
-            basic_op_ctxs[0].to_save = tuple(None if t is None else t.float() for t in basic_op_ctxs[0].to_save)
+            basic_op_ctxs[0].to_save = tuple(
+                None if t is None else t.float() for t in basic_op_ctxs[0].to_save
+            )
         return result
 
 
@@ -183,7 +219,9 @@ class SavesItsOutput(opfuse.FusedOperation):
         return y, [(), ()]
 
 
-@faulty("saved_state", "saves tensors for op 0 .*, which takes no part", "forward", BasicLinear, Bias)
+@faulty(
+    "saved_state", "saves tensors for op 0 .*, which takes no part", "forward", BasicLinear, Bias
+)
 class SavesBeforeTheFirstGradient(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         result = super().fuser_forward(basic_op_ctxs, input_)
@@ -192,7 +230,13 @@ class SavesBeforeTheFirstGradient(Forward):
         return result
 
 
-@faulty("saved_bytes", "it keeps .* bytes for the backward, the separate ops keep", "joint", BasicLinear, Bias)
+@faulty(
+    "saved_bytes",
+    "it keeps .* bytes for the backward, the separate ops keep",
+    "joint",
+    BasicLinear,
+    Bias,
+)
 class KeepsTooMuch(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         result = super().fuser_forward(basic_op_ctxs, input_, **given)
@@ -213,28 +257,50 @@ class SavesWithoutGrad(Forwarding):
 # Numbers
 
 
-@faulty("gradients", r"the gradient of weight of op 0 \(BasicLinear\) is wrong by", "backward", BasicLinear, Bias)
+@faulty(
+    "gradients",
+    r"the gradient of weight of op 0 \(BasicLinear\) is wrong by",
+    "backward",
+    BasicLinear,
+    Bias,
+)
 class DoublesAGradient(Backward):
     def grad_weight(self, dy, x):
         return 2 * (dy.t() @ x)
 
 
 @faulty(
-    "gradients", r"its backward returns a gradient of shape \(3, 12\) for bias of Bias", "backward", BasicLinear, Bias
+    "gradients",
+    r"its backward returns a gradient of shape \(3, 12\) for bias of Bias",
+    "backward",
+    BasicLinear,
+    Bias,
 )
 class SumsOneDimensionOnly(Backward):
     def grad_bias(self, dy):
         return dy.sum(0) if dy.ndim > 1 else dy.clone()
 
 
-@faulty("requires_grad", "it computes the gradient of bias of Bias, which needs none", "backward", BasicLinear, Bias)
+@faulty(
+    "requires_grad",
+    "it computes the gradient of bias of Bias, which needs none",
+    "backward",
+    BasicLinear,
+    Bias,
+)
 class IgnoresWhatNeedsAGradient(Backward):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         dx, (dw, _), extras = super().fuser_backward(basic_op_ctxs, grad_output)
         return dx, [dw, (self.grad_bias(grad_output),)], extras
 
 
-@faulty("requires_grad", "fuser_backward gave None as the gradient of its input", "backward", BasicLinear, Bias)
+@faulty(
+    "requires_grad",
+    "fuser_backward gave None as the gradient of its input",
+    "backward",
+    BasicLinear,
+    Bias,
+)
 class ForgetsTheInputOfAFrozenWeight(Backward):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output)
@@ -256,7 +322,9 @@ class GivesTheWrongExtraOutput(opfuse.FusedOperation):
         return y, [(y.clone(),), ()]
 
 
-@faulty("gradients", "the gradient of the input is wrong by", "backward", MakeExtraOutput, ConstantScale)
+@faulty(
+    "gradients", "the gradient of the input is wrong by", "backward", MakeExtraOutput, ConstantScale
+)
 class DropsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         return grad_output * basic_op_ctxs[1].scale, [(), ()], [(), ()]
@@ -280,8 +348,14 @@ class IgnoresStrides(Pointwise):
 @faulty("gradients", "(?s)is wrong by.*layout='", "backward", GELU)
 class IgnoresStridesOfTheGradient(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        dense = torch.as_strided(grad_output, grad_output.shape, torch.empty(grad_output.shape).stride())
-        return self.basic_ops[0].backward_value(dense, basic_op_ctxs[0].saved_tensors[0]), [()], [()]
+        dense = torch.as_strided(
+            grad_output, grad_output.shape, torch.empty(grad_output.shape).stride()
+        )
+        return (
+            self.basic_ops[0].backward_value(dense, basic_op_ctxs[0].saved_tensors[0]),
+            [()],
+            [()],
+        )
 
 
 @faulty("output", r"(?s)wrong by.*rows=\((63|65|127|129|255|257),\)", "forward", BasicLinear, Bias)
@@ -323,15 +397,20 @@ class TakesEveryActivationForGELU(opfuse.FusedOperation):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         act, hidden = self.basic_ops[1], F.linear(x, weight)
         act.operand(basic_op_ctxs[1], hidden)
-        return (act.forward_value(hidden) if act.gated else F.gelu(hidden, approximate="tanh")), [(), ()]
+        return (act.forward_value(hidden) if act.gated else F.gelu(hidden, approximate="tanh")), [
+            (),
+            (),
+        ]
 
 
-@faulty("output", "wrong by", "forward", BasicLinear, Maybe(Bias), GELU)
+@faulty("output", "wrong by", "forward", BasicLinear, Optional(Bias), GELU)
 class ForgetsTheOptionalBias(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         y = F.linear(x, weight)
-        self.basic_ops[-1].operand(basic_op_ctxs[-1], y + (basic_op_ctxs[1].params[0] if len(basic_op_ctxs) > 2 else 0))
+        self.basic_ops[-1].operand(
+            basic_op_ctxs[-1], y + (basic_op_ctxs[1].params[0] if len(basic_op_ctxs) > 2 else 0)
+        )
         return F.gelu(y, approximate="tanh"), [()] * len(basic_op_ctxs)
 
 
@@ -342,7 +421,12 @@ class _LinearGelu(opfuse.FusedOperation):
         return F.gelu(hidden, approximate="tanh"), [(), ()]
 
 
-@faulty("neighbours", "which is not its chain: .*wrong by", "function", examples=([Op(BasicLinear, 8, 12), Op(GELU)],))
+@faulty(
+    "neighbours",
+    "which is not its chain: .*wrong by",
+    "function",
+    examples=([Op(BasicLinear, 8, 12), Op(GELU)],),
+)
 def looks_at_classes_only(ops, *, recipe):
     """A fusion function that asks with isinstance."""
     if len(ops) == 2 and isinstance(ops[0], BasicLinear) and isinstance(ops[1], GELU):
@@ -365,7 +449,11 @@ class IsNotDeterministic(Pointwise):
 
     def spoil(self, y):
         self.calls += 1
-        return torch.nextafter(y, torch.full_like(y, torch.inf)) if self.calls % 2 and y.dtype is torch.float32 else y
+        return (
+            torch.nextafter(y, torch.full_like(y, torch.inf))
+            if self.calls % 2 and y.dtype is torch.float32
+            else y
+        )
 
 
 @faulty("nan_and_inf", "the output is NaN in 0 places", "forward", ReLU)
@@ -374,7 +462,9 @@ class SwallowsNaN(Pointwise):
         return torch.where(y > 0, y, 0)
 
 
-@faulty("autocast", "the output has dtype torch.float32 instead of torch.bfloat16", "joint", BasicLinear)
+@faulty(
+    "autocast", "the output has dtype torch.float32 instead of torch.bfloat16", "joint", BasicLinear
+)
 class IgnoresAutocast(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         basic_op_ctxs[0].dtype = None
@@ -387,7 +477,10 @@ class IgnoresTheRecipe(Forward):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)
         if basic_op_ctxs[0].quantizers[0]:
             y = (
-                F.linear(input_.dequantize() if hasattr(input_, "quantizer") else input_, basic_op_ctxs[0].params[0])
+                F.linear(
+                    input_.dequantize() if hasattr(input_, "quantizer") else input_,
+                    basic_op_ctxs[0].params[0],
+                )
                 + 0.01
             )
         return y, extras
@@ -448,11 +541,21 @@ class ClaimsAFreshGradient(opfuse.FusedOperation):
     grad_input = "fresh"
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        db = grad_output.reshape(-1, grad_output.shape[-1]).sum(0) if basic_op_ctxs[0].param_requires_grad[0] else None
+        db = (
+            grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
+            if basic_op_ctxs[0].param_requires_grad[0]
+            else None
+        )
         return grad_output, [(db,)], [()]
 
 
-@faulty("released", "the input is still referenced, by .* after the chain is gone", "forward", BasicLinear, Bias)
+@faulty(
+    "released",
+    "the input is still referenced, by .* after the chain is gone",
+    "forward",
+    BasicLinear,
+    Bias,
+)
 class KeepsItsInput(Forward):
     kept: ClassVar[list] = []
 
@@ -475,7 +578,13 @@ class SaysNoWithoutAReason(Pointwise):
     pass
 
 
-@faulty("condition", "its condition raised ZeroDivisionError", "forward", GELU, when=lambda ops, env: 1 / 0)
+@faulty(
+    "condition",
+    "its condition raised ZeroDivisionError",
+    "forward",
+    GELU,
+    when=lambda ops, env: 1 / 0,
+)
 class FailsInItsCondition(Pointwise):
     pass
 
@@ -484,7 +593,9 @@ def _reads(ops, env):
     return True if ops[0].weight.sum().item() < 1e9 else "the weight is too large"
 
 
-@faulty("condition", "must not read the data of parameters", "forward", BasicLinear, Bias, when=_reads)
+@faulty(
+    "condition", "must not read the data of parameters", "forward", BasicLinear, Bias, when=_reads
+)
 class ReadsDataToPlan(Forward):
     pass
 
@@ -495,7 +606,14 @@ def _never(ops, env):
     return True if env.recipe is None else "it does not quantize"
 
 
-@faulty("refusals", "no case shows the refusal in line .*this cannot happen", "forward", BasicLinear, Bias, when=_never)
+@faulty(
+    "refusals",
+    "no case shows the refusal in line .*this cannot happen",
+    "forward",
+    BasicLinear,
+    Bias,
+    when=_never,
+)
 class HasARefusalNobodySees(Forward):
     pass
 
@@ -508,13 +626,23 @@ def _every_other_time(ops, env):
     return True if len(_planned) % 2 else "it was not its turn"
 
 
-@faulty("same_plan", "planning the same chain again gives another plan", "forward", GELU, when=_every_other_time)
+@faulty(
+    "same_plan",
+    "planning the same chain again gives another plan",
+    "forward",
+    GELU,
+    when=_every_other_time,
+)
 class DependsOnWhatWasPlannedBefore(Pointwise):
     pass
 
 
 @faulty(
-    "unmodified_inputs", r"(?s)its forward modifies the input.*residual=True", "forward", BasicLinear, AddExtraInput
+    "unmodified_inputs",
+    r"(?s)its forward modifies the input.*residual=True",
+    "forward",
+    BasicLinear,
+    AddExtraInput,
 )
 class WritesIntoAChannel(opfuse.FusedOperation):
     """Writes into any extra input, though one out of a channel is still needed."""
@@ -530,7 +658,13 @@ class WritesIntoAChannel(opfuse.FusedOperation):
 # Around
 
 
-@faulty("errors", "an error raised inside its operation .* does not reach the caller", "forward", BasicLinear, Bias)
+@faulty(
+    "errors",
+    "an error raised inside its operation .* does not reach the caller",
+    "forward",
+    BasicLinear,
+    Bias,
+)
 class SwallowsErrors(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         try:
@@ -539,7 +673,13 @@ class SwallowsErrors(Forward):
             return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=[(), ()])
 
 
-@faulty("errors", "an error raised inside its operation .* does not reach the caller", "backward", BasicLinear, Bias)
+@faulty(
+    "errors",
+    "an error raised inside its operation .* does not reach the caller",
+    "backward",
+    BasicLinear,
+    Bias,
+)
 class SwallowsErrorsOfItsBackward(Backward):
     def grad_input_of(self, dy, weight):
         try:

@@ -75,7 +75,9 @@ class OneBlockOf1024(opfuse.FusedOperation):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(1536), rows(4, 1536)) and not unlike(fault, fault.chain(1024), rows(4, 1024))
+        return unlike(fault, fault.chain(1536), rows(4, 1536)) and not unlike(
+            fault, fault.chain(1024), rows(4, 1024)
+        )
 
 
 @fault("widths", "backward", (Bias, ReLU), bias_relu)
@@ -88,7 +90,9 @@ class WholeTilesOf512(BiasReluGrad):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(768), rows(4, 768)) and not unlike(fault, fault.chain(1024), rows(4, 1024))
+        return unlike(fault, fault.chain(768), rows(4, 768)) and not unlike(
+            fault, fault.chain(1024), rows(4, 1024)
+        )
 
 
 @fault("rows", "backward", (Bias, ReLU), bias_relu)
@@ -101,7 +105,9 @@ class TileOfOneRow(BiasReluGrad):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(8), rows(129, 8)) and not unlike(fault, fault.chain(8), rows(128, 8))
+        return unlike(fault, fault.chain(8), rows(129, 8)) and not unlike(
+            fault, fault.chain(8), rows(128, 8)
+        )
 
 
 @fault("rows", "forward", (L2Normalization,), lambda n: [L2Normalization()])
@@ -120,7 +126,9 @@ class FullTilesGoAnotherWay(opfuse.FusedOperation):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(8), rows(255, 8)) and not unlike(fault, fault.chain(8), rows(128, 8))
+        return unlike(fault, fault.chain(8), rows(255, 8)) and not unlike(
+            fault, fault.chain(8), rows(128, 8)
+        )
 
 
 @fault("layouts", "forward", (BasicLinear, Bias), linear)
@@ -218,7 +226,11 @@ class BiasGelu(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         bias, _ = basic_op_ctxs
         dx = self.basic_ops[1].backward_value(grad_output, self.kept(bias))
-        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+        return (
+            dx,
+            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
+            [(), ()],
+        )
 
 
 @fault("state", "joint", (Bias, GELU), lambda n: [Bias(n), GELU()])
@@ -260,7 +272,9 @@ class SavedBesideItsVersion(opfuse.FusedOperation):
             with torch.no_grad():
                 x.zero_()
             y.sum().backward()  # without the fusion: "modified by an inplace operation"
-        return differ([leaf.grad], torch.autograd.grad(F.gelu(leaf, approximate="tanh").sum(), leaf))
+        return differ(
+            [leaf.grad], torch.autograd.grad(F.gelu(leaf, approximate="tanh").sum(), leaf)
+        )
 
 
 @fault("generator", "joint", (Bias, Dropout), lambda n: [Bias(n), Dropout(0.5)])
@@ -281,7 +295,11 @@ class SeedsInItsBackward(opfuse.FusedOperation):
         torch.manual_seed(1234)
         bias, (mask,) = basic_op_ctxs[0], basic_op_ctxs[0].saved_tensors
         dx = grad_output if mask is None else grad_output * mask * self.scale
-        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+        return (
+            dx,
+            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
+            [(), ()],
+        )
 
     @staticmethod
     def shows(fault):
@@ -304,7 +322,9 @@ class SquaresInHalf(opfuse.FusedOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
             ctx.zero_centered_gamma = norm.zero_centered_gamma
-        return (input_.to(dtype) * rstd * scale_of(norm, ctx, dtype)).to(ctx.dtype or input_.dtype), [()]
+        return (input_.to(dtype) * rstd * scale_of(norm, ctx, dtype)).to(
+            ctx.dtype or input_.dtype
+        ), [()]
 
     @staticmethod
     def shows(fault):
@@ -391,13 +411,23 @@ class OneBatchOfThree(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         x, w = basic_op_ctxs[0].saved_tensors
-        dy = grad_output if basic_op_ctxs[0].dtype is None else grad_output.to(basic_op_ctxs[0].dtype)
+        dy = (
+            grad_output
+            if basic_op_ctxs[0].dtype is None
+            else grad_output.to(basic_op_ctxs[0].dtype)
+        )
         if w is None and x is not None and x.ndim == 3 and x.shape[0]:
             return None, [(torch.bmm(dy.mT, x)[0],)], [()]
-        return self.basic_ops[0].op_backward(basic_op_ctxs[0], grad_output)[0], [self.dw(dy, x)], [()]
+        return (
+            self.basic_ops[0].op_backward(basic_op_ctxs[0], grad_output)[0],
+            [self.dw(dy, x)],
+            [()],
+        )
 
     def dw(self, dy, x):
-        return (None if x is None else dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])),)
+        return (
+            None if x is None else dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])),
+        )
 
     @staticmethod
     def shows(fault):
@@ -412,7 +442,10 @@ class EveryGeluIsGelu(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         (_, act), (bias_ctx, ctx) = self.basic_ops, basic_op_ctxs
         x = act.operand(ctx, input_ + bias_ctx.params[0].to(input_.dtype))
-        return F.gelu(x, approximate="tanh") if isinstance(act, GELU) else act.forward_value(x), [(), ()]
+        return F.gelu(x, approximate="tanh") if isinstance(act, GELU) else act.forward_value(x), [
+            (),
+            (),
+        ]
 
     @staticmethod
     def shows(fault):

@@ -29,10 +29,27 @@ def opfuse_forward_fusions():
 """
 """A plugin with a fusion function, which has no pattern."""
 
-DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {  # name -> check, message, entry points, module
-    "imports_triton": ("imports", "imports triton", "opfuse.v1", "import opfuse, triton\n" + _FUSION),
-    "wrong_group": ("entry_point", "is in group opfuse.v2", "opfuse.v2", "import opfuse\n" + _FUSION),
-    "does_not_import": ("entry_point", "does not load: import: ZeroDivisionError", "opfuse.v1", "1 / 0"),
+DISTRIBUTIONS: dict[
+    str, tuple[str, str, str, str]
+] = {  # name -> check, message, entry points, module
+    "imports_triton": (
+        "imports",
+        "imports triton",
+        "opfuse.v1",
+        "import opfuse, triton\n" + _FUSION,
+    ),
+    "wrong_group": (
+        "entry_point",
+        "is in group opfuse.v2",
+        "opfuse.v2",
+        "import opfuse\n" + _FUSION,
+    ),
+    "does_not_import": (
+        "entry_point",
+        "does not load: import: ZeroDivisionError",
+        "opfuse.v1",
+        "1 / 0",
+    ),
     "unknown_hook": (
         "entry_point",
         "unknown hook opfuse_sideways_fusions",
@@ -44,7 +61,10 @@ DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {  # name -> check, messag
         "two processes plan the same chain differently",
         "opfuse.v1",
         "import opfuse\n"
-        + _FUSION.replace("[opfuse.ops.GELU], Gelu)", "[opfuse.ops.GELU], Gelu, name=sorted('abcdefgh', key=hash)[0])"),
+        + _FUSION.replace(
+            "[opfuse.ops.GELU], Gelu)",
+            "[opfuse.ops.GELU], Gelu, name=sorted('abcdefgh', key=hash)[0])",
+        ),
     ),
 }
 """Faults of an installed plugin."""

@@ -54,7 +54,8 @@ class MaskedLanesCount(opfuse.FusedOperation):
     @staticmethod
     def shows(fault):
         wrong, right = [
-            unlike(fault, fault.chain(n), rows(4, n), torch.linspace(-1, 1, n).expand(4, n)) for n in (1536, 2048)
+            unlike(fault, fault.chain(n), rows(4, n), torch.linspace(-1, 1, n).expand(4, n))
+            for n in (1536, 2048)
         ]
         return wrong and not right
 
@@ -67,7 +68,9 @@ class RowInOneByte(opfuse.FusedOperation):
         (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
         x = input_.to(torch.float32 if input_.dtype in half else input_.dtype)
         rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + norm.eps)
-        stored = rstd.reshape(-1)[torch.arange(rstd.numel(), device=x.device) % 256].reshape(rstd.shape)
+        stored = rstd.reshape(-1)[torch.arange(rstd.numel(), device=x.device) % 256].reshape(
+            rstd.shape
+        )
         if ctx.requires_grad:
             ctx.save_for_backward(*((input_, stored) if ctx.input_requires_grad else (None, None)))
         return (x * rstd).to(ctx.dtype or input_.dtype), [()]
@@ -86,7 +89,10 @@ class BiasOfStrideOne(opfuse.FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, as_if_contiguous(basic_op_ctxs[1].params[0]).to(x.dtype)), [(), ()]
+        return F.linear(x, weight, as_if_contiguous(basic_op_ctxs[1].params[0]).to(x.dtype)), [
+            (),
+            (),
+        ]
 
     @staticmethod
     def shows(fault):
@@ -179,7 +185,9 @@ class SquareOfHalf(opfuse.FusedOperation):
         wide = torch.float32 if x.dtype in half else x.dtype
         square, v = (x * x).to(wide), x.to(wide)
         t = torch.tanh(v * (0.7978845608028654 + 0.035677408136300125 * square))
-        slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * (0.7978845608028654 + 0.10703222440890037 * square)
+        slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * (
+            0.7978845608028654 + 0.10703222440890037 * square
+        )
         return (grad_output.to(wide) * slope).to(x.dtype), [()], [()]
 
     @staticmethod
@@ -188,7 +196,12 @@ class SquareOfHalf(opfuse.FusedOperation):
         return unlike(fault, fault.chain(64), x)
 
 
-@fault("half", "forward", (ConstantScale, BasicLinear), lambda n: [ConstantScale(0.125), BasicLinear(n, n)])
+@fault(
+    "half",
+    "forward",
+    (ConstantScale, BasicLinear),
+    lambda n: [ConstantScale(0.125), BasicLinear(n, n)],
+)
 class ScaledAfterTheProduct(opfuse.FusedOperation):
     """The scale is applied to the product, which may be beyond fp16 where the scaled input's is not."""
 
@@ -257,7 +270,9 @@ class RowsOfTheFirstCall(opfuse.FusedOperation):
         flat = x.reshape(-1, x.shape[-1]) if x.numel() else x
         if getattr(self, "rows", None) is None:
             self.rows = max(flat.shape[0], 16)
-        return torch.cat((act.forward_value(flat[: self.rows]), flat[self.rows :])).reshape(x.shape), [(), ()]
+        return torch.cat((act.forward_value(flat[: self.rows]), flat[self.rows :])).reshape(
+            x.shape
+        ), [(), ()]
 
     @staticmethod
     def shows(fault):
@@ -276,7 +291,12 @@ class FrozenBiasTurnsTheBatch(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         linear, bias = basic_op_ctxs
         dx, grads = self.basic_ops[0].op_backward(linear, grad_output)
-        if not bias.param_requires_grad[0] and linear.param_requires_grad[0] and dx is not None and dx.ndim == 3:
+        if (
+            not bias.param_requires_grad[0]
+            and linear.param_requires_grad[0]
+            and dx is not None
+            and dx.ndim == 3
+        ):
             dx = dx.transpose(0, 1).reshape(dx.shape)
         flat = grad_output.reshape(-1, grad_output.shape[-1])
         return dx, [grads, (flat.sum(0) if bias.param_requires_grad[0] else None,)], [(), ()]

@@ -29,7 +29,13 @@ class Joint(opfuse.FusedOperation):
         return self.basic_ops[0].backward_value(grad_output.to(hidden.dtype), hidden), [()], [()]
 
 
-@faulty("interleaved", "in number 1, the gradient of the input is wrong by", "joint", GELU, when=_not_compiling)
+@faulty(
+    "interleaved",
+    "in number 1, the gradient of the input is wrong by",
+    "joint",
+    GELU,
+    when=_not_compiling,
+)
 class KeepsAFactorOnItself(Joint):
     def keep(self, hidden):
         self.factor = float(hidden.abs().max()) if hidden.numel() else 1.0
@@ -54,7 +60,10 @@ class ReusesAWorkspace(Pointwise):
     workspace = None
 
     def spoil(self, y):
-        if self.workspace is None or (self.workspace.shape, self.workspace.dtype) != (y.shape, y.dtype):
+        if self.workspace is None or (self.workspace.shape, self.workspace.dtype) != (
+            y.shape,
+            y.dtype,
+        ):
             self.workspace = torch.empty_like(y)
         return self.workspace.copy_(y).detach()
 
@@ -62,7 +71,9 @@ class ReusesAWorkspace(Pointwise):
 # Arguments
 
 
-@faulty("gradients", r"(?s)gradient of the input is wrong by.*ops.Dropout, 0\.5", "backward", Dropout)
+@faulty(
+    "gradients", r"(?s)gradient of the input is wrong by.*ops.Dropout, 0\.5", "backward", Dropout
+)
 class IgnoresTheMask(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         return grad_output * 1, [()], [()]
@@ -102,13 +113,22 @@ class Norm(opfuse.FusedOperation):
 
 
 @faulty(
-    "saved_state", r"(?s)'rstd' for op 0 \(RMSNorm\) is wrong by.*eps=0\.1", "forward", RMSNorm, when=_one_dimension
+    "saved_state",
+    r"(?s)'rstd' for op 0 \(RMSNorm\) is wrong by.*eps=0\.1",
+    "forward",
+    RMSNorm,
+    when=_one_dimension,
 )
 class HardCodesEps(Norm):
     eps = 1e-5
 
 
-@faulty("saved_state", r"(?s)'rstd' for op 0 \(RMSNorm\) has shape.*RMSNorm, \(4, 8\)", "forward", RMSNorm)
+@faulty(
+    "saved_state",
+    r"(?s)'rstd' for op 0 \(RMSNorm\) has shape.*RMSNorm, \(4, 8\)",
+    "forward",
+    RMSNorm,
+)
 class NormalizesTheLastDimensionOnly(Norm):
     pass
 
@@ -121,7 +141,13 @@ class IgnoresItsArguments(Pointwise):
         return usual.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
 
 
-@faulty("follows_values", "after its parameters and numbers were changed, .*wrong by", "forward", BasicLinear, Bias)
+@faulty(
+    "follows_values",
+    "after its parameters and numbers were changed, .*wrong by",
+    "forward",
+    BasicLinear,
+    Bias,
+)
 class ReadsTheBiasOnce(Forward):
     def __init__(self, basic_ops):
         super().__init__(basic_ops)
@@ -149,13 +175,17 @@ class ReadsEpsOnce(opfuse.FusedOperation):
         rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(
-                input_ if ctx.input_requires_grad else None, rstd if ctx.input_requires_grad else None
+                input_ if ctx.input_requires_grad else None,
+                rstd if ctx.input_requires_grad else None,
             )
         return (x * rstd).to(ctx.dtype or input_.dtype), [()]
 
 
 @faulty(
-    "follows_values", "after its parameters and numbers were changed, (under no_grad, )?the output", "joint", Dropout
+    "follows_values",
+    "after its parameters and numbers were changed, (under no_grad, )?the output",
+    "joint",
+    Dropout,
 )
 class ReadsTheProbabilityOnce(opfuse.FusedOperation):
     def __init__(self, basic_ops):
@@ -192,7 +222,12 @@ class Tempered(opfuse.BasicOperation):
         return grad_output / ctx.temperature, ()
 
 
-@faulty("keeps_numbers", "between forward and backward, the gradient of the input is wrong", "backward", Tempered)
+@faulty(
+    "keeps_numbers",
+    "between forward and backward, the gradient of the input is wrong",
+    "backward",
+    Tempered,
+)
 class ReadsTheNumberInItsBackward(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         return grad_output / self.basic_ops[0].temperature, [()], [()]

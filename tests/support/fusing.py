@@ -26,7 +26,11 @@ class ActivationBias(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         bias, act = basic_op_ctxs
         dx, _ = self.basic_ops[1].op_backward(act, grad_output)
-        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+        return (
+            dx,
+            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
+            [(), ()],
+        )
 
 
 class JointLinearGelu(opfuse.FusedOperation):
@@ -53,7 +57,11 @@ class JointLinearGelu(opfuse.FusedOperation):
 FORWARD = opfuse.Fusion((BasicLinear, Bias), LinearBias)
 BACKWARD = opfuse.Fusion((Bias, opfuse.Subclasses(Activation)), ActivationBias)
 JOINT = opfuse.Fusion((BasicLinear, Bias, GELU), JointLinearGelu, priority=1)
-VARIANTS = {"unfused": (), "fused": (("forward", FORWARD), ("backward", BACKWARD)), "joint": (("joint", JOINT),)}
+VARIANTS = {
+    "unfused": (),
+    "fused": (("forward", FORWARD), ("backward", BACKWARD)),
+    "joint": (("joint", JOINT),),
+}
 _REGISTER = {
     "forward": opfuse.register_forward_fusion,
     "backward": opfuse.register_backward_fusion,

@@ -16,7 +16,9 @@ def member(rank, size, file):
     """Makes this process one of ``size`` for the block, and ends it with 0 behind a block that went well."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout
+    )
     try:
         yield
         dist.barrier()  # neither leaves while the other still reads from it

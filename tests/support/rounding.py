@@ -28,7 +28,11 @@ class RoundingQuantizer(opfuse.Quantizer):
         self.uses = torch.zeros(1, dtype=torch.int64)
 
     def quantize(self, tensor):
-        step = self.amax / self.recipe.levels if self.recipe.levels else torch.tensor([self.recipe.step])
+        step = (
+            self.amax / self.recipe.levels
+            if self.recipe.levels
+            else torch.tensor([self.recipe.step])
+        )
         step = step.to(tensor.dtype)
         quantized = QuantizedTensor((tensor / step).round(), step, self, tensor.dtype)
         if self.recipe.levels:

@@ -8,11 +8,13 @@ import torch
 from chains import Forwarding, Joint
 
 from opfuse import ops
-from opfuse.fusion import Fusion, Maybe, OneOf, Some, Subclasses
+from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
 COLLECTIVES = ("AllGather", "AllReduce", "ReduceScatter")
-CLASSES = [getattr(ops, name) for name in ops.__all__ if name not in (*ABSTRACT, *COLLECTIVES, "Linear")]
+CLASSES = [
+    getattr(ops, name) for name in ops.__all__ if name not in (*ABSTRACT, *COLLECTIVES, "Linear")
+]
 
 
 def _rounded_otherwise(y):
@@ -70,19 +72,32 @@ def fusion(seed):
     """``(kind, fusion)`` of a seed."""
     rng = random.Random(seed)
     kind = rng.choice(["forward", "backward", "joint"])
-    linear = [ops.BasicLinear, ops.Bias, ops.GELU, ops.AddExtraInput, ops.MakeExtraOutput, ops.ConstantScale]
+    linear = [
+        ops.BasicLinear,
+        ops.Bias,
+        ops.GELU,
+        ops.AddExtraInput,
+        ops.MakeExtraOutput,
+        ops.ConstantScale,
+    ]
 
     def element():
         cls = rng.choice(linear if rng.random() < 0.5 else CLASSES)
-        return rng.choice([cls, cls, cls, OneOf(cls, rng.choice(CLASSES)), Subclasses(ops.Activation)])
+        return rng.choice(
+            [cls, cls, cls, OneOf(cls, rng.choice(CLASSES)), Subclasses(ops.Activation)]
+        )
 
     pattern = [element() for _ in range(rng.randint(1, 3))]
     for place in range(len(pattern)):
         if rng.random() < 0.3 and len(pattern) > 1:
-            pattern[place] = rng.choice([Maybe, Some])(pattern[place])
-    if all(isinstance(part, Maybe) for part in pattern):
+            pattern[place] = rng.choice([Optional, OneOrMore])(pattern[place])
+    if all(isinstance(part, Optional) for part in pattern):
         pattern.append(ops.Identity)
-    cls = {"forward": [Forwarding, Rounding], "backward": [Forwarding], "joint": [Joint, RoundingJoint, Again]}[kind]
+    cls = {
+        "forward": [Forwarding, Rounding],
+        "backward": [Forwarding],
+        "joint": [Joint, RoundingJoint, Again],
+    }[kind]
     when = rng.choice([without_recipe, not_in_fp16])
     return kind, Fusion(pattern, rng.choice(cls), when, name=f"sound {seed}")
 
@@ -94,7 +109,9 @@ def report(seed):
     kind, made = fusion(seed)
     subject = testing.Subject("sound", kind, made)
     chains = testing.make_chains(subject)
-    outcomes = [testing.run_all(check, chains) for check in testing.CHECKS.values() if kind in check.kinds]
+    outcomes = [
+        testing.run_all(check, chains) for check in testing.CHECKS.values() if kind in check.kinds
+    ]
     alarms = [str(outcome) for outcome in outcomes if outcome.failure is not None]
     return {
         "seed": seed,
@@ -110,5 +127,9 @@ def _text(element):
         return element.__name__
     if isinstance(element, tuple):
         return " + ".join(map(_text, element))
-    inner = element.elements if isinstance(element, OneOf) else (getattr(element, "element", None) or element.cls,)
+    inner = (
+        element.elements
+        if isinstance(element, OneOf)
+        else (getattr(element, "element", None) or element.cls,)
+    )
     return f"{type(element).__name__}({', '.join(map(_text, inner))})"

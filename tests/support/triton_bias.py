@@ -22,7 +22,9 @@ class BiasActivation(opfuse.FusedOperation):
             from triton_bias_kernel import bias_activation  # imports triton
         else:
             bias_activation = twin
-        hidden, y = bias_activation(input_, bias, ctx.dtype or input_.dtype, FORMS[type(self.basic_ops[1])])
+        hidden, y = bias_activation(
+            input_, bias, ctx.dtype or input_.dtype, FORMS[type(self.basic_ops[1])]
+        )
         self.basic_ops[1].operand(ctx, hidden)
         return y, [(), ()]
 
@@ -43,4 +45,8 @@ def has_a_kernel(ops, env):
 
 @opfuse.hookimpl
 def opfuse_forward_fusions():
-    return [opfuse.Fusion((Bias, opfuse.OneOf(GELU, ReLU)), BiasActivation, has_a_kernel, name="bias+activation")]
+    return [
+        opfuse.Fusion(
+            (Bias, opfuse.OneOf(GELU, ReLU)), BiasActivation, has_a_kernel, name="bias+activation"
+        )
+    ]

@@ -6,10 +6,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _bias_activation(x, bias, hidden, y, size, columns, FORM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _bias_activation(
+    x, bias, hidden, y, size, columns, FORM: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    total = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + at % columns, inside).to(tl.float32)
+    total = tl.load(x + at, inside).to(tl.float32) + tl.load(bias + at % columns, inside).to(
+        tl.float32
+    )
     rounded = total.to(DTYPE).to(hidden.dtype.element_ty)
     tl.store(hidden + at, rounded, inside)
     h = rounded.to(tl.float32)
@@ -30,5 +34,7 @@ def bias_activation(x, bias, dtype, form):
     hidden, y = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
     if x.numel():
         grid = (triton.cdiv(x.numel(), 1024),)
-        _bias_activation[grid](x, bias, hidden, y, x.numel(), x.shape[-1], form, TYPES[x.dtype], BLOCK=1024)
+        _bias_activation[grid](
+            x, bias, hidden, y, x.numel(), x.shape[-1], form, TYPES[x.dtype], BLOCK=1024
+        )
     return hidden, y

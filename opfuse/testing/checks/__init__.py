@@ -1,4 +1,6 @@
-"""The checks, in the order in which their answers help most: what a later one finds may be due to an earlier one."""
+"""The checks, in the order in which their answers help most: what a later one finds may be due to
+an earlier one.
+"""
 
 from . import calls, features, memory, planning, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check

@@ -1,4 +1,6 @@
-"""Checks of several calls: one after the other, one inside the other, in threads, and of what changes between them."""
+"""Checks of several calls: one after the other, one inside the other, in threads, and of what
+changes between them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from ...settings import current
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import compare_grads, compare_results, describe
-from ..running import Declined, Failure, Plans, Result, backward, both, forward, fused, only, separate
+from ..running import (
+    Declined,
+    Failure,
+    Plans,
+    Result,
+    backward,
+    both,
+    forward,
+    fused,
+    only,
+    separate,
+)
 from .registry import check, evaluating, plain, surrounded
 
 R = TypeVar("R")
@@ -35,13 +48,20 @@ def repeatable(case: Case) -> None:
         except Failure as failure:
             raise Failure(f"in call {call + 1}, {failure}") from failure
         pairs: list[Any] = [("the output", got.outputs[0], results[0].outputs[0])]
-        pairs += [(f"the gradient of {describe(case, n)}", g, results[0].grads[n]) for n, g in got.grads.items()]
+        pairs += [
+            (f"the gradient of {describe(case, n)}", g, results[0].grads[n])
+            for n, g in got.grads.items()
+        ]
         for what, one, first in pairs:
             if one is not None and first is not None and not torch.equal(one, first):
-                raise Failure(f"{what} differs in its last bits between call 1 and call {call + 1} of the same")
+                raise Failure(
+                    f"{what} differs in its last bits between call 1 and call {call + 1} of the same"
+                )
 
 
-def _calls(case: Case, times: Sequence[int], dtype: torch.dtype | None = None) -> Iterator[tuple[Case, Built]]:
+def _calls(
+    case: Case, times: Sequence[int], dtype: torch.dtype | None = None
+) -> Iterator[tuple[Case, Built]]:
     """Calls of one chain: its rows that many times, and other values in each."""
     chain = case.build(dtype)
     for number, count in enumerate(times):
@@ -52,8 +72,12 @@ def _calls(case: Case, times: Sequence[int], dtype: torch.dtype | None = None) -
         yield one, chain._replace(leaves={**chain.leaves, **fresh})
 
 
-def _compare_calls(case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[Result]]) -> None:
-    """Hold what ``run`` gives for the calls against the separate ops; a failure says which call is wrong."""
+def _compare_calls(
+    case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[Result]]
+) -> None:
+    """Hold what ``run`` gives for the calls against the separate ops; a failure says which call is
+    wrong.
+    """
 
     def step(dtype: torch.dtype | None = None) -> list[Result]:
         return run(list(_calls(case, times, dtype)))
@@ -72,7 +96,9 @@ def _compare_calls(case: Case, times: Sequence[int], run: Callable[[list[tuple[C
 
 @check(plain)
 def interleaved(case: Case) -> None:
-    """Forwards of one chain with other values, one with fewer rows, then their backwards: none disturbs another."""
+    """Forwards of one chain with other values, one with fewer rows, then their backwards: none
+    disturbs another.
+    """
 
     def run(calls: list[tuple[Case, Built]]) -> list[Result]:
         results = [forward(one, built=built) for one, built in calls]
@@ -89,11 +115,15 @@ def growing(case: Case) -> None:
     """Calls of one chain, later ones with many more rows: nothing is left of the size of the first."""
     try:
         _compare_calls(
-            case, (1, 43, 2, 171), lambda calls: [backward(one, forward(one, built=built)) for one, built in calls]
+            case,
+            (1, 43, 2, 171),
+            lambda calls: [backward(one, forward(one, built=built)) for one, built in calls],
         )
     except Failure as failure:
         hint = "what depends on the number of rows belongs into the call"
-        raise Failure(f"with 1, 43, 2 and 171 times the rows one after the other, {failure}; {hint}") from failure
+        raise Failure(
+            f"with 1, 43, 2 and 171 times the rows one after the other, {failure}; {hint}"
+        ) from failure
 
 
 # What is changed between calls, or between forward and backward
@@ -143,7 +173,9 @@ def follows_values(case: Case) -> None:
         built, results = case.build(), list[Result]()
         changes: tuple[Callable[[Tensor], Tensor], ...]
         changes = (lambda data: data, lambda data: data.mul_(-1.5), lambda data: data * 0.75)
-        for change in changes:  # as fused optimizers do, where no version moves; then to another address
+        for (
+            change
+        ) in changes:  # as fused optimizers do, where no version moves; then to another address
             for param in built.chain.parameters():
                 param.data = change(param.data)
             if len(results) == 2:
@@ -164,7 +196,9 @@ def follows_values(case: Case) -> None:
 
 @check(_with_constants)
 def keeps_numbers(case: Case) -> None:
-    """The backward uses the numbers (scale, p, limit, eps, ...) that its forward used, whatever was set since."""
+    """The backward uses the numbers (scale, p, limit, eps, ...) that its forward used, whatever was
+    set since.
+    """
 
     def step(change: bool = True) -> Result:
         result = forward(case)
@@ -177,18 +211,24 @@ def keeps_numbers(case: Case) -> None:
         try:
             compare_grads(case, step(), expected, expected)
         except Failure:
-            raise Declined("the separate ops' own backward uses numbers that were set after the forward") from None
+            raise Declined(
+                "the separate ops' own backward uses numbers that were set after the forward"
+            ) from None
     got, _ = both(case, step)
     try:
         compare_grads(case, got, expected, expected)
     except Failure as failure:
         hint = "leave numbers on the context in the forward, and read them there in the backward"
-        raise Failure(f"with numbers of its ops changed between forward and backward, {failure}; {hint}") from failure
+        raise Failure(
+            f"with numbers of its ops changed between forward and backward, {failure}; {hint}"
+        ) from failure
 
 
 @check(plain, kinds=("forward", "joint"))
 def versions(case: Case) -> None:
-    """A tensor that is changed in place before the backward is an error, or makes no difference to the gradient."""
+    """A tensor that is changed in place before the backward is an error, or makes no difference to
+    the gradient.
+    """
     expected, truth = separate(case), separate(case, torch.float64)
     fused(case, grads=False)
     names = [name for name in expected.built.leaves if name not in expected.built.writable]
@@ -196,7 +236,13 @@ def versions(case: Case) -> None:
     def step(name: str) -> Result | None:
         """The gradients, or None if autograd refuses."""
         built = case.build()
-        given = dict(zip([n for n in built.leaves if "." not in n], [t * 1 for t in built.inputs()], strict=True))
+        given = dict(
+            zip(
+                [n for n in built.leaves if "." not in n],
+                [t * 1 for t in built.inputs()],
+                strict=True,
+            )
+        )
         outputs = built(*given.values())
         result = Result(built, list(given.values()), outputs)
         try:
@@ -217,17 +263,23 @@ def versions(case: Case) -> None:
                 if subject is None:
                     break  # nor do the separate ops notice
                 what = f"where {describe(case, name)} is changed in place between forward and backward, {failure}"
-                raise Failure(f"{what}; save what the op got, not a copy of it over the same memory") from failure
+                raise Failure(
+                    f"{what}; save what the op got, not a copy of it over the same memory"
+                ) from failure
 
 
 def _drawing(chains: Chains) -> Iterator[Case]:
-    yield from (case for case in chains.all if chains.thorough or case in chains.plain or case.draws)
+    yield from (
+        case for case in chains.all if chains.thorough or case in chains.plain or case.draws
+    )
     yield from evaluating(chains)
 
 
 @check(_drawing)
 def generator(case: Case) -> None:
-    """Whatever is drawn after its forward, and after its backward, is what comes after the separate ops."""
+    """Whatever is drawn after its forward, and after its backward, is what comes after the separate
+    ops.
+    """
 
     def step() -> list[Tensor]:
         built, states = case.build(), []
@@ -256,7 +308,9 @@ def generator(case: Case) -> None:
 
 
 class _Turns:
-    """Lets two threads take turns, line by line, in code that is neither torch's, nor opfuse's, nor Python's own."""
+    """Lets two threads take turns, line by line, in code that is neither torch's, nor opfuse's, nor
+    Python's own.
+    """
 
     _OURS = {"torch", "opfuse"} | sys.stdlib_module_names
 
@@ -264,7 +318,9 @@ class _Turns:
         self.condition, self.turn, self.running = threading.Condition(), 0, 2
 
     def hand_over(self, me: int) -> None:
-        """Let the other thread go on, and wait for it, but not for long: it may wait for a lock that this one has."""
+        """Let the other thread go on, and wait for it, but not for long: it may wait for a lock
+        that this one has.
+        """
         with self.condition:
             self.turn = 1 - me
             self.condition.notify_all()
@@ -313,7 +369,10 @@ def threads(case: Case) -> None:
                 results[me] = error
 
         call(0)  # what is planned is planned
-        bodies = [threading.Thread(target=turns.run, args=(me, functools.partial(call, me))) for me in (0, 1)]
+        bodies = [
+            threading.Thread(target=turns.run, args=(me, functools.partial(call, me)))
+            for me in (0, 1)
+        ]
         for body in bodies:
             body.start()
         for body in bodies:
@@ -321,7 +380,9 @@ def threads(case: Case) -> None:
     for me, got in enumerate(results):
         hint = "keep nothing of a call on the fused op"
         if isinstance(got, Exception):
-            raise Failure(f"called from two threads it raises {type(got).__name__}: {got}; {hint}") from got
+            raise Failure(
+                f"called from two threads it raises {type(got).__name__}: {got}; {hint}"
+            ) from got
         try:
             compare_results(case, got, expected[me], expected[me])
         except Failure as failure:

@@ -1,4 +1,6 @@
-"""Checks against the rest of torch: modes without gradients, autocast, compile, checkpoint, copies, errors, recipes."""
+"""Checks against the rest of torch: modes without gradients, autocast, compile, checkpoint, copies,
+errors, recipes.
+"""
 
 from __future__ import annotations
 
@@ -70,17 +72,27 @@ def gradcheck(case: Case) -> None:
     with only(case.subject):
         built = case.build()
         inputs = built.inputs()
-        leaves = [leaf for name, leaf in built.leaves.items() if name == "input" or name.startswith("extra")]
+        leaves = [
+            leaf
+            for name, leaf in built.leaves.items()
+            if name == "input" or name.startswith("extra")
+        ]
         params = [leaf for name, leaf in built.leaves.items() if "." in name]
 
         def call(*tensors: Tensor) -> Any:
-            given = [t * 1 for t in tensors[: len(inputs)]] if built.writable else tensors[: len(inputs)]
+            given = (
+                [t * 1 for t in tensors[: len(inputs)]]
+                if built.writable
+                else tensors[: len(inputs)]
+            )
             return built(*given)
 
         try:
             torch.autograd.gradcheck(call, (*leaves, *params), nondet_tol=0.0, fast_mode=True)
         except GradcheckError as error:
-            raise Failure(f"{str(error).strip().splitlines()[0]}: compare its backward with its forward") from error
+            raise Failure(
+                f"{str(error).strip().splitlines()[0]}: compare its backward with its forward"
+            ) from error
 
 
 class Injected(RuntimeError):
@@ -118,7 +130,9 @@ def errors(case: Case) -> None:
                     continue
                 raise
             if mode.count > at:
-                raise Failure(f"an error raised inside its operation {at} does not reach the caller: never catch it")
+                raise Failure(
+                    f"an error raised inside its operation {at} does not reach the caller: never catch it"
+                )
             break
     _refuse_extras(case)
 
@@ -139,12 +153,24 @@ def _refuse_extras(case: Case) -> None:
                 except (ValueError, RuntimeError, TypeError) as error:
                     refused.append(type(error))
         if refused[0] is not None and refused[1] is None:
-            raise Failure(f"extra input {k - 1} with one row is accepted, the separate ops raise {refused[0].__name__}")
+            raise Failure(
+                f"extra input {k - 1} with one row is accepted, the separate ops raise {refused[0].__name__}"
+            )
 
 
 # Custom operators, compiling, checkpointing, copying
 
-_TORCHS_OWN = {"aten", "prims", "prim", "mkldnn", "onednn", "quantized", "inductor", "c10d", "_c10d_functional"}
+_TORCHS_OWN = {
+    "aten",
+    "prims",
+    "prim",
+    "mkldnn",
+    "onednn",
+    "quantized",
+    "inductor",
+    "c10d",
+    "_c10d_functional",
+}
 _TORCHS_OWN |= {"profiler", "higher_order", "_quantized", "torchvision", "debugprims", "rngprims"}
 
 
@@ -176,9 +202,16 @@ def opcheck(case: Case) -> None:
 
 
 def _compiled(chains: Chains) -> Iterator[Case]:
-    """Rows enough for code that takes any number, and one row, for which code is made that takes no other."""
-    yield from (case.with_(rows=(4,)) for case in (chains.plain if chains.thorough else chains.plain[:1]))
-    yield from (case.with_(rows=(1,)) for case in (chains.plain if chains.thorough else chains.plain[1:][-1:]))
+    """Rows enough for code that takes any number, and one row, for which code is made that takes no
+    other.
+    """
+    yield from (
+        case.with_(rows=(4,)) for case in (chains.plain if chains.thorough else chains.plain[:1])
+    )
+    yield from (
+        case.with_(rows=(1,))
+        for case in (chains.plain if chains.thorough else chains.plain[1:][-1:])
+    )
 
 
 @check(_compiled, slow=True)
@@ -202,7 +235,9 @@ def checkpoint(case: Case) -> None:
     expected, truth = separate(case), separate(case, torch.float64)
 
     def checkpointed(chain: Any) -> Any:
-        return lambda *inputs: torch_checkpoint(chain, *inputs, use_reentrant=False, context_fn=checkpoint_contexts)
+        return lambda *inputs: torch_checkpoint(
+            chain, *inputs, use_reentrant=False, context_fn=checkpoint_contexts
+        )
 
     compare_results(case, fused(case, chain=checkpointed), expected, truth)
 
@@ -216,7 +251,9 @@ def deepcopy(case: Case) -> None:
         twin = copy.deepcopy(original.chain)
         for param in original.chain.parameters():
             param.data.add_(1)
-        built = original._replace(chain=twin, leaves={**original.leaves, **dict(twin.named_parameters())})
+        built = original._replace(
+            chain=twin, leaves={**original.leaves, **dict(twin.named_parameters())}
+        )
         return backward(case, forward(case, built=built))
 
     got, expected = both(case, step)
@@ -257,7 +294,9 @@ class GridPlugin:
 
 @check(plain)
 def recipe(case: Case) -> None:
-    """Under a quantization recipe it declines, or gives what the separate ops give under that recipe."""
+    """Under a quantization recipe it declines, or gives what the separate ops give under that
+    recipe.
+    """
     case = case.with_(dtype=torch.float64)
     record = manager.register(GridPlugin(), name="opfuse-testing-grid")
     try:
@@ -271,6 +310,8 @@ def recipe(case: Case) -> None:
             try:
                 compare_results(case, results[1], results[0], results[0])
             except Failure as failure:
-                raise Failure(f"under a recipe with backward_override={override!r}, {failure}") from failure
+                raise Failure(
+                    f"under a recipe with backward_override={override!r}, {failure}"
+                ) from failure
     finally:
         manager.remove(record)

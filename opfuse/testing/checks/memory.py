@@ -50,12 +50,17 @@ def unmodified_inputs(case: Case) -> None:
 
 @check(_with_residuals)
 def unmodified_gradients(case: Case) -> None:
-    """The backward leaves incoming gradients, saved tensors, outputs, inputs and parameters as they are."""
+    """The backward leaves incoming gradients, saved tensors, outputs, inputs and parameters as they
+    are.
+    """
     fused(case, grads=False)
     saved: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved[f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"] = tensor, tensor.detach().clone()
+        saved[f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"] = (
+            tensor,
+            tensor.detach().clone(),
+        )
         return tensor
 
     with only(case.subject):
@@ -66,7 +71,9 @@ def unmodified_gradients(case: Case) -> None:
             outputs = built(*given)
         weights = case.weights(outputs)
         before |= _copies({f"output {k}": y for k, y in enumerate(outputs)})
-        before |= _copies({f"the incoming gradient of output {k}": w for k, w in enumerate(weights)})
+        before |= _copies(
+            {f"the incoming gradient of output {k}": w for k, w in enumerate(weights)}
+        )
         wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
         torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
     _unchanged({**before, **saved}, "backward")
@@ -77,7 +84,10 @@ def unmodified_gradients(case: Case) -> None:
 
 def _shared(result: Result) -> set[tuple[str, str]]:
     """Pairs of tensors that share memory, of what goes in and comes out."""
-    parts = {"the input": result.given[0], **{f"extra input {k}": t for k, t in enumerate(result.given[1:])}}
+    parts = {
+        "the input": result.given[0],
+        **{f"extra input {k}": t for k, t in enumerate(result.given[1:])},
+    }
     parts |= {name: p for name, p in result.built.leaves.items() if "." in name}
     parts |= {f"output {k}": t for k, t in enumerate(result.outputs)}
     parts |= {f"incoming gradient {k}": t for k, t in enumerate(result.weights)}
@@ -94,7 +104,9 @@ def _few_rows(chains: Chains) -> Iterator[Case]:
 
 @check(_few_rows)
 def aliasing(case: Case) -> None:
-    """Outputs and gradients share memory only where those of the separate ops do, and never with another call's."""
+    """Outputs and gradients share memory only where those of the separate ops do, and never with
+    another call's.
+    """
     result = fused(case)
     with only():
         expected = _shared(backward(case, forward(case)))
@@ -103,7 +115,10 @@ def aliasing(case: Case) -> None:
     mine = {f"output {k}": y for k, y in enumerate(result.outputs)}
     mine |= {f"the gradient of {name}": g for name, g in result.grads.items() if g is not None}
     kept, again = _copies(mine), fused(case)
-    for what, tensor in [*((f"output {k}", y) for k, y in enumerate(again.outputs)), *again.grads.items()]:
+    for what, tensor in [
+        *((f"output {k}", y) for k, y in enumerate(again.outputs)),
+        *again.grads.items(),
+    ]:
         for name in aliases(tensor, mine):
             raise Failure(f"{what} shares memory with {name} of an earlier call")
     _unchanged(kept, "second call")
@@ -111,12 +126,16 @@ def aliasing(case: Case) -> None:
 
 @check(surrounded, kinds=("backward", "joint"))
 def grad_input(case: Case) -> None:
-    """The gradient that the fused backward returns relates to other tensors as its ``grad_input`` declares."""
+    """The gradient that the fused backward returns relates to other tensors as its ``grad_input``
+    declares.
+    """
     found: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         known = {
-            f"saved tensor {k} of op {n}": t for n, c in enumerate(ctxs) for k, t in enumerate(c.saved_tensors or ())
+            f"saved tensor {k} of op {n}": t
+            for n, c in enumerate(ctxs)
+            for k, t in enumerate(c.saved_tensors or ())
         }
         known = {name: tensor for name, tensor in known.items() if isinstance(tensor, Tensor)}
         if op.grad_input == "fresh" and not ctxs[-1].owns_grad_output:
@@ -130,7 +149,8 @@ def grad_input(case: Case) -> None:
             }
         if op.grad_input != "shared":
             found.extend(
-                f"declares grad_input={op.grad_input!r}, but returns {name}" for name in aliases(result[0], known)
+                f"declares grad_input={op.grad_input!r}, but returns {name}"
+                for name in aliases(result[0], known)
             )
 
     fused(watched(case, None, look))
@@ -139,7 +159,9 @@ def grad_input(case: Case) -> None:
 
 
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
-    """Bytes that are kept for the backward, without the inputs and parameters, which are there anyway."""
+    """Bytes that are kept for the backward, without the inputs and parameters, which are there
+    anyway.
+    """
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -163,9 +185,13 @@ def saved_bytes(case: Case) -> None:
     """No more memory is kept for the backward than the separate ops keep."""
     fused(case, grads=False)
     for frozen in ((), ("input",)):
-        with_fusion, without = (saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False))
+        with_fusion, without = (
+            saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False)
+        )
         if with_fusion > without:
-            raise Failure(f"it keeps {with_fusion} bytes for the backward, the separate ops keep {without}")
+            raise Failure(
+                f"it keeps {with_fusion} bytes for the backward, the separate ops keep {without}"
+            )
 
 
 class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -177,23 +203,32 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(tensor) for tensor in tree_leaves((args, kwargs))}  # what is only written into is not made here
+        given = {
+            id(tensor) for tensor in tree_leaves((args, kwargs))
+        }  # what is only written into is not made here
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor) not in given:
-                self.tensors.append((weakref.ref(tensor), f"a tensor of shape {tuple(tensor.shape)} made by {func}"))
+                self.tensors.append(
+                    (weakref.ref(tensor), f"a tensor of shape {tuple(tensor.shape)} made by {func}")
+                )
         return result
 
     def still_there(self, known: set[int]) -> Iterator[str]:
         """What of it is still referenced, and by what, but for memory that is known."""
         for reference, what in self.tensors:
             if (tensor := reference()) is not None and tensor.untyped_storage()._cdata not in known:
-                holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {"frame", "list"}
+                holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {
+                    "frame",
+                    "list",
+                }
                 yield f"{what} is still referenced, by {', '.join(sorted(holders)) or 'a list'},"
 
 
 @check(plain)
 def released(case: Case) -> None:
-    """What is kept for the backward is seen by saved-tensor hooks, and dropped with the results, as is the input."""
+    """What is kept for the backward is seen by saved-tensor hooks, and dropped with the results, as
+    is the input.
+    """
     fused(case, grads=False)
     gc.freeze()  # what was there before need not be looked at
     try:

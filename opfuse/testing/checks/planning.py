@@ -13,7 +13,7 @@ import torch
 
 from ... import ops as built_in
 from ...environment import Environment
-from ...fusion import Fusion, Maybe, Some, Subclasses
+from ...fusion import Fusion, OneOrMore, Optional, Subclasses
 from ...op import BasicOperation
 from ...quantization import Recipe
 from ..cases import Case, Op
@@ -42,7 +42,9 @@ def _plan(case: Case) -> Plans:
 
 @check(plain)
 def condition(case: Case) -> None:
-    """``when`` answers True or a sentence, and ``benefit`` a number, in any environment and from metadata alone."""
+    """``when`` answers True or a sentence, and ``benefit`` a number, in any environment and from
+    metadata alone.
+    """
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return
@@ -56,16 +58,22 @@ def condition(case: Case) -> None:
                 if not _is_here(env):
                     continue
                 hint = "; it must not read the data of parameters" if device == "meta" else ""
-                raise Failure(f"its condition raised {type(error).__name__}: {error} in {env}{hint}") from error
+                raise Failure(
+                    f"its condition raised {type(error).__name__}: {error} in {env}{hint}"
+                ) from error
             if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
-                raise Failure(f"its condition returned {answer!r} instead of True or a sentence in {env}")
+                raise Failure(
+                    f"its condition returned {answer!r} instead of True or a sentence in {env}"
+                )
             if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
                 raise Failure(f"its benefit is {benefit!r} instead of a number in {env}")
 
 
 @check(first)
 def refusals(case: Case) -> None:
-    """For every sentence that ``when`` can return there is an environment, or a chain, that gets it."""
+    """For every sentence that ``when`` can return there is an environment, or a chain, that gets
+    it.
+    """
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion) or fusion.when is None:
         return
@@ -94,8 +102,12 @@ def refusals(case: Case) -> None:
         sys.settrace(before)
     for text, lines in wanted:
         if not seen.intersection(lines):
-            hint = "if only an option or another machine does, test that yourself and declare a limit"
-            raise Failure(f"no case shows the refusal in line {lines[0]} of its condition: {text}; {hint}")
+            hint = (
+                "if only an option or another machine does, test that yourself and declare a limit"
+            )
+            raise Failure(
+                f"no case shows the refusal in line {lines[0]} of its condition: {text}; {hint}"
+            )
     if not seen and code is not None:
         raise Failure("its condition never refuses: leave it out")
 
@@ -111,7 +123,9 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
 
 
 def _refusing_returns(when: Any) -> list[tuple[str, range]]:
-    """The return statements of a function that can return something but True: text and lines. A lambda has none."""
+    """The return statements of a function that can return something but True: text and lines. A
+    lambda has none.
+    """
     code: Any = getattr(when, "__code__", None)
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
@@ -120,14 +134,23 @@ def _refusing_returns(when: Any) -> list[tuple[str, range]]:
     todo: list[ast.AST] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            if code.co_firstlineno in (node.lineno, *(part.lineno for part in node.decorator_list[:1])):
+            if code.co_firstlineno in (
+                node.lineno,
+                *(part.lineno for part in node.decorator_list[:1]),
+            ):
                 todo += node.body
     found = []
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.Return) and not (isinstance(node.value, ast.Constant) and node.value.value is True):
-            found.append((ast.unparse(node), range(node.lineno, (node.end_lineno or node.lineno) + 1)))
-        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):  # those return for themselves
+        if isinstance(node, ast.Return) and not (
+            isinstance(node.value, ast.Constant) and node.value.value is True
+        ):
+            found.append(
+                (ast.unparse(node), range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            )
+        if not isinstance(
+            node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)
+        ):  # those return for themselves
             todo += ast.iter_child_nodes(node)
     return sorted(found, key=lambda part: part[1].start)
 
@@ -139,10 +162,18 @@ class ProbeRecipe(Recipe):
 def environments(device: str) -> Iterator[Environment]:
     """Environments that differ in everything a condition may look at."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    places: list[tuple[str, Any]] = [("cpu", None), ("mps", None), ("cuda", (7, 5)), ("cuda", (8, 0)), ("cuda", (9, 0))]
+    places: list[tuple[str, Any]] = [
+        ("cpu", None),
+        ("mps", None),
+        ("cuda", (7, 5)),
+        ("cuda", (8, 0)),
+        ("cuda", (9, 0)),
+    ]
     places += [("cuda", (10, 0)), ("meta", None)]
     for (name, capability), dtype in itertools.product(places, dtypes):
-        env = environment(device)._replace(device=torch.device(name), capability=capability, dtype=dtype)
+        env = environment(device)._replace(
+            device=torch.device(name), capability=capability, dtype=dtype
+        )
         yield env
         yield env._replace(recipe=ProbeRecipe())
         yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
@@ -159,7 +190,9 @@ def _is_here(env: Environment) -> bool:
 
 @check(plain)
 def neighbours(case: Case) -> None:
-    """Chains that are almost the pattern give what the separate ops give: a derived op, a missing one, one more."""
+    """Chains that are almost the pattern give what the separate ops give: a derived op, a missing
+    one, one more.
+    """
     for number, op in enumerate(case.ops):
         if not _by_protocol(case.subject.fusion, op.cls):
             derived = Op(_derived(op.cls), *op.args, **dict(op.kwargs))
@@ -174,14 +207,18 @@ def neighbours(case: Case) -> None:
 
 @check(lambda chains: chains.all if chains.thorough else chains.plain)
 def subclasses(case: Case) -> None:
-    """With an op of a derived class, which computes something else, it gives that too, or is not used."""
+    """With an op of a derived class, which computes something else, it gives that too, or is not
+    used.
+    """
     for number, op in enumerate(case.ops):
         if _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
                 derived = Op(cls, *op.args, **dict(op.kwargs))
                 what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
                 try:
-                    _unlike(case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what)
+                    _unlike(
+                        case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what
+                    )
                 except Failure as failure:
                     hint = "ask opfuse.computes_as(op, cls) before you stand for a class by name"
                     raise Failure(f"{failure}; {hint}") from failure
@@ -202,7 +239,11 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
 
     pairs = [("fuser_forward", "fuser_backward")]
     if issubclass(cls, built_in.Activation):
-        pairs += [("value", "derivative"), ("forward_value", "backward_value"), ("op_forward", "op_backward")]
+        pairs += [
+            ("value", "derivative"),
+            ("forward_value", "backward_value"),
+            ("op_forward", "op_backward"),
+        ]
     if issubclass(cls, built_in.GatedActivation):
         pairs.append(("linear_value", "linear_derivative"))
     for names in pairs:
@@ -210,20 +251,32 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
             derived = _derived(cls)
         else:
             derived = type(
-                f"Own{names[0].title().replace('_', '')}{cls.__name__}", (cls,), {n: twice(n) for n in names}
+                f"Own{names[0].title().replace('_', '')}{cls.__name__}",
+                (cls,),
+                {n: twice(n) for n in names},
             )
             derived.own = derived  # type: ignore[attr-defined]
         yield " and ".join(names), derived
 
 
 def _by_protocol(fusion: Any, cls: type) -> bool:
-    """Whether a pattern takes a class as a subclass of an abstract one, which says what subclasses may change."""
+    """Whether a pattern takes a class as a subclass of an abstract one, which says what subclasses
+    may change.
+    """
     todo = list(getattr(fusion, "pattern", ()))
     while todo:
         element = todo.pop()
-        if isinstance(element, Subclasses) and inspect.isabstract(element.cls) and issubclass(cls, element.cls):
+        if (
+            isinstance(element, Subclasses)
+            and inspect.isabstract(element.cls)
+            and issubclass(cls, element.cls)
+        ):
             return True
-        todo += [element.element] if isinstance(element, (Maybe, Some)) else getattr(element, "elements", ())
+        todo += (
+            [element.element]
+            if isinstance(element, (Optional, OneOrMore))
+            else getattr(element, "elements", ())
+        )
     return False
 
 
@@ -250,7 +303,11 @@ def _derived(cls: type) -> type:
     def fuser_backward(self: Any, ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
         return cls.fuser_backward(self, ctxs, 0.5 * grad_output, **kwargs)  # type: ignore[attr-defined]
 
-    body = {"fuser_forward": fuser_forward, "fuser_backward": fuser_backward, "grad_input": "shared"}
+    body = {
+        "fuser_forward": fuser_forward,
+        "fuser_backward": fuser_backward,
+        "grad_input": "shared",
+    }
     return type(f"Derived{cls.__name__}", (cls,), body)
 
 
@@ -260,7 +317,9 @@ def same_plan(case: Case) -> None:
     plans = [_plan(case).plans for _ in range(3)]
     if not plans[0] == plans[1] == plans[2]:
         other = next(plan for plan in plans if plan != plans[0])
-        text = "\n".join(f"planned {when}:\n{plan[0]}" for when, plan in (("first", plans[0]), ("again", other)))
+        text = "\n".join(
+            f"planned {when}:\n{plan[0]}" for when, plan in (("first", plans[0]), ("again", other))
+        )
         raise Failure(f"planning the same chain again gives another plan\n{text}")
 
 

@@ -19,10 +19,12 @@ class Check(NamedTuple):
 
     Attributes:
         name: What reports and limits call it.
-        run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the case.
+        run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the
+            case.
         cases: The cases to run it on, plainest first.
         kinds: For which fusions.
-        slow: Whether it compiles, or calls from several threads, and is left out where kernels are interpreted.
+        slow: Whether it compiles, or calls from several threads, and is left out where kernels are
+            interpreted.
     """
 
     name: str
@@ -37,7 +39,10 @@ FOUND: dict[str, Check] = {}
 
 
 def check(
-    cases: Callable[[Chains], Iterable[Case]], *, kinds: tuple[str, ...] = PASSES, slow: bool = False
+    cases: Callable[[Chains], Iterable[Case]],
+    *,
+    kinds: tuple[str, ...] = PASSES,
+    slow: bool = False,
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
     """Add a function to the checks, under its name."""
 
@@ -90,7 +95,9 @@ def numeric(chains: Chains) -> Iterator[Case]:
     """Every chain; one per structure in every dtype, shape, layout and place in a chain."""
     yield from chains.all
     for case in surrounded(chains):
-        yield from (case.with_(dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16))
+        yield from (
+            case.with_(dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)
+        )
         if case.before or case.after:
             yield case
     for case in chains.plain:
@@ -104,22 +111,34 @@ def numeric(chains: Chains) -> Iterator[Case]:
     yield from chains.models
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
     if chains.thorough:
-        yield from (case.with_(rows=(2, 5), layout=layout) for case in chains.all for layout in LAYOUTS)
+        yield from (
+            case.with_(rows=(2, 5), layout=layout) for case in chains.all for layout in LAYOUTS
+        )
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
     yield from evaluating(chains)
     yield from chains.residual
 
 
 def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
-    """One chain per structure and number of dimensions, with each leaf frozen, all but one, and all before the last."""
+    """One chain per structure and number of dimensions, with each leaf frozen, all but one, and all
+    before the last.
+    """
     ranks = ((), (2, 3), (2, 1, 3)) if chains.thorough else ((), (2, 3)) if every_rank else ()
     dimensions = (case.with_(rows=rows) for case in chains.plain for rows in ranks)
     for case in itertools.chain(surrounded(chains), dimensions):
         names = case.leaf_names()
-        sets = [(), *((name,) for name in names), *(tuple(n for n in names if n != kept) for kept in names)]
+        sets = [
+            (),
+            *((name,) for name in names),
+            *(tuple(n for n in names if n != kept) for kept in names),
+        ]
         sets += [tuple(names[:-1])]
         if chains.thorough:
-            sets += [chosen for count in range(len(names)) for chosen in itertools.combinations(names, count)]
+            sets += [
+                chosen
+                for count in range(len(names))
+                for chosen in itertools.combinations(names, count)
+            ]
         yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
 
 

@@ -15,7 +15,19 @@ from ...ops import BasicLinear
 from ..cases import Case, Op, next_width, subjects
 from ..generate import Chains
 from ..reference import compare, compare_grads, compare_outputs, compare_results
-from ..running import Declined, Failure, OneByOne, Result, backward, both, forward, fused, only, separate, watched
+from ..running import (
+    Declined,
+    Failure,
+    OneByOne,
+    Result,
+    backward,
+    both,
+    forward,
+    fused,
+    only,
+    separate,
+    watched,
+)
 from .registry import MANY_ROWS, check, evaluating, frozen, joined, numeric, plain, surrounded
 
 
@@ -26,20 +38,26 @@ def _pair(case: Case) -> tuple[Result, Result]:
 
 @check(numeric)
 def output(case: Case) -> None:
-    """The output and every extra output, against the separate ops in fp64, at the tolerance of the dtype."""
+    """The output and every extra output, against the separate ops in fp64, at the tolerance of the
+    dtype.
+    """
     expected, truth = _pair(case)
     compare_outputs(case, fused(case, grads=False), expected, truth)
 
 
 def _with_shapes(case: Case) -> Case:
-    """The case with a fusion whose backward raises where a gradient has another shape than its parameter."""
+    """The case with a fusion whose backward raises where a gradient has another shape than its
+    parameter.
+    """
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for basic, grads in zip(op.basic_ops, result[1], strict=True):
             for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
                 if grad is not None and grad.shape != getattr(basic, name).shape:
                     wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
-                    raise Failure(f"its backward returns a gradient of shape {wrong}, which autograd must add up")
+                    raise Failure(
+                        f"its backward returns a gradient of shape {wrong}, which autograd must add up"
+                    )
 
     return watched(case, None, look)
 
@@ -57,18 +75,25 @@ def _saving(chains: Chains) -> Iterator[Case]:
 
 @check(_saving, kinds=("forward",))
 def saved_state(case: Case) -> None:
-    """A forward fusion leaves in every context what the basic op would: names, order, values, dtypes, aliases."""
+    """A forward fusion leaves in every context what the basic op would: names, order, values,
+    dtypes, aliases.
+    """
     kept, reference = Kept(), Kept()
     one_by_one = Fusion([op.cls for op in case.ops], OneByOne, name="one by one")
     fused(watched(case, kept), grads=False)
-    fused(watched(case.with_(subject=case.subject._replace(fusion=one_by_one)), reference), grads=False)
+    fused(
+        watched(case.with_(subject=case.subject._replace(fusion=one_by_one)), reference),
+        grads=False,
+    )
     for number, (got, expected) in enumerate(zip(kept.left, reference.left, strict=True)):
         who = f"op {number} ({case.ops[number].cls.__name__})"
         _compare_context(case, who, got, expected)
 
 
 class Kept:
-    """Called after a fused forward: keeps what is in each context, and what each saved tensor is an alias of."""
+    """Called after a fused forward: keeps what is in each context, and what each saved tensor is an
+    alias of.
+    """
 
     def __init__(self) -> None:
         self.left: list[dict[str, Any]] = []
@@ -79,7 +104,11 @@ class Kept:
         known = {"the input": x, "the output": y}
         for number, (ctx, outputs) in enumerate(zip(ctxs, extras, strict=True)):
             known |= {f"parameter {k} of op {number}": param for k, param in enumerate(ctx.params)}
-            known |= {f"extra output {k} of op {number}": t for k, t in enumerate(outputs) if t is not None}
+            known |= {
+                f"extra output {k} of op {number}": t
+                for k, t in enumerate(outputs)
+                if t is not None
+            }
         for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
             saved = ctx.to_save
             names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
@@ -94,7 +123,11 @@ def aliases(tensor: Any, known: dict[str, Tensor]) -> list[str]:
     if not isinstance(tensor, Tensor) or not tensor.numel():
         return []
     storage = tensor.untyped_storage()._cdata
-    return [name for name, other in known.items() if other.numel() and other.untyped_storage()._cdata == storage]
+    return [
+        name
+        for name, other in known.items()
+        if other.numel() and other.untyped_storage()._cdata == storage
+    ]
 
 
 def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -111,13 +144,19 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
         what = f"what it saves as {name!r} for {who}"
         if mine is None or other is None:
             if mine is not other:
-                needs = "although no gradient needs it" if other is None else "although a gradient needs it"
+                needs = (
+                    "although no gradient needs it"
+                    if other is None
+                    else "although a gradient needs it"
+                )
                 raise Failure(f"{what} is {'None' if mine is None else 'a tensor'}, {needs}")
             continue
         for attribute in ("dtype", "shape"):
             if getattr(mine, attribute) != getattr(other, attribute):
                 values = [getattr(t, attribute) for t in (mine, other)]
-                values = [tuple(value) if isinstance(value, torch.Size) else value for value in values]
+                values = [
+                    tuple(value) if isinstance(value, torch.Size) else value for value in values
+                ]
                 raise Failure(f"{what} has {attribute} {values[0]} instead of {values[1]}")
         if got["aliases"][k] != expected["aliases"][k]:
             shares = " and ".join(got["aliases"][k]) or "nothing"
@@ -128,13 +167,19 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
         compare(case, what, mine, other, other.double())
     for name, value in expected["context"].items():
         if got["context"][name] != value:
-            raise Failure(f"it leaves {name}={got['context'][name]!r} in the context of {who} instead of {value!r}")
+            raise Failure(
+                f"it leaves {name}={got['context'][name]!r} in the context of {who} instead of {value!r}"
+            )
 
 
 def _differentiable(chains: Chains) -> Iterator[Case]:
     yield from numeric(chains)
     yield from map(joined, chains.plain)
-    yield from (case.with_(hidden=True) for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops))
+    yield from (
+        case.with_(hidden=True)
+        for case in chains.plain
+        if any(op.cls.num_extra_outputs for op in case.ops)
+    )
 
 
 @check(_differentiable)
@@ -153,7 +198,9 @@ def gradients(case: Case) -> None:
 
 def _followed(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
-        width = functools.reduce(lambda width, op: next_width(op, width) or width, case.basic_ops(), case.first_width())
+        width = functools.reduce(
+            lambda width, op: next_width(op, width) or width, case.basic_ops(), case.first_width()
+        )
         case = case.with_(after=(Op(BasicLinear, width, 3),))
         yield case
         yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
@@ -163,15 +210,25 @@ def _followed(chains: Chains) -> Iterator[Case]:
 
 @check(_followed, kinds=("forward", "joint"))
 def recompute(case: Case) -> None:
-    """Where a fused op computes its output again for the op behind it, the gradients are right, and so they stay."""
+    """Where a fused op computes its output again for the op behind it, the gradients are right, and
+    so they stay.
+    """
     ops = case.basic_ops()[: len(case.ops)]
-    if not isinstance(case.subject.fusion, Fusion) or not case.subject.fusion.build(tuple(ops)).recomputes:
+    if (
+        not isinstance(case.subject.fusion, Fusion)
+        or not case.subject.fusion.build(tuple(ops)).recomputes
+    ):
         raise Declined("it does not compute its output again")
     left: list[Any] = []
     alone = case.with_(after=())
-    fused(watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)), grads=False)
+    fused(
+        watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)),
+        grads=False,
+    )
     if any(value is not None for value in left):
-        raise Failure("it leaves recomputable_output on the context where nobody behind it would do without")
+        raise Failure(
+            "it leaves recomputable_output on the context where nobody behind it would do without"
+        )
     expected, truth = _pair(case)
     compare_results(case, fused(case), expected, truth)
     with only(case.subject):
@@ -182,13 +239,17 @@ def recompute(case: Case) -> None:
 
 @check(frozen)
 def requires_grad(case: Case) -> None:
-    """Whichever of input, extra inputs and parameters need a gradient: the right ones, and no other work."""
+    """Whichever of input, extra inputs and parameters need a gradient: the right ones, and no other
+    work.
+    """
     expected, truth = _pair(case)
     needless: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for number, (ctx, grads) in enumerate(zip(ctxs, result[1], strict=True)):
-            for name, grad, needs in zip(op.basic_ops[number].param_names, grads or (), ctx.param_requires_grad):  # noqa: B905
+            for name, grad, needs in zip(
+                op.basic_ops[number].param_names, grads or (), ctx.param_requires_grad
+            ):
                 if grad is not None and not needs:
                     needless.append(f"{name} of {type(op.basic_ops[number]).__name__}")
 
@@ -201,7 +262,11 @@ def requires_grad(case: Case) -> None:
 @check(surrounded)
 def together(case: Case) -> None:
     """With every fusion of its plugin at once, the numbers are right too."""
-    every = [subject for subject in subjects(case.subject.plugin) if subject.fusion is not case.subject.fusion]
+    every = [
+        subject
+        for subject in subjects(case.subject.plugin)
+        if subject.fusion is not case.subject.fusion
+    ]
     if not every:
         raise Declined("its plugin offers no other fusion")
     for dtype in (case.dtype, torch.bfloat16):
@@ -236,7 +301,9 @@ def _near_the_ends(chains: Chains) -> Iterator[Case]:
 
 @check(_near_the_ends)
 def magnitude(case: Case) -> None:
-    """Large and small numbers in half precision: finite wherever the separate ops are, and as exact."""
+    """Large and small numbers in half precision: finite wherever the separate ops are, and as
+    exact.
+    """
     expected, truth = _pair(case)
     got = fused(case)
     try:
@@ -247,7 +314,9 @@ def magnitude(case: Case) -> None:
 
 
 def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
-    """The results, 0 where the separate ops' leave the dtype's range, or nearly do: there nobody is right."""
+    """The results, 0 where the separate ops' leave the dtype's range, or nearly do: there nobody is
+    right.
+    """
     _, expected, truth = results
     largest = 0.9 * torch.finfo(case.compute_dtype).max
 
@@ -259,5 +328,10 @@ def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
 
     for result in results:
         pairs = zip(result.outputs, expected.outputs, truth.outputs, strict=True)
-        grads = {name: clear(grad, expected.grads[name], truth.grads[name]) for name, grad in result.grads.items()}
-        yield dataclasses.replace(result, outputs=tuple(clear(*three) for three in pairs), grads=grads)  # type: ignore[misc]
+        grads = {
+            name: clear(grad, expected.grads[name], truth.grads[name])
+            for name, grad in result.grads.items()
+        }
+        yield dataclasses.replace(
+            result, outputs=tuple(clear(*three) for three in pairs), grads=grads
+        )  # type: ignore[misc]

@@ -19,5 +19,7 @@ class TestConformance(FusionSuite):
     def _as_traced_and_however_small(self, monkeypatch):
         """The checks share what was traced, which takes most of the time."""
         monkeypatch.setattr(kernels, "CACHE_SIZE", 1 << 16)
-        with opfuse.options(**{"inductor.backend": "eager", "inductor.min_elements": 0, "inductor.min_passes": 0}):
+        with opfuse.options(
+            **{"inductor.backend": "eager", "inductor.min_elements": 0, "inductor.min_passes": 0}
+        ):
             yield

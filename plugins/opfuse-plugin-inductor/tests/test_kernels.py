@@ -63,9 +63,16 @@ def compare(chain, *inputs, options=TRACED, **tolerance):
 
 CHAINS = {
     "norm": ((testing.Op(ops.RMSNorm, 16),), (torch.float32, torch.bfloat16)),
-    "norm+glu": ((testing.Op(ops.RMSNorm, 16), testing.Op(ops.SwiGLU)), (torch.float32, torch.bfloat16)),
+    "norm+glu": (
+        (testing.Op(ops.RMSNorm, 16), testing.Op(ops.SwiGLU)),
+        (torch.float32, torch.bfloat16),
+    ),
     "add+fork+norm": (
-        (testing.Op(ops.AddExtraInput), testing.Op(ops.MakeExtraOutput), testing.Op(ops.RMSNorm, 16)),
+        (
+            testing.Op(ops.AddExtraInput),
+            testing.Op(ops.MakeExtraOutput),
+            testing.Op(ops.RMSNorm, 16),
+        ),
         (torch.bfloat16,),
     ),
     "bias+act+scale+add": (
@@ -79,14 +86,32 @@ CHAINS = {
     ),
     "scaled": ((testing.Op(ops.ScaledSwiGLU),), (torch.float32,)),
 }
-CHECKS = ("output", "gradients", "aliasing", "grad_input", "repeatable", "follows_values", "nan_and_inf", "saved_bytes")
+CHECKS = (
+    "output",
+    "gradients",
+    "aliasing",
+    "grad_input",
+    "repeatable",
+    "follows_values",
+    "nan_and_inf",
+    "saved_bytes",
+)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n, (_, dtypes) in CHAINS.items() for d in dtypes], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(n, d) for n, (_, dtypes) in CHAINS.items() for d in dtypes], ids=str
+)
 def test_compiled(name, dtype):
     case = testing.Case(testing.find(*FIND), CHAINS[name][0], rows=(5,), dtype=dtype)
     with opfuse.options(**SMALL):
-        for check in (*CHECKS, "unmodified_inputs", "unmodified_gradients", "released", "without_grad", "deepcopy"):
+        for check in (
+            *CHECKS,
+            "unmodified_inputs",
+            "unmodified_gradients",
+            "released",
+            "without_grad",
+            "deepcopy",
+        ):
             testing.run(check, case)
         for rows in ((2, 3), (129,)):
             testing.run("gradients", case.with_(rows=rows))
@@ -99,7 +124,9 @@ def test_compiled_with_a_residual_inside_and_more_rows_than_the_hint():
         compare(chain, x, options=SMALL, rtol=1e-4, atol=1e-3)  # a sum over thousands of rows
 
 
-@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-14), (torch.float16, 2**-24)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.bfloat16, 1e-14), (torch.float16, 2**-24)], ids=str
+)
 @pytest.mark.parametrize("make", [ops.SwiGLU, ops.GELU, ops.QGELU])
 def test_all_numbers_of_half_precision(make, dtype, least):
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
@@ -125,15 +152,26 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 (variants,) = [k._variants for k in kernels._cache.values() if "backward of RMSNorm" in getattr(k, "title", "")]
 print(*[holds(rows) for rows in (4, 10**6) for holds, _ in variants])
 """
-    environment = {**os.environ, "OPFUSE_PLUGINS": "inductor", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "OPFUSE_PLUGINS": "inductor",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     seen = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert not done.returncode, done.stderr
         seen.append(done.stdout.split())
-    assert seen[0][2:] == ["True", "False"]  # for many rows, the gradient of the weight is summed in another way
+    assert seen[0][2:] == [
+        "True",
+        "False",
+    ]  # for many rows, the gradient of the weight is summed in another way
     assert seen[1] == ["2", "0", "True", "False"]
 
 
@@ -145,12 +183,21 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
         return [value for value in list(kernels._cache.values()) if isinstance(value, kernels.Plan)]
 
     kernels._cache.clear()
-    first, second, other = (opfuse.Sequential(ops.RMSNorm(12, eps=eps), ops.SiLU()) for eps in (1e-3, 1e-3, 1e-4))
+    first, second, other = (
+        opfuse.Sequential(ops.RMSNorm(12, eps=eps), ops.SiLU()) for eps in (1e-3, 1e-3, 1e-4)
+    )
     step(first, torch.randn(3, 12))
     count = len(plans())
-    for chain, rows in ((first, (7,)), (second, (3,)), (second, (2, 5)), (copy.deepcopy(first), (4,))):
+    for chain, rows in (
+        (first, (7,)),
+        (second, (3,)),
+        (second, (2, 5)),
+        (copy.deepcopy(first), (4,)),
+    ):
         step(chain, torch.randn(*rows, 12))
-    type("Another", (ops.SiLU,), {"value": lambda self, x: x})  # which is no change to what these compute
+    type(
+        "Another", (ops.SiLU,), {"value": lambda self, x: x}
+    )  # which is no change to what these compute
     step(opfuse.Sequential(ops.RMSNorm(12, eps=1e-3), ops.SiLU()), torch.randn(3, 12))
     assert len(plans()) == count
     step(other, torch.randn(3, 12))
@@ -169,7 +216,10 @@ def test_another_scale_needs_no_other_kernel():
 
 
 def test_other_numbers_on_an_op_are_seen():
-    chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.ClampedSwiGLU(limit=7.0)), torch.randn(3, 8) * 5
+    chain, x = (
+        opfuse.Sequential(ops.RMSNorm(8), ops.ClampedSwiGLU(limit=7.0)),
+        torch.randn(3, 8) * 5,
+    )
     compare(chain, x)
     chain[1].limit = 0.5
     chain[0].eps = 0.1
@@ -255,12 +305,17 @@ def test_what_is_kept_for_the_backward():
     assert kept(chain, x, extra) == [(3, 16), (16,)]
     assert saved[0].data_ptr() == x.data_ptr()
     assert kept(opfuse.Sequential(ops.ConstantScale(2.0), ops.AddExtraInput()), x, extra) == []
-    assert kept(opfuse.Sequential(ops.SiLU(), ops.AddExtraInput(), ops.SiLU()), x, extra) == [(3, 16), (3, 16)]
+    assert kept(opfuse.Sequential(ops.SiLU(), ops.AddExtraInput(), ops.SiLU()), x, extra) == [
+        (3, 16),
+        (3, 16),
+    ]
     chain = opfuse.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), ops.RMSNorm(16))
     assert kept(chain, x, extra) == [(3, 16), (3, 1), (16,)]
     with opfuse.options(**TRACED):
         _, h = chain(x, extra)
-    assert h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()  # the sum is an output, and is not kept twice
+    assert (
+        h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()
+    )  # the sum is an output, and is not kept twice
 
 
 def test_a_gradient_of_another_dtype_and_none_at_all():
@@ -271,7 +326,9 @@ def test_a_gradient_of_another_dtype_and_none_at_all():
             x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
             with using(selection), opfuse.options(**TRACED):
                 outputs = chain(x)
-            results.append(torch.autograd.grad([outputs[i] for i in use], x, [torch.ones(3, 8)] * len(use))[0])
+            results.append(
+                torch.autograd.grad([outputs[i] for i in use], x, [torch.ones(3, 8)] * len(use))[0]
+            )
         torch.testing.assert_close(*results)
 
 
@@ -302,7 +359,8 @@ class Table(ops.Activation):
 def test_an_op_that_cannot_be_traced_runs_one_by_one():
     chain = opfuse.Sequential(ops.RMSNorm(8), Untraceable())
     with pytest.warns(
-        opfuse.PluginWarning, match="runs .RMSNorm, Untraceable. one by one, since they cannot be traced"
+        opfuse.PluginWarning,
+        match="runs .RMSNorm, Untraceable. one by one, since they cannot be traced",
     ):
         compare(chain, torch.randn(3, 8))
 
@@ -313,7 +371,10 @@ def test_a_subclass_of_tensor_runs_one_by_one(monkeypatch):
 
     monkeypatch.setattr(kernels, "Plan", None)
     with opfuse.options(**TRACED):
-        assert opfuse.Sequential(ops.RMSNorm(8))(torch.randn(3, 8).as_subclass(Mine)).shape == (3, 8)
+        assert opfuse.Sequential(ops.RMSNorm(8))(torch.randn(3, 8).as_subclass(Mine)).shape == (
+            3,
+            8,
+        )
 
 
 # Where it stands
@@ -371,7 +432,10 @@ def test_too_small_is_declined_while_planning():
 def kept(chain, *inputs):
     """Numbers of elements that one forward keeps, parameters excluded."""
     found, known = [], {p.data_ptr() for p in chain.parameters()}
-    with opfuse.options(**TRACED), torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, id):
+    with (
+        opfuse.options(**TRACED),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, id),
+    ):
         chain(*inputs)
     return sorted(t.numel() for t in found if t.data_ptr() not in known)
 
@@ -392,7 +456,11 @@ RECOMPUTED = {  # what is kept: the input, one number a row, ...
     "glu": (lambda: [ops.SwiGLU()], 0, [80]),
     "norm, scale": (lambda: [ops.RMSNorm(16), ops.ConstantScale(2.0)], 0, [5, 80]),
     "dropout": (lambda: [ops.RMSNorm(16), ops.Dropout(0.5)], 0, [5, 80, 80]),
-    "add behind": (lambda: [ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput()], 1, [80, 80]),  # the sum is kept
+    "add behind": (
+        lambda: [ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput()],
+        1,
+        [80, 80],
+    ),  # the sum is kept
     "residual": (residual, 0, [5, 80, 80]),  # the same
 }
 
@@ -412,11 +480,15 @@ def test_a_linear_behind_a_run_does_not_keep_its_input(name):
 
 
 def test_a_linear_behind_a_compiled_run():
-    chain = opfuse.Sequential(ops.RMSNorm(16), ops.Linear(16, 32), ops.GELU(), ops.ConstantScale(0.5), ops.Linear(32, 4))
+    chain = opfuse.Sequential(
+        ops.RMSNorm(16), ops.Linear(16, 32), ops.GELU(), ops.ConstantScale(0.5), ops.Linear(32, 4)
+    )
     for shape in ((7, 16), (2, 5, 16)):
         compare(chain, torch.randn(shape), options=SMALL)
     with opfuse.options(**SMALL):
-        text = " ".join(opfuse.explain(chain, torch.randn(7, 16, requires_grad=True)).details.split())
+        text = " ".join(
+            opfuse.explain(chain, torch.randn(7, 16, requires_grad=True)).details.split()
+        )
     assert text.count("an op behind it does not keep its input") == 2
 
 
@@ -441,7 +513,9 @@ def test_what_does_not_compile_runs_as_it_was_traced(monkeypatch):
 
     chain, x = opfuse.Sequential(ops.Bias(44), ops.GELU(), ops.Linear(44, 2)), torch.randn(3, 44)
     monkeypatch.setattr(kernels.Kernel, "_compile", broken)
-    with pytest.warns(opfuse.PluginWarning, match="does not compile the .* of Bias.*no such instruction"):
+    with pytest.warns(
+        opfuse.PluginWarning, match="does not compile the .* of Bias.*no such instruction"
+    ):
         compare(chain, x, options=SMALL)
     with opfuse.options(**SMALL):
         text = " ".join(opfuse.explain(chain, x.requires_grad_()).details.split())
@@ -520,10 +594,17 @@ def test_others_choose_first():
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
             return input_, [()]
 
-    chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(2, 8)
+    chain, x = (
+        opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)),
+        torch.randn(2, 8),
+    )
     registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
     try:
-        with using(None), torch.no_grad(), opfuse.options(**TRACED):  # by name, the plugin would have precedence
+        with (
+            using(None),
+            torch.no_grad(),
+            opfuse.options(**TRACED),
+        ):  # by name, the plugin would have precedence
             plan = opfuse.explain(chain, x).calls[0].plan
     finally:
         registration.unregister()
@@ -534,7 +615,10 @@ def test_others_choose_first():
 
 
 def test_a_compilation_is_announced_and_reported(monkeypatch, caplog):
-    chain, x = opfuse.Sequential(ops.RMSNorm(28), ops.SwiGLU()), torch.randn(3, 28, requires_grad=True)
+    chain, x = (
+        opfuse.Sequential(ops.RMSNorm(28), ops.SwiGLU()),
+        torch.randn(3, 28, requires_grad=True),
+    )
     monkeypatch.setattr(kernels, "PATIENCE", 0.0)
     with opfuse.options(**TRACED), caplog.at_level(logging.INFO, "opfuse.inductor"):
         assert "nothing was compiled" in opfuse.explain(chain, x[:1]).details
@@ -554,9 +638,18 @@ UNDER_AUTOCAST = {
     "a linear behind": (lambda: [ops.RMSNorm(16), ops.Linear(16, 8)], torch.bfloat16),
     "an activation behind": (lambda: [ops.RMSNorm(16), ops.SwiGLU()], torch.bfloat16),
     "nothing behind": (lambda: [ops.Bias(16), ops.L2Normalization()], torch.float32),
-    "pre-norm": (lambda: [FORK(), ops.RMSNorm(16), ops.Linear(16, 16), ops.GELU(), JOIN()], None),  # the input's
-    "post-norm": (lambda: [FORK(), ops.Linear(16, 16), ops.GELU(), JOIN(), ops.RMSNorm(16)], torch.float32),
-    "a fork behind": (lambda: [ops.RMSNorm(16), FORK(), ops.Linear(16, 16), JOIN(), ops.RMSNorm(16)], torch.float32),
+    "pre-norm": (
+        lambda: [FORK(), ops.RMSNorm(16), ops.Linear(16, 16), ops.GELU(), JOIN()],
+        None,
+    ),  # the input's
+    "post-norm": (
+        lambda: [FORK(), ops.Linear(16, 16), ops.GELU(), JOIN(), ops.RMSNorm(16)],
+        torch.float32,
+    ),
+    "a fork behind": (
+        lambda: [ops.RMSNorm(16), FORK(), ops.Linear(16, 16), JOIN(), ops.RMSNorm(16)],
+        torch.float32,
+    ),
 }
 
 
@@ -575,7 +668,9 @@ def test_norms_under_autocast(name, dtype):
         torch.testing.assert_close(*got, rtol=0.03, atol=0.03 * got[1].abs().max().item())
 
 
-@pytest.mark.parametrize("options", [TRACED, {"inductor.min_elements": 10**9}], ids=["traced", "one by one"])
+@pytest.mark.parametrize(
+    "options", [TRACED, {"inductor.min_elements": 10**9}], ids=["traced", "one by one"]
+)
 def test_the_backward_uses_the_numbers_of_the_forward(options):
     scaled = ops.ScaledClampedQGeGLU(limit=0.5)
     chain = opfuse.Sequential(

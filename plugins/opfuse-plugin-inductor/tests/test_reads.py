@@ -161,13 +161,17 @@ def changing(name):
     """An activation, and a function that changes what it reads."""
     if name == "closure":
         return of_closure(2.0)
-    cls, act = made({"class": OfClass, "helper": OfHelper, "module": OfHelper}.get(name) or globals()[name])
+    cls, act = made(
+        {"class": OfClass, "helper": OfHelper, "module": OfHelper}.get(name) or globals()[name]
+    )
     if name == "class":
         return act, on(cls, "factor")
     return act, on(config, "slope") if name == "module" else in_globals("SLOPE")
 
 
-@pytest.mark.parametrize("name", ["OfGlobal", "OfProperty", "OfComprehension", "helper", "module", "class", "closure"])
+@pytest.mark.parametrize(
+    "name", ["OfGlobal", "OfProperty", "OfComprehension", "helper", "module", "class", "closure"]
+)
 def test_a_number_is_read_at_every_call(name):
     act, change = changing(name)
     chain, x = chain_with(act), torch.randn(3, 8)
@@ -211,7 +215,9 @@ def test_the_numbers_of_the_forward_are_those_of_the_backward():
     """PyTorch keeps tensors; what a derivative reads from elsewhere it reads in the backward, if it is run one by one."""
     chain, x = chain_with(OfClass()), torch.randn(3, 8)
     chain[1].factor = 2.0
-    check(chain, x, lambda: setattr(chain[1], "factor", 5.0), lambda: setattr(chain[1], "factor", 2.0))
+    check(
+        chain, x, lambda: setattr(chain[1], "factor", 5.0), lambda: setattr(chain[1], "factor", 2.0)
+    )
 
 
 NUMBERS = {
@@ -247,7 +253,9 @@ def test_what_is_set_between_the_passes_is_for_the_next_call(name, one_by_one):
 def test_a_kernel_for_other_rows_is_made_of_what_was_traced(monkeypatch):
     """Nothing that an op reads meanwhile gets into it: Inductor gets the graph, not the functions."""
     seen = []
-    monkeypatch.setattr(kernels, "trace", lambda function, *a, **k: seen.append(function) or real(function, *a, **k))
+    monkeypatch.setattr(
+        kernels, "trace", lambda function, *a, **k: seen.append(function) or real(function, *a, **k)
+    )
     from opfuse_inductor.tracing import trace as real
 
     chain = opfuse.Sequential(OfGlobal(), ops.RMSNorm(8))
@@ -352,7 +360,11 @@ def test_a_subclass_with_its_own_formulas_computes_them(cls):
     leaf = x.clone().requires_grad_()
     normed = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + 1e-5)
     a, b = normed.chunk(2, -1)
-    of = {Double: lambda: 2 * F.silu(normed), DoubleGate: lambda: 2 * F.silu(a) * b, Turned: lambda: F.silu(b) * a}
+    of = {
+        Double: lambda: 2 * F.silu(normed),
+        DoubleGate: lambda: 2 * F.silu(a) * b,
+        Turned: lambda: F.silu(b) * a,
+    }
     wanted = 2 * of.get(cls, lambda: F.silu(a) * b)()
     torch.testing.assert_close(y, wanted.detach())
     (expected,) = torch.autograd.grad(wanted, leaf, torch.linspace(-1, 1, y.numel()).view_as(y))
@@ -426,30 +438,63 @@ called = functools.partial(lambda factors: factors[0], FACTORS)
 cached_slope = functools.lru_cache(lambda: SLOPE)
 
 NOT_FOLLOWED = {
-    "list": (lambda: of(lambda self: FACTORS[0]), "reads the global FACTORS, which is no plain number"),
-    "environment": (lambda: of(lambda self: len(os.environ)), "reads the global os.environ, which is no plain number"),
-    "random": (lambda: of(lambda self: random.random()), "reads the global random, which draws random numbers"),
-    "numpy": (lambda: of(lambda self: np.random.rand()), "reads the global np, which draws random numbers"),
+    "list": (
+        lambda: of(lambda self: FACTORS[0]),
+        "reads the global FACTORS, which is no plain number",
+    ),
+    "environment": (
+        lambda: of(lambda self: len(os.environ)),
+        "reads the global os.environ, which is no plain number",
+    ),
+    "random": (
+        lambda: of(lambda self: random.random()),
+        "reads the global random, which draws random numbers",
+    ),
+    "numpy": (
+        lambda: of(lambda self: np.random.rand()),
+        "reads the global np, which draws random numbers",
+    ),
     "module": (lambda: of(lambda self: len(vars(config))), "and nothing tells what it reads"),
-    "whole module": (lambda: of(lambda self: len(str(config))), "reads the global config, and nothing tells what of"),
+    "whole module": (
+        lambda: of(lambda self: len(str(config))),
+        "reads the global config, and nothing tells what of",
+    ),
     "inner module": (
         lambda: of(lambda self: config.inner.x),
         "reads the global config, and nothing tells what of this",
     ),
-    "object in a module": (lambda: of(lambda self: len(config.names)), "config.names, which is no plain number"),
+    "object in a module": (
+        lambda: of(lambda self: len(config.names)),
+        "config.names, which is no plain number",
+    ),
     "missing": (lambda: of(lambda self: nowhere), "calls nowhere, and nothing tells what it reads"),  # noqa: F821
     "empty": (with_empty_cell, "reads the variable later, which has no value yet"),
     "nonlocal": (writing, "writes the variable count, which a compiled function would do once"),
-    "attribute": (lambda: of(storing), "writes the attribute calls, which a compiled function would do once"),
-    "global": (lambda: of(declaring), "writes the global SLOPE, which a compiled function would do once"),
+    "attribute": (
+        lambda: of(storing),
+        "writes the attribute calls, which a compiled function would do once",
+    ),
+    "global": (
+        lambda: of(declaring),
+        "writes the global SLOPE, which a compiled function would do once",
+    ),
     "import": (lambda: of(importing), "calls __import__, and nothing tells what it reads"),
     "default": (lambda: of(with_default), "has a default that is no plain number"),
     "partial": (lambda: of(lambda self: called()), "is called with what is no plain number"),
-    "cache": (lambda: of(lambda self: cached_slope()), "reads the global cached_slope, which is no plain number"),
-    "getattr": (lambda: of(lambda self: 1.0, __getattr__=lambda self, n: 1.0), "Mine.__getattr__ may give anything"),
+    "cache": (
+        lambda: of(lambda self: cached_slope()),
+        "reads the global cached_slope, which is no plain number",
+    ),
+    "getattr": (
+        lambda: of(lambda self: 1.0, __getattr__=lambda self, n: 1.0),
+        "Mine.__getattr__ may give anything",
+    ),
     "module inside": (with_module, "has a SiLU in it, which is no op of opfuse"),
     "buffer": (with_buffer, "has tensors of its own"),
-    "inside another": (lambda: ops.ScaledActivation(of(lambda self: FACTORS[0])), "reads the global FACTORS"),
+    "inside another": (
+        lambda: ops.ScaledActivation(of(lambda self: FACTORS[0])),
+        "reads the global FACTORS",
+    ),
 }
 
 
@@ -460,7 +505,14 @@ def test_what_cannot_be_followed_is_refused(name):
 
 
 def test_what_is_trusted_is_not():
-    act = of(lambda self: math.sqrt(2.0) * np.float64(2.0).item() * abs(SLOPE) * float(torch.finfo(torch.float32).eps))
+    act = of(
+        lambda self: (
+            math.sqrt(2.0)
+            * np.float64(2.0).item()
+            * abs(SLOPE)
+            * float(torch.finfo(torch.float32).eps)
+        )
+    )
     assert refusal(act) is True
     assert {place.name for place in reads.Reads([act]).numbers} >= {"SLOPE", "training"}
 
@@ -495,7 +547,10 @@ class Untidy(Noisy):
 @pytest.mark.parametrize(
     ("cls", "sentence"),
     [
-        (Noisy, "aten.rand_like.default draws random numbers, and a compiled function would draw others"),
+        (
+            Noisy,
+            "aten.rand_like.default draws random numbers, and a compiled function would draw others",
+        ),
         (Untidy, "it depends on the number of rows"),
     ],
 )
@@ -551,11 +606,15 @@ class Erf(ops.Activation):
         return F.gelu(x)
 
     def derivative(self, x):
-        return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-x * x / 2) / math.sqrt(
+            2 * math.pi
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [Erf, lambda: ops.GELU(approximate="none")], ids=["foreign", "GELU"])
+@pytest.mark.parametrize(
+    "make", [Erf, lambda: ops.GELU(approximate="none")], ids=["foreign", "GELU"]
+)
 def test_gelu_by_erf_compiles(make, dtype):
     chain, results = opfuse.Sequential(ops.Bias(8), make(), ops.ConstantScale(2.0)).to(dtype), []
     for selection in ("inductor", ""):
@@ -572,7 +631,9 @@ def test_gelu_by_erf_compiles(make, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [lambda: [ops.RMSNorm(8), ops.SiLU()], lambda: [ops.GELU(), ops.ConstantScale(2.0)]])
+@pytest.mark.parametrize(
+    "make", [lambda: [ops.RMSNorm(8), ops.SiLU()], lambda: [ops.GELU(), ops.ConstantScale(2.0)]]
+)
 def test_tangents_pass(make, dtype):
     chain = opfuse.Sequential(*make()).to(dtype).requires_grad_(False)
     x, t = torch.randn(3, 8, dtype=dtype), torch.randn(3, 8, dtype=dtype)

@@ -12,5 +12,8 @@ class TestConformance(FusionSuite):
     @pytest.fixture(autouse=True)
     def _even_where_it_does_not_pay(self, monkeypatch, request):
         """A backward fusion that brings nothing on this CPU must give the right numbers all the same."""
-        if getattr(request.node, "callspec", None) and request.node.callspec.params.get("fusion_check") != "refusals":
+        if (
+            getattr(request.node, "callspec", None)
+            and request.node.callspec.params.get("fusion_check") != "refusals"
+        ):
             monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)

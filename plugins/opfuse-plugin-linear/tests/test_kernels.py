@@ -12,10 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS, IN, OUT = 1024, 32, 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.6e-2, torch.float16: 1e-3, torch.float64: 1e-7}
-pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch's own, of mkldnn.flags
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TF32 acceleration:UserWarning"
+)  # torch's own, of mkldnn.flags
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
+)
 needs_bf16 = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not kernels.onednn_has_bf16(), reason="no bf16 in oneDNN"
+    not torch.backends.mkldnn.is_available() or not kernels.onednn_has_bf16(),
+    reason="no bf16 in oneDNN",
 )
 
 
@@ -46,7 +51,9 @@ def calls_of(fn, *args):
 
 def tensors(*shapes, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def check(got, expected):
@@ -62,7 +69,11 @@ def gelu(x):
 
 
 FUNCTIONS = {  # kernel -> (shapes of its arguments but the rows, the same in fp64)
-    "linear": (lambda x, w, b: kernels.linear(x, w, b), (IN, (OUT, IN), (OUT,)), lambda x, w, b: x @ w.T + b),
+    "linear": (
+        lambda x, w, b: kernels.linear(x, w, b),
+        (IN, (OUT, IN), (OUT,)),
+        lambda x, w, b: x @ w.T + b,
+    ),
     "no bias": (lambda x, w: kernels.linear(x, w, None), (IN, (OUT, IN)), lambda x, w: x @ w.T),
     "dgrad": (kernels.linear_dgrad, (OUT, (OUT, IN)), lambda dy, w: dy @ w),
     "wgrad": (kernels.linear_wgrad, (OUT, IN), lambda dy, x: rows(dy).T @ rows(x)),
@@ -88,7 +99,10 @@ def kernel(request):
 
 def arguments(shapes, lead, dtype=torch.float32, layout=lambda x: x):
     full = [(*lead, shape) if isinstance(shape, int) else shape for shape in shapes]
-    return [layout(x) if isinstance(s, int) else x for x, s in zip(tensors(*full, dtype=dtype), shapes, strict=True)]
+    return [
+        layout(x) if isinstance(s, int) else x
+        for x, s in zip(tensors(*full, dtype=dtype), shapes, strict=True)
+    ]
 
 
 def strided(x):
@@ -105,7 +119,9 @@ def transposed(x):
 
 @needs_onednn
 @pytest.mark.parametrize(
-    "layout", [lambda x: x, strided, expanded, transposed], ids=["plain", "strided", "expanded", "t"]
+    "layout",
+    [lambda x: x, strided, expanded, transposed],
+    ids=["plain", "strided", "expanded", "t"],
 )
 @pytest.mark.parametrize("lead", [(ROWS,), (4, ROWS // 4), (2, 2, ROWS // 4)], ids=str)
 def test_onednn_gives_what_the_default_library_gives(kernel, lead, layout):
@@ -165,7 +181,9 @@ def test_where_onednn_is_not_faster_it_is_not_used(kernel, monkeypatch):
 
 @needs_onednn
 @pytest.mark.parametrize(
-    "shape, out", [((4, 8192), 64), ((16384, 64), 4), ((1, 1 << 15), 64)], ids=["few rows", "few columns", "one row"]
+    "shape, out",
+    [((4, 8192), 64), ((16384, 64), 4), ((1, 1 << 15), 64)],
+    ids=["few rows", "few columns", "one row"],
 )
 def test_products_with_narrow_results_stay_with_the_default_library(shape, out):
     x, w, b = tensors(shape, (out, shape[1]), (out,))
@@ -201,8 +219,13 @@ def test_the_gradient_of_a_bias_is_a_new_tensor(lead):
     assert got.numel() == OUT and (not dy.numel() or got.data_ptr() != dy.data_ptr())
 
 
-@pytest.mark.parametrize("name, form, function", [("gelu", "tanh", gelu), ("gelu", "none", F.gelu), ("swish", "", F.silu)])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+@pytest.mark.parametrize(
+    "name, form, function",
+    [("gelu", "tanh", gelu), ("gelu", "none", F.gelu), ("swish", "", F.silu)],
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str
+)
 @pytest.mark.parametrize("lead", [(ROWS,), (4, ROWS // 4)], ids=str)
 @needs_onednn
 def test_activations_in_the_epilogue(name, form, function, dtype, lead):
@@ -214,11 +237,16 @@ def test_activations_in_the_epilogue(name, form, function, dtype, lead):
         check(y, function(expected))
     with torch.backends.mkldnn.flags(enabled=False):
         assert kernels.linear_activation(x, w, b, name, form) is None
-    assert kernels.linear_activation(x[..., :3, :], w, b, name, form) is None or dtype is torch.bfloat16
+    assert (
+        kernels.linear_activation(x[..., :3, :], w, b, name, form) is None
+        or dtype is torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("name, form", [("gelu", "tanh"), ("gelu", "none"), ("swish", "")])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str
+)
 @needs_onednn
 def test_the_epilogue_keeps_nan_and_large_values(name, form, dtype):
     x = torch.zeros(ROWS, IN, dtype=dtype)

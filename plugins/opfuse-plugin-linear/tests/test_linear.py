@@ -68,18 +68,26 @@ CASES = {
     "act, no bias": Case(lambda: [linear(bias=False), ops.SiLU()], (BACK,), (BACK,)),
     "gated": Case(lambda: [linear(), ops.SwiGLU()], (BACK,), (BACK,)),
     "bias+add": Case(lambda: [linear(), ops.AddExtraInput()], ("linear+bias+add",), (BACK,), True),
-    "add": Case(lambda: [linear(bias=False), ops.AddExtraInput()], ("linear+bias+add",), (BACK,), True),
+    "add": Case(
+        lambda: [linear(bias=False), ops.AddExtraInput()], ("linear+bias+add",), (BACK,), True
+    ),
     "scale+add": Case(
         lambda: [linear(bias=False), ops.ConstantScale(-0.75), ops.AddExtraInput()],
         ("linear+scale+add",),
         ("linear+scale",),
         True,
     ),
-    "scale": Case(lambda: [linear(bias=False), ops.ConstantScale(0.3)], ("linear",), ("linear+scale",)),
+    "scale": Case(
+        lambda: [linear(bias=False), ops.ConstantScale(0.3)], ("linear",), ("linear+scale",)
+    ),
     "fork": Case(lambda: [ops.MakeExtraOutput(), linear()], ("linear+bias",), ("linear+add",)),
-    "fork, no bias": Case(lambda: [ops.MakeExtraOutput(), linear(bias=False)], ("linear",), ("linear+add",)),
+    "fork, no bias": Case(
+        lambda: [ops.MakeExtraOutput(), linear(bias=False)], ("linear",), ("linear+add",)
+    ),
     "act+bias": Case(lambda: [ops.Bias(IN), ops.GELU()], (), ("activation+bias",)),
-    "owned": Case(lambda: [linear(), ops.GELU(), ops.Linear(OUT, OUT)], (BACK, "linear+bias"), (BACK, BACK)),
+    "owned": Case(
+        lambda: [linear(), ops.GELU(), ops.Linear(OUT, OUT)], (BACK, "linear+bias"), (BACK, BACK)
+    ),
 }
 
 
@@ -93,7 +101,10 @@ def fused_steps(chain, *inputs):
     report = opfuse.explain(chain, *inputs).to_dict()
     for row in report["forward"] + report["backward"]:
         assert row["distribution"] == (PLUGIN if row["fusion"] else None)
-    return tuple(sorted(row["fusion"] for row in report[side] if row["fusion"]) for side in ("forward", "backward"))
+    return tuple(
+        sorted(row["fusion"] for row in report[side] if row["fusion"])
+        for side in ("forward", "backward")
+    )
 
 
 def check_plan(case, chain, inputs):
@@ -112,7 +123,9 @@ def run(fn, params, inputs, selection="linear"):
 
 def incoming(outputs):
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+    return [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs
+    ]
 
 
 def differentiate(outputs, wanted):
@@ -131,7 +144,9 @@ def check(got, expected, dtype):
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and a.numel():
-            torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=atol + rtol * b.abs().max().item())
+            torch.testing.assert_close(
+                a.double(), b.double(), rtol=0, atol=atol + rtol * b.abs().max().item()
+            )
 
 
 # Which fusions
@@ -183,15 +198,24 @@ def test_gradients_go_to_main_grad(case, autocast):
     weights = [op.weight for op in chain.modules() if isinstance(op, ops.BasicLinear)]
     expected = run(under_autocast(chain) if autocast else chain, weights, inputs, "")
     for op in chain.modules():
-        if isinstance(op, ops.BasicLinear):  # what its constructor does with accumulate_into_main_grad=True
-            op.accumulates_grads, op.weight.main_grad = True, torch.zeros_like(op.weight, dtype=torch.float64)
+        if isinstance(
+            op, ops.BasicLinear
+        ):  # what its constructor does with accumulate_into_main_grad=True
+            op.accumulates_grads, op.weight.main_grad = (
+                True,
+                torch.zeros_like(op.weight, dtype=torch.float64),
+            )
     inputs = [x.requires_grad_() for x in inputs]
     outputs = (under_autocast(chain) if autocast else chain)(*inputs)
     check_plan(case, chain, inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, incoming(outputs))
     assert not any(weight.grad is not None for weight in weights)
-    found = [*[y.detach() for y in outputs], *[x.grad for x in inputs], *[weight.main_grad for weight in weights]]
+    found = [
+        *[y.detach() for y in outputs],
+        *[x.grad for x in inputs],
+        *[weight.main_grad for weight in weights],
+    ]
     check(found, expected, torch.bfloat16 if autocast else torch.float32)
 
 
@@ -210,17 +234,25 @@ def under_autocast(fn):
 @pytest.mark.parametrize("act", [ops.GELU, ops.SiLU, ops.ReLU, CubicActivation, ops.SwiGLU])
 def test_a_gradient_is_overwritten_only_if_the_chain_owns_it(act, owns):
     for basic in ([ops.Bias(OUT), act()], [ops.BasicLinear(IN, OUT), ops.Bias(OUT), act()]):
-        (fusion,) = [f for f in opfuse_linear.fused.BACKWARD if f.match(basic, 0)[-1:] == [len(basic)]]
+        (fusion,) = [
+            f for f in opfuse_linear.fused.BACKWARD if f.match(basic, 0)[-1:] == [len(basic)]
+        ]
         op = fusion.build(tuple(basic))
         ctxs = [opfuse.OperationContext() for _ in basic]
         hidden = torch.randn(3, OUT)
         saved = [(torch.randn(3, IN), basic[0].weight.detach())] if len(basic) == 3 else []
         for ctx, tensors in zip(ctxs, [*saved, (), (hidden,)], strict=True):
-            ctx.saved_tensors, ctx.owns_grad_output, ctx.param_requires_grad = tensors, owns, (True,)
+            ctx.saved_tensors, ctx.owns_grad_output, ctx.param_requires_grad = (
+                tensors,
+                owns,
+                (True,),
+            )
         dy = torch.randn(3, OUT // (2 if act is ops.SwiGLU else 1))
         kept, kept_hidden = dy.clone(), hidden.clone()
         with torch.no_grad():
-            dx, grads, _ = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=[()] * len(basic))
+            dx, grads, _ = op.fuser_backward(
+                ctxs, dy, basic_op_grad_extra_outputs=[()] * len(basic)
+            )
             expected = basic[-1].backward_value(kept, hidden)
         check([grads[-2][0]], [expected.sum(0)], torch.float32)
         assert torch.equal(hidden, kept_hidden)
@@ -240,7 +272,11 @@ def test_a_scaled_gradient_is_overwritten_only_if_the_chain_owns_it():
         dy = torch.randn(3, OUT)
         kept = dy.clone()
         dx, ((dw,), _), _ = op.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=[(), ()])
-        check([dx, dw], [kept @ basic[0].weight.detach() / 2, kept.T @ ctxs[0].saved_tensors[0] / 2], torch.float32)
+        check(
+            [dx, dw],
+            [kept @ basic[0].weight.detach() / 2, kept.T @ ctxs[0].saved_tensors[0] / 2],
+            torch.float32,
+        )
         assert torch.equal(dy, kept) != owns
 
 
@@ -269,7 +305,9 @@ def test_adding_in_place(middle, compute):
         with opfuse.plugins.using(selection):
             y = (under_autocast(chain) if compute is torch.bfloat16 else chain)(x, given)
         assert y.data_ptr() == given.data_ptr()
-        results.append([y.detach(), *torch.autograd.grad(y.float().sum(), list(chain.parameters()))])
+        results.append(
+            [y.detach(), *torch.autograd.grad(y.float().sum(), list(chain.parameters()))]
+        )
     check(*results, compute)
     leaf = torch.zeros(3, OUT, requires_grad=True)
     with pytest.raises(RuntimeError, match="must not write into it"):
@@ -444,7 +482,9 @@ def test_what_is_not_known_to_be_deterministic_is_not_computed_again(act):
     assert sizes == [30, 40] + [40] * (not known)
     assert (f"since {act.__name__} does not declare itself deterministic" in text) != known
     (dw,) = torch.autograd.grad(y[:, 0].sum(), chain[2].weight)
-    torch.testing.assert_close(dw[0], (y - chain[2].bias).sum(0).detach())  # the sum of what came into the linear
+    torch.testing.assert_close(
+        dw[0], (y - chain[2].bias).sum(0).detach()
+    )  # the sum of what came into the linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -455,7 +495,9 @@ def test_both_forms_of_gelu(rows, dtype, monkeypatch):
         chain = Case(lambda form=form: [linear(), ops.GELU(approximate=form)]).chain(dtype)
         x = 3 * torch.randn(rows, IN, dtype=dtype)
         with torch.no_grad():
-            hidden = torch.nn.functional.linear(x.double(), chain[0].weight.double(), chain[0].bias.double())
+            hidden = torch.nn.functional.linear(
+                x.double(), chain[0].weight.double(), chain[0].bias.double()
+            )
             check([chain(x)], [torch.nn.functional.gelu(hidden, approximate=form)], dtype)
 
 
@@ -464,7 +506,10 @@ def test_both_forms_of_gelu(rows, dtype, monkeypatch):
 @pytest.mark.parametrize("name", ["bias", "act", "add", "scale"])
 def test_tangents_pass(name, rows, dtype, monkeypatch):
     monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
-    chain, inputs = CASES[name].chain(dtype).requires_grad_(False), CASES[name].inputs((rows, IN), dtype)
+    chain, inputs = (
+        CASES[name].chain(dtype).requires_grad_(False),
+        CASES[name].inputs((rows, IN), dtype),
+    )
     found = []
     for selection in ("linear", ""):
         with opfuse.plugins.using(selection), torch.autograd.forward_ad.dual_level():
@@ -489,7 +534,12 @@ def test_compile_over_row_counts_makes_few_graphs():
     torch._dynamo.utils.counters.clear()
     chain = CASES["owned"].chain()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    for rows in (3, 5, 2100, 4):  # 2100 rows are enough for oneDNN, which is not asked while tracing
+    for rows in (
+        3,
+        5,
+        2100,
+        4,
+    ):  # 2100 rows are enough for oneDNN, which is not asked while tracing
         x = torch.randn(rows, IN)
         check([compiled(x).detach()], [chain(x).detach()], torch.float32)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
@@ -498,7 +548,9 @@ def test_compile_over_row_counts_makes_few_graphs():
 def test_export(case):
     chain, inputs = case.chain(), case.inputs()
     program = torch.export.export(chain.eval(), tuple(inputs))
-    outputs = [y if isinstance(y, tuple) else (y,) for y in (program.module()(*inputs), chain(*inputs))]
+    outputs = [
+        y if isinstance(y, tuple) else (y,) for y in (program.module()(*inputs), chain(*inputs))
+    ]
     check(*[[y.detach() for y in part] for part in outputs], torch.float32)
 
 
@@ -526,7 +578,9 @@ def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
             chain = CASES["bias"].chain(dtype)
             report = opfuse.explain(chain, torch.randn(3, IN, dtype=dtype))
             used = faster and dtype is torch.float32
-            assert [row["fusion"] for row in report.to_dict()["backward"]] == ([BACK] if used else [None, None])
+            assert [row["fusion"] for row in report.to_dict()["backward"]] == (
+                [BACK] if used else [None, None]
+            )
             assert ("it would do what the ops do one by one" in report.details) != used
             gelu = CASES["act"].chain(dtype)
             back = BACK if used else "activation+bias"
@@ -553,11 +607,17 @@ def test_under_a_recipe_the_activation_is_still_fused_with_the_bias(name):
         with opfuse.plugins.using("linear,grid"):
             report = opfuse.explain(quantized, *[x.clone().requires_grad_() for x in inputs])
         params = list(chain.parameters())
-        check(run(quantized, params, inputs, "linear,grid"), run(quantized, params, inputs, "grid"), torch.float32)
+        check(
+            run(quantized, params, inputs, "linear,grid"),
+            run(quantized, params, inputs, "grid"),
+            torch.float32,
+        )
     finally:
         opfuse.plugins.remove(record)
     assert "activation+bias" in [row["fusion"] for row in report.to_dict()["backward"]]
-    assert "GridRecipe quantizes the linear, and this fusion multiplies plain tensors" in str(report)
+    assert "GridRecipe quantizes the linear, and this fusion multiplies plain tensors" in str(
+        report
+    )
 
 
 def test_importing_the_plugin_imports_nothing_heavy():
@@ -628,7 +688,10 @@ def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
 def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     chain, x = mlp(ops.GELU(), (8, 128, 8)), torch.randn(4, 8)
     fused = [["linear+bias", "linear+bias+activation"], []]
-    apart = [["linear+bias", "linear+bias"], [BACK, BACK]]  # the backward of linear + bias, without the activation
+    apart = [
+        ["linear+bias", "linear+bias"],
+        [BACK, BACK],
+    ]  # the backward of linear + bias, without the activation
     monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: False)
     with torch.no_grad():
         assert [*fused_steps(chain, x)] == fused
@@ -639,7 +702,10 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert "the backward needs the activation's input" in opfuse.explain(chain, x).details
     with opfuse.options(**{"linear.recompute": "yes"}):
-        with pytest.raises(TypeError, match="'linear.recompute' of the plugin linear: expected bool such as False, got 'yes'"):
+        with pytest.raises(
+            TypeError,
+            match="'linear.recompute' of the plugin linear: expected bool such as False, got 'yes'",
+        ):
             chain(x)
 
 
@@ -651,7 +717,9 @@ def test_what_is_frozen_is_not_computed_again():
     assert sizes == [40]  # the second linear's input: the activation's input is not kept
     (expected,) = torch.autograd.grad(y.sum(), chain[2].weight)
     with opfuse.plugins.using(""):
-        torch.testing.assert_close(torch.autograd.grad(chain(x).sum(), chain[2].weight)[0], expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(chain(x).sum(), chain[2].weight)[0], expected
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -674,7 +742,12 @@ def test_a_subclass_of_tensor_brings_its_own_addition(dtype, rows, bias):
     torch.testing.assert_close(getattr(got, "a", got), expected.a)
 
 
-GPU = {"device": torch.device("cuda"), "capability": (9, 0), "dtype": torch.bfloat16, "requires_grad": False}
+GPU = {
+    "device": torch.device("cuda"),
+    "capability": (9, 0),
+    "dtype": torch.bfloat16,
+    "requires_grad": False,
+}
 CHAIN = ops.BasicLinear(IN, OUT), ops.Bias(OUT)
 
 
@@ -687,7 +760,10 @@ def refusal(name, *chain, **changes):
 
 def test_on_a_gpu_an_activation_is_fused_where_the_library_has_it():
     assert refusal(BACK, *CHAIN, ops.GELU()) is True
-    assert refusal(BACK, *CHAIN, ops.GELU(), options={"linear.recompute": True}, dtype=torch.float32) is True
+    assert (
+        refusal(BACK, *CHAIN, ops.GELU(), options={"linear.recompute": True}, dtype=torch.float32)
+        is True
+    )
     apart = [
         refusal(BACK, *CHAIN, ops.GELU(), dtype=torch.float32),
         refusal(BACK, *CHAIN, ops.GELU(), compiling=True),
@@ -712,7 +788,9 @@ def test_the_product_with_a_gelu_in_its_epilogue(shape, dtype):
     """The call that is made on a GPU. On a CPU the same call takes the other form of GELU, so it is not made there."""
     device, form = ("cuda", "tanh") if torch.cuda.is_available() else ("cpu", "none")
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, (OUT, IN), (OUT,))]
+    given = [
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, (OUT, IN), (OUT,))
+    ]
     x, weight, bias = (t.to(device, dtype) for t in given)
     got = opfuse_linear.kernels.linear_gelu(x, weight, bias)
     product = torch.nn.functional.linear(x.double(), weight.double(), bias.double())

@@ -25,7 +25,14 @@ class Steep(ops.SiLU):
         return 2 * super().derivative(x)
 
 
-ACTIVATIONS = [ops.ReLU(), ops.SiLU(), ops.GELU(), ops.GELU(approximate="none"), ops.QGELU(), Steep()]
+ACTIVATIONS = [
+    ops.ReLU(),
+    ops.SiLU(),
+    ops.GELU(),
+    ops.GELU(approximate="none"),
+    ops.QGELU(),
+    Steep(),
+]
 KNOWN = [*kernels.FORMS, None, None]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -36,7 +43,9 @@ if kernels.is_interpreted():
 
 def arguments(shape, dtype):
     generator = torch.Generator().manual_seed(0)
-    x, bias = (torch.randn(s, generator=generator).mul(2).to(DEVICE, dtype) for s in (shape, shape[-1:]))
+    x, bias = (
+        torch.randn(s, generator=generator).mul(2).to(DEVICE, dtype) for s in (shape, shape[-1:])
+    )
     return x, bias
 
 
@@ -46,9 +55,13 @@ def arguments(shape, dtype):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_the_values(dtype, shape, activation, keep):
     x, bias = arguments(shape, dtype)
-    y, hidden = kernels.bias_activation(x, bias, activation, kernels.known(activation), dtype=dtype, keep=keep)
+    y, hidden = kernels.bias_activation(
+        x, bias, activation, kernels.known(activation), dtype=dtype, keep=keep
+    )
     expected = (x + bias).double()  # rounded to the dtype, as between separate ops
-    torch.testing.assert_close(y.double(), activation.value(expected), rtol=ROUNDING[dtype], atol=1e-6)
+    torch.testing.assert_close(
+        y.double(), activation.value(expected), rtol=ROUNDING[dtype], atol=1e-6
+    )
     assert (y.dtype, hidden is None) == (dtype, not keep)
     if keep:
         assert torch.equal(hidden.double(), expected)
@@ -63,7 +76,9 @@ def test_nan_and_large_values_come_through(activation):
     torch.testing.assert_close(y, activation.value(x), equal_nan=True)
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not kernels.is_interpreted(), reason="no GPU, and Triton does not interpret")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not kernels.is_interpreted(), reason="no GPU, and Triton does not interpret"
+)
 def test_the_kernel_takes_what_it_can():
     x, bias = arguments((4, 8), torch.float32)
 
@@ -81,7 +96,9 @@ def test_the_kernel_stands_for_what_it_computes():
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
-@pytest.mark.skipif(kernels.is_interpreted(), reason="a process that interprets kernels cannot compile them")
+@pytest.mark.skipif(
+    kernels.is_interpreted(), reason="a process that interprets kernels cannot compile them"
+)
 @pytest.mark.parametrize("activation", kernels.FORMS)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_it_compiles(capability, activation, monkeypatch, tmp_path):
@@ -89,7 +106,9 @@ def test_it_compiles(capability, activation, monkeypatch, tmp_path):
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is anyway; unset, Triton 3.9 warns
+    monkeypatch.setenv(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # what it is anyway; unset, Triton 3.9 warns
     constants = {"ACTIVATION": activation, "KEEP": True, "HEIGHT": 8, "WIDTH": 512}
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "hidden_ptr"), "*bf16") | {"bias_ptr": "*fp32"}
     types = pointers | {"rows": "i32", "features": "i32"} | dict.fromkeys(constants, "constexpr")

@@ -9,7 +9,9 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs that nothing else takes."""
+    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs that
+    nothing else takes.
+    """
     from . import fused
 
     return fused.JOINT
@@ -18,4 +20,8 @@ def opfuse_joint_fusions() -> list[Fusion]:
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
     """From which size on it compiles, how much the separate ops must do, and by what it compiles."""
-    return {"inductor.min_elements": 1 << 14, "inductor.min_passes": 2, "inductor.backend": "inductor"}
+    return {
+        "inductor.min_elements": 1 << 14,
+        "inductor.min_passes": 2,
+        "inductor.backend": "inductor",
+    }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opfuse import Environment, FusedOperation, Fusion, OneOf, PluginWarning, Some, Subclasses
+from opfuse import Environment, FusedOperation, Fusion, OneOf, OneOrMore, PluginWarning, Subclasses
 from opfuse.authoring import op_class
 from opfuse.ops import (
     GELU,
@@ -45,23 +45,37 @@ _TENSORS = {Tensor, Parameter}
 class CompiledRun(FusedOperation):
     """A run of ops in two compiled functions, one per pass.
 
-    Its output is computed again in the backward, if the next op needs it there: reading and writing once more is cheap.
+    Its output is computed again in the backward, if the next op needs it there: reading and writing
+        once more is cheap.
 
-    Small inputs, and those that no kernel takes, go through the ops one by one, as if there were no fusion.
+    Small inputs, and those that no kernel takes, go through the ops one by one, as if there were no
+    fusion.
     """
 
     recomputes = True
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        self._backend, self._min_elements = DEFAULTS["inductor.backend"], DEFAULTS["inductor.min_elements"]
+        self._backend, self._min_elements = (
+            DEFAULTS["inductor.backend"],
+            DEFAULTS["inductor.min_elements"],
+        )
         self._ops = tuple(basic_ops)
         self._sources = sources_in(self._ops)
         self._external = [
-            (i, k) for i, op in enumerate(self._ops) for k in range(op.num_extra_inputs) if (i, k) not in self._sources
+            (i, k)
+            for i, op in enumerate(self._ops)
+            for k in range(op.num_extra_inputs)
+            if (i, k) not in self._sources
         ]
-        ratios = list(itertools.accumulate((op.feature_ratio or 1 for op in self._ops), initial=1, func=int.__mul__))
-        self._dropouts = [(i, op, ratios[i]) for i, op in enumerate(self._ops) if isinstance(op, Dropout)]
+        ratios = list(
+            itertools.accumulate(
+                (op.feature_ratio or 1 for op in self._ops), initial=1, func=int.__mul__
+            )
+        )
+        self._dropouts = [
+            (i, op, ratios[i]) for i, op in enumerate(self._ops) if isinstance(op, Dropout)
+        ]
         self._ratios = ratios
         self._scales = [op for op in self._ops if isinstance(op, ConstantScale)]
         self._look()
@@ -76,13 +90,21 @@ class CompiledRun(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self._backend, self._min_elements = option(env, "inductor.backend"), option(env, "inductor.min_elements")
+        self._backend, self._min_elements = (
+            option(env, "inductor.backend"),
+            option(env, "inductor.min_elements"),
+        )
 
     def _look(self) -> None:
         """Find out what the ops read, and what makes kernels equal."""
         self._reads = Reads(self._ops)
         classes = tuple(op_class(op) for op in self._ops)
-        self._structure = classes, tuple(self._sources.items()), self._reads.names, self._reads.functions
+        self._structure = (
+            classes,
+            tuple(self._sources.items()),
+            self._reads.names,
+            self._reads.functions,
+        )
 
     # Forward
 
@@ -99,14 +121,24 @@ class CompiledRun(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         size = input_.numel()
         if size < self._min_elements or not input_.ndim or not size or size < 2 * input_.shape[-1]:
-            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
+            )
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
         extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
         params = [param for i in self._with_params for param in basic_op_ctxs[i].params]
-        masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p] if self._dropouts else ()
-        if not self._takes(basic_op_ctxs, input_, extras, params) or (masked and not input_.is_contiguous()):
-            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
+        masked = (
+            [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p]
+            if self._dropouts
+            else ()
+        )
+        if not self._takes(basic_op_ctxs, input_, extras, params) or (
+            masked and not input_.is_contiguous()
+        ):
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
+            )
         numbers_read = self._reads.current()
         if numbers_read is None:  # there are other things to read than there were
             self._look()
@@ -125,7 +157,9 @@ class CompiledRun(FusedOperation):
         if key != latest:
             plan = self._make_plan(key, basic_op_ctxs, params)
         if plan is None:
-            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs)
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
+            )
         given = [input_, *params, *extras]
         numbers: list[Tensor] = []
         if self._dropouts:
@@ -137,7 +171,9 @@ class CompiledRun(FusedOperation):
         y, *others = results = plan.forward(items, rows)
         if plan.needs_grad:
             first = basic_op_ctxs[0]
-            first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]  # no copy of an input
+            first.to_save = [
+                given[i] if is_input else results[i] for is_input, i in plan.keeps
+            ]  # no copy of an input
             first.compiled = plan, shape, numbers
         result: Any = [()] * len(self._ops)
         for (i, _), tensor in zip(plan.outputs, others):  # noqa: B905  # what is kept comes after them
@@ -149,23 +185,31 @@ class CompiledRun(FusedOperation):
             basic_op_ctxs[0].recomputable_output, self._lets_go = y, True
         return y, result
 
-    def _takes(self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]) -> bool:
+    def _takes(
+        self, ctxs: Sequence[Any], input_: Tensor, extras: Sequence[Any], params: Sequence[Any]
+    ) -> bool:
         """Whether a kernel takes these tensors; raises what the ops would."""
         for (i, _), extra in zip(self._external, extras, strict=True) if extras else ():
             op, shape = self._ops[i], input_.shape
             if isinstance(op, AddExtraInput):
                 op.check_extra(
-                    ctxs[i], extra, shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i])
+                    ctxs[i],
+                    extra,
+                    shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i]),
                 )
             elif extra.shape != shape[:-1]:
                 return False
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
 
-    def _make_plan(self, key: Any, ctxs: Sequence[Any], params: Sequence[Tensor]) -> kernels.Plan | None:
+    def _make_plan(
+        self, key: Any, ctxs: Sequence[Any], params: Sequence[Tensor]
+    ) -> kernels.Plan | None:
         dtype, device, width, *_, of_extras = key[2:]
         if not self._flags:
             self._flags = tuple(kernels.Flags.of(ctx) for ctx in ctxs)
-        of_params = [[kernels.Spec(p.dtype, shape=tuple(p.shape)) for p in ctx.params] for ctx in ctxs]
+        of_params = [
+            [kernels.Spec(p.dtype, shape=tuple(p.shape)) for p in ctx.params] for ctx in ctxs
+        ]
         extras: list[list[Any]] = [[None] * op.num_extra_inputs for op in self._ops]
         for (i, k), (of_extra, _) in zip(self._external, of_extras, strict=True):
             one = isinstance(self._ops[i], ScaledActivation)
@@ -178,22 +222,34 @@ class CompiledRun(FusedOperation):
         given = kernels.Given(of_params, extras, masks, numbers)
 
         def make() -> kernels.Plan | str:
-            wanted = {slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants}
+            wanted = {
+                slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants
+            }
             wanted |= {i for i, op in enumerate(self._ops) if any(op.extra_input_channels)}
             title = " + ".join(op_class(op).__name__ for op in self._ops)
             try:
                 run = kernels.Run(self._ops, self._sources, self._flags, wanted)
                 options = run, title, key, kernels.Spec(dtype, width), given, device, self._backend
-                return kernels.Plan(*options) if self._reads.stock else undisturbed(lambda: kernels.Plan(*options))
+                return (
+                    kernels.Plan(*options)
+                    if self._reads.stock
+                    else undisturbed(lambda: kernels.Plan(*options))
+                )
             except Unreadable as error:  # it does what it should, and cannot be done once for all
                 return str(error)
             except Exception as error:  # an op that cannot be traced, or that refuses this input: then it does so again
                 names = ", ".join(type(op).__name__ for op in self._ops)
-                outcome = f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced"
-                warnings.warn(PluginWarning(f"{outcome}: {type(error).__name__}: {error}"), stacklevel=3)
+                outcome = (
+                    f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced"
+                )
+                warnings.warn(
+                    PluginWarning(f"{outcome}: {type(error).__name__}: {error}"), stacklevel=3
+                )
                 return f"it cannot be traced ({type(error).__name__})"
 
-        plan = self._reads.refusal or kernels.cached(("plan", key, self._flags, self._backend), make)
+        plan = self._reads.refusal or kernels.cached(
+            ("plan", key, self._flags, self._backend), make
+        )
         self._apart = plan if isinstance(plan, str) else ""
         self._latest = key, None if self._apart else plan
         return self._latest[1]
@@ -202,19 +258,28 @@ class CompiledRun(FusedOperation):
         """The scales as tensors, so that another scale needs no other kernel."""
         key = device, [op.scale for op in self._scales]
         if key != self._numbers[0]:
-            self._numbers = key, [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]]
+            self._numbers = (
+                key,
+                [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]],
+            )
         return self._numbers[1]
 
     # Backward
 
     def fuser_backward(
-        self, basic_op_ctxs: list[Any], grad_output: Tensor, *, basic_op_grad_extra_outputs: Sequence[Sequence[Any]]
+        self,
+        basic_op_ctxs: list[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         compiled = getattr(basic_op_ctxs[0], "compiled", None)
         if compiled is None:
             extra = basic_op_grad_extra_outputs
-            return self.run_separately_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra)
+            return self.run_separately_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra
+            )
         grads = {
             (i, k): grad
             for i, of_op in enumerate(basic_op_grad_extra_outputs)
@@ -232,13 +297,22 @@ class CompiledRun(FusedOperation):
         if len(shape) != 1:
             for name, grad in found.items():
                 if name == "x" or name[0] == "extra":
-                    found[name] = grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
+                    found[name] = (
+                        grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
+                    )
         of_params: list[Any] = [()] * len(self._ops)
         of_extras: list[Any] = list(of_params)
         for i in self._with_params:
-            of_params[i] = tuple([found.get(("param", i, k)) for k in range(len(basic_op_ctxs[i].param_requires_grad))])
+            of_params[i] = tuple(
+                [
+                    found.get(("param", i, k))
+                    for k in range(len(basic_op_ctxs[i].param_requires_grad))
+                ]
+            )
         for i in self._with_extras:
-            of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)])
+            of_extras[i] = tuple(
+                [found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)]
+            )
         return found.get("x"), of_params, of_extras
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
@@ -250,19 +324,34 @@ class CompiledRun(FusedOperation):
         return y if len(shape) == 1 else y.view(*shape, y.shape[-1])
 
     def _saved(self, ctxs: Sequence[Any], plan: kernels.Plan, rows: int) -> list[Tensor]:
-        return [fit(tensor, spec, rows) for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)]  # noqa: B905
+        return [
+            fit(tensor, spec, rows) for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)
+        ]
 
     @property
     def notes(self) -> str:  # type: ignore[override]
         """What ``opfuse.explain`` adds: the time that was spent compiling, and what is not kept."""
         plan = self._latest[1]
         if plan is None:
-            return "nothing was compiled, the ops ran one by one" + (f": {self._apart}" if self._apart else "")
-        times = {name: [k.seconds for k in of_pass if k.compiled] for name, of_pass in plan.kernels.items()}
+            return "nothing was compiled, the ops ran one by one" + (
+                f": {self._apart}" if self._apart else ""
+            )
+        times = {
+            name: [k.seconds for k in of_pass if k.compiled]
+            for name, of_pass in plan.kernels.items()
+        }
         parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
         failed = [name for name, of_pass in plan.kernels.items() if any(k.failed for k in of_pass)]
-        traced = f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}" if failed else ""
-        again = "; an op behind it does not keep its input, which is computed again" if self._lets_go else ""
+        traced = (
+            f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
+            if failed
+            else ""
+        )
+        again = (
+            "; an op behind it does not keep its input, which is computed again"
+            if self._lets_go
+            else ""
+        )
         spent = ", ".join(parts) or "none yet"
         return f"time spent tracing and compiling in this process: {spent}{traced}{again}"
 
@@ -284,7 +373,9 @@ def fit(tensor: Tensor, spec: kernels.Spec, rows: int) -> Tensor:
 
 
 def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The mask of a dropout, drawn as the op draws it: the same seed gives the same one, fused or not."""
+    """The mask of a dropout, drawn as the op draws it: the same seed gives the same one, fused or
+    not.
+    """
     if like.device.type == "cpu":
         return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p)
     return torch.native_dropout(like.new_empty(shape), p, True)[1]
@@ -293,7 +384,10 @@ def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
 def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
     """Extra inputs whose channel is written by an op of the run: consumer -> producer."""
     producers = {
-        channel: (i, k) for i, op in enumerate(ops) for k, channel in enumerate(op.extra_output_channels) if channel
+        channel: (i, k)
+        for i, op in enumerate(ops)
+        for k, channel in enumerate(op.extra_output_channels)
+        if channel
     }
     return {
         (i, k): producers[channel]
@@ -304,7 +398,9 @@ def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def grad_input_of(ops: Sequence[Any]) -> str:
-    """How the gradient that the backward returns relates to others, see :class:`opfuse.FusibleOperation`."""
+    """How the gradient that the backward returns relates to others, see
+    :class:`opfuse.FusibleOperation`.
+    """
     for op in ops:
         if op.grad_input != "same":
             return str(op.grad_input)
@@ -333,7 +429,11 @@ def _unavailable(env: Environment) -> str | None:
         return f"it does not compile for {env.dtype}"
     if option(env, "inductor.backend") == "eager":
         return None
-    if kind == "cpu" and (compiler := cpp_compiler()) is not None and shutil.which(compiler) is None:
+    if (
+        kind == "cpu"
+        and (compiler := cpp_compiler()) is not None
+        and shutil.which(compiler) is None
+    ):
         return f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found (CXX names another one)"
     if kind == "cuda" and importlib.util.find_spec("triton") is None:
         return "Inductor needs Triton on a GPU, and it is not installed"
@@ -346,7 +446,9 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor calls; None: it finds it by itself."""
     if sys.platform == "win32":
         return None
-    return (os.environ.get("CXX", "").split() or ["clang++" if sys.platform == "darwin" else "g++"])[0]
+    return (
+        os.environ.get("CXX", "").split() or ["clang++" if sys.platform == "darwin" else "g++"]
+    )[0]
 
 
 def _unfit(ops: Sequence[Any]) -> str | None:
@@ -360,7 +462,9 @@ def _unfit(ops: Sequence[Any]) -> str | None:
 
 
 def passes(op: Any, device: str = "cpu") -> int:
-    """How many passes over a tensor the op makes by itself, in each direction, or what takes as long as that."""
+    """How many passes over a tensor the op makes by itself, in each direction, or what takes as
+    long as that.
+    """
     if isinstance(op, (Identity, MakeExtraOutput)):
         return 0
     if isinstance(op, Dropout):
@@ -375,7 +479,10 @@ def passes(op: Any, device: str = "cpu") -> int:
 
 
 def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
-    count, least = sum(passes(op, env.device.type) for op in ops), option(env, "inductor.min_passes")
+    count, least = (
+        sum(passes(op, env.device.type) for op in ops),
+        option(env, "inductor.min_passes"),
+    )
     if count >= least:
         return None
     made = "one pass" if count == 1 else f"{count} passes"
@@ -386,7 +493,9 @@ def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
     if env.rows is None or env.features is None:  # it will be seen when it runs
         return None
     least = option(env, "inductor.min_elements")
-    if env.dtype is torch.float32 and all(isinstance(op, (GatedActivation, Identity)) for op in ops):
+    if env.dtype is torch.float32 and all(
+        isinstance(op, (GatedActivation, Identity)) for op in ops
+    ):
         least *= 4  # what PyTorch has for these is good
     if env.rows * env.features >= least and (env.rows > 1 or not least):
         return None
@@ -416,4 +525,14 @@ _POINTWISE = OneOf(
     Subclasses(ScaledActivation),
 )
 
-JOINT = [Fusion((Some(_POINTWISE),), CompiledRun, pays, benefit, priority=-100, name="compiled run", needs_rows=True)]
+JOINT = [
+    Fusion(
+        (OneOrMore(_POINTWISE),),
+        CompiledRun,
+        pays,
+        benefit,
+        priority=-100,
+        name="compiled run",
+        needs_rows=True,
+    )
+]

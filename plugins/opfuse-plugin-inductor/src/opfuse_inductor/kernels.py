@@ -1,12 +1,13 @@
 """From a run of ops to compiled functions: tracing, compiling, and the cache of what was compiled.
 
-The ops' own ``op_forward`` and ``op_backward`` are traced with fake tensors into a graph of torch operations, and
-Inductor compiles the graph: C++ on a CPU, Triton on a GPU. A kernel sees matrices ``(rows, features)``; the number of
-rows is a symbol, so one kernel serves them all. Where Inductor decides something by the number of rows, it leaves a
-guard, and the rows that it excludes get a kernel of their own.
+The ops' own ``op_forward`` and ``op_backward`` are traced with fake tensors into a graph of torch
+operations, and Inductor compiles the graph: C++ on a CPU, Triton on a GPU. A kernel sees matrices
+``(rows, features)``; the number of rows is a symbol, so one kernel serves them all. Where Inductor
+decides something by the number of rows, it leaves a guard, and the rows that it excludes get a
+kernel of their own.
 
-What a kernel is made of holds no tensor and no op of the model that it was made for, so that models of equal structure
-share it; Inductor's cache on disk serves other processes.
+What a kernel is made of holds no tensor and no op of the model that it was made for, so that models
+of equal structure share it; Inductor's cache on disk serves other processes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class NotCompiled(RuntimeError):
 
 
 class Kernel:
-    """A function of tensors, traced once, and compiled when it is first called, from what was traced.
+    """A function of tensors, traced once, and compiled when it is first called, from what was
+    traced.
 
     Args:
         title: What messages call it.
@@ -94,11 +96,17 @@ class Kernel:
         in_place: Whether it overwrites one of them.
         failed: Whether Inductor could not compile it, so that it runs as it was traced.
         of: What it was made for.
-        slots: For each of them whether it is one of the inputs, and which input, or which output of the graph.
+        slots: For each of them whether it is one of the inputs, and which input, or which output of
+            the graph.
     """
 
     def __init__(
-        self, title: str, function: Callable[..., Any], specs: Sequence[Spec], device: torch.device, backend: str
+        self,
+        title: str,
+        function: Callable[..., Any],
+        specs: Sequence[Spec],
+        device: torch.device,
+        backend: str,
     ) -> None:
         self.title = title
         self.seconds = 0.0
@@ -149,11 +157,15 @@ class Kernel:
                 before = self.seconds
                 with announced(self.title, self):
                     try:
-                        holds, run = self._compile(hint if len(self._variants) < MAX_VARIANTS else rows)
+                        holds, run = self._compile(
+                            hint if len(self._variants) < MAX_VARIANTS else rows
+                        )
                     except Exception as error:
                         if self.in_place:  # who calls it has another way
                             raise NotCompiled(self.title) from error
-                        outcome = f"Inductor does not compile {self.title}, which runs as it was traced"
+                        outcome = (
+                            f"Inductor does not compile {self.title}, which runs as it was traced"
+                        )
                         switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
                         text = f"{outcome}; {switch}: {type(error).__name__}: {str(error)[:500]}"
                         warnings.warn(PluginWarning(text), stacklevel=2)
@@ -175,14 +187,19 @@ class Kernel:
         specs = [self._specs[i] for i in self.used]
         graph, inputs, env = trace(self._graph, specs, self._device, hint, decompose=True)
         used, slots = prune(graph)  # which was done before
-        assert used == tuple(range(len(specs))) and slots == tuple((False, i) for i in range(len(slots)))
+        assert used == tuple(range(len(specs))) and slots == tuple(
+            (False, i) for i in range(len(slots))
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
             from torch._inductor import config
             from torch._inductor.compile_fx import compile_fx_inner
 
-        # Inductor's cache on disk keeps those guards that it can write in terms of numbers among the inputs
-        rows = next(fake.shape[0] for spec, fake in zip(specs, inputs, strict=True) if spec.shape is None)
+        # Inductor's cache on disk keeps those guards that it can write in terms of numbers among
+        # the inputs
+        rows = next(
+            fake.shape[0] for spec, fake in zip(specs, inputs, strict=True) if spec.shape is None
+        )
         with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
             graph.graph.placeholder("rows").meta["val"] = rows
         graph.recompile()
@@ -191,7 +208,9 @@ class Kernel:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 run: Any = compile_fx_inner(graph, [rows, *inputs])
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
-        return lambda rows: all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards), run
+        return lambda rows: all(
+            bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards
+        ), run
 
 
 @contextlib.contextmanager
@@ -248,7 +267,12 @@ class Given(NamedTuple):
     def rebuilt(self, items: Sequence[Any]) -> Given:
         """The same with other items."""
         left = iter(items)
-        return Given(*([[item if item is None else next(left) for item in group] for group in kind] for kind in self))
+        return Given(
+            *(
+                [[item if item is None else next(left) for item in group] for group in kind]
+                for kind in self
+            )
+        )
 
 
 class Run:
@@ -273,14 +297,23 @@ class Run:
         self.ops = []
         for i, op in enumerate(ops):
             twin = twin_of(op)
-            if isinstance(op, ScaledActivation):  # traced tensors do not tell; those out of a channel count as wanted
+            if isinstance(
+                op, ScaledActivation
+            ):  # traced tensors do not tell; those out of a channel count as wanted
                 vars(twin)["wants_gradient"] = lambda scales, answer=i in wanted: answer
             self.ops.append(twin)
 
     def forward(
-        self, x: Any, given: Given, start: int = 0, stop: int | None = None, made: dict[Any, Any] | None = None
+        self,
+        x: Any,
+        given: Given,
+        start: int = 0,
+        stop: int | None = None,
+        made: dict[Any, Any] | None = None,
     ) -> Passed:
-        """Run the ops from ``start`` to ``stop``, each in a context of its own; ``made``: extra outputs before."""
+        """Run the ops from ``start`` to ``stop``, each in a context of its own; ``made``: extra
+        outputs before.
+        """
         passed = Passed()
         passed.extras |= made or {}
         for i in range(start, len(self.ops) if stop is None else stop):
@@ -296,7 +329,9 @@ class Run:
                 x = x + self.extras_of(i, given, passed.extras)[0]
             elif isinstance(op, ScaledActivation):
                 extras = self.extras_of(i, given, passed.extras)
-                x, _ = op.fuser_forward([ctx], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[{}])
+                x, _ = op.fuser_forward(
+                    [ctx], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[{}]
+                )
             else:
                 if isinstance(op, ConstantScale):
                     vars(op)["scale"] = given.scales[i][0]
@@ -316,9 +351,15 @@ class Run:
         return [made[self.sources[i, k]] if e is None else e for k, e in enumerate(given.extras[i])]
 
     def backward(
-        self, contexts: dict[int, OperationContext], dy: Any, grads: dict[tuple[int, int], Any], given: Given
+        self,
+        contexts: dict[int, OperationContext],
+        dy: Any,
+        grads: dict[tuple[int, int], Any],
+        given: Given,
     ) -> tuple[Any, dict[int, list[Any]], dict[tuple[int, int], Any]]:
-        """The gradients of the input, of parameters by op, and of extra inputs that come from outside."""
+        """The gradients of the input, of parameters by op, and of extra inputs that come from
+        outside.
+        """
         grads, param_grads, extra_grads = dict(grads), {}, {}
         for i in reversed(range(len(self.ops))):
             op, ctx = self.ops[i], contexts[i]
@@ -351,8 +392,12 @@ def twin_of(op: Any) -> Any:
     return twin
 
 
-def joined_gradient(op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``op.backward_value(grad_output, x)``, which in eager mode writes into the halves of its result."""
+def joined_gradient(
+    op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """``op.backward_value(grad_output, x)``, which in eager mode writes into the halves of its
+    result.
+    """
     dtype = wide(x.dtype)
     a, b = op.split(x)
     a, b, dy = a.to(dtype), b.to(dtype), grad_output.to(dtype)
@@ -375,7 +420,8 @@ class Passed:
 class Plan:
     """The kernels of a run of ops, for tensors of certain dtypes and widths.
 
-    The forward keeps as little as the backward needs to compute the rest again: the input of the first op that saves
+    The forward keeps as little as the backward needs to compute the rest again: the input of the
+    first op that saves
     something, tensors that enter the run behind it, and the norms' number per row.
 
     Args:
@@ -393,24 +439,38 @@ class Plan:
         needs_grad: Whether there is a backward.
         saves: What the backward reads of what is kept and what enters, counted through.
         specs_saved: What these are like.
-        keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of its results.
-        recomputes: Whether the output can be computed again from what the backward reads and parameters.
+        keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of
+            its results.
+        recomputes: Whether the output can be computed again from what the backward reads and
+            parameters.
     """
 
     def __init__(
-        self, run: Run, title: str, key: Any, x: Spec, given: Given, device: torch.device, backend: str
+        self,
+        run: Run,
+        title: str,
+        key: Any,
+        x: Spec,
+        given: Given,
+        device: torch.device,
+        backend: str,
     ) -> None:
         self._run, self._title, self._key = run, title, key
         self._given, self._device, self._backend = given, device, backend
         self._flat = given.flat()
         self.specs = [x, *self._flat]
         self.needs_grad = any(flags.requires_grad for flags in run.flags)
-        self._outside_bias = device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
+        self._outside_bias = (
+            device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
+        )
         self._analyse()
         keeps = self._start, *self._carried, *self._statistics, *self._kept_specs
         forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
         self._forward: Kernel = cached(
-            forward_key, lambda: Kernel(f"the forward of {title}", self._forward_function, self.specs, device, backend)
+            forward_key,
+            lambda: Kernel(
+                f"the forward of {title}", self._forward_function, self.specs, device, backend
+            ),
         )
         self._backwards: dict[Any, Kernel] = {}
         self._again: Kernel | None = None
@@ -425,7 +485,10 @@ class Plan:
             numbers = sum(map(len, given.scales))  # read anew in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
             kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
-            kept = [*kept[1 + len(self.outputs) :], *((True, 1 + n) for n in range(len(self._flat)))]
+            kept = [
+                *kept[1 + len(self.outputs) :],
+                *((True, 1 + n) for n in range(len(self._flat))),
+            ]
             self.saves += self._parameters_to_recompute()
             self.specs_saved = tuple(entering[i] for i in self.saves)
             self.keeps = tuple(kept[i] for i in self.saves)
@@ -438,17 +501,28 @@ class Plan:
             passed = self._run.forward(x, given)
             known = {id(item): n for n, item in enumerate(items)}
             self._saved = [
-                [None if t is None else known.get(id(t), -1) for t in passed.contexts[i].to_save or ()]
+                [
+                    None if t is None else known.get(id(t), -1)
+                    for t in passed.contexts[i].to_save or ()
+                ]
                 for i in range(len(self._run.ops))
             ]
             left = [dict(vars(ctx), params=(), to_save=None) for ctx in passed.contexts.values()]
-            self._attributes = [{n: v for n, v in of.items() if not isinstance(v, Tensor)} for of in left]
+            self._attributes = [
+                {n: v for n, v in of.items() if not isinstance(v, Tensor)} for of in left
+            ]
             reading = [i for i, saved in enumerate(self._saved) if -1 in saved]
             self._start, self._stop = (reading[0], reading[-1] + 1) if reading else (0, 0)
-            while self._start and isinstance(self._run.ops[self._start - 1], (Bias, ConstantScale, Identity)):
+            while self._start and isinstance(
+                self._run.ops[self._start - 1], (Bias, ConstantScale, Identity)
+            ):
                 self._start -= 1  # to do that again is cheaper than to write the result
             inner = self._run.sources.items()
-            wanted = {src for (i, _), src in inner if self._start <= i < self._stop and src[0] < self._start}
+            wanted = {
+                src
+                for (i, _), src in inner
+                if self._start <= i < self._stop and src[0] < self._start
+            }
             self._carried = sorted(wanted)
             self._statistics = [  # as small as they are, they are kept too, if the ops keep them
                 (i, k)
@@ -460,14 +534,21 @@ class Plan:
             self._kept_specs = [Spec(t.dtype, t.shape[-1]) for t in kept]
             self._y = Spec(passed.output.dtype, passed.output.shape[-1])
             self.outputs = sorted(passed.extras)
-            self._extras = [Spec(passed.extras[slot].dtype, passed.extras[slot].shape[-1]) for slot in self.outputs]
+            self._extras = [
+                Spec(passed.extras[slot].dtype, passed.extras[slot].shape[-1])
+                for slot in self.outputs
+            ]
 
     def _kept(self, passed: Passed) -> list[Any]:
         if self._stop == self._start:
             return []
         op, z = self._run.ops[self._start], passed.inputs[self._start]
         names = op.saved_names or ()
-        saved = (passed.contexts[self._start].to_save or ())[names.index("input")] if "input" in names else None
+        saved = (
+            (passed.contexts[self._start].to_save or ())[names.index("input")]
+            if "input" in names
+            else None
+        )
         if saved is not None and saved.dtype.itemsize < z.dtype.itemsize:  # it casts first
             z = saved
         statistics = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
@@ -476,17 +557,28 @@ class Plan:
     def _forward_function(self, x: Any, *items: Any) -> dict[Any, Any]:
         passed = self._run.forward(x, self._given.rebuilt(items))
         kept = self._kept(passed) if self.needs_grad else []
-        return {"y": passed.output} | {slot: passed.extras[slot] for slot in self.outputs} | dict(enumerate(kept))
+        return (
+            {"y": passed.output}
+            | {slot: passed.extras[slot] for slot in self.outputs}
+            | dict(enumerate(kept))
+        )
 
     def forward(self, items: Sequence[Tensor], rows: int) -> list[Any]:
         """The output, the extra outputs, and what is kept."""
         return self._forward(items, rows)
 
-    def _backward(self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False) -> Kernel:
-        """The kernel for incoming gradients like these; ``in_place``: where that can be, it overwrites ``dy``."""
+    def _backward(
+        self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False
+    ) -> Kernel:
+        """The kernel for incoming gradients like these; ``in_place``: where that can be, it
+        overwrites ``dy``.
+        """
         if in_place and not any(isinstance(op, (RMSNorm, L2Normalization)) for op in self._run.ops):
             kernel = self._backward(dy, grads)
-            slots, given = dict(zip(kernel.names, kernel.slots, strict=True)), len(self._kept_specs) + len(self._flat)
+            slots, given = (
+                dict(zip(kernel.names, kernel.slots, strict=True)),
+                len(self._kept_specs) + len(self._flat),
+            )
             fits = (dy.dtype, dy.width) == (self.specs[0].dtype, self.specs[0].width)
             if not fits or slots.get("x", (True, 0))[0] or (True, given) in slots.values():
                 return kernel
@@ -503,7 +595,9 @@ class Plan:
                 contexts = self._contexts(tensors[:kept], tensors[kept:after], given)
                 incoming = dict(zip(slots, tensors[after + 1 :], strict=True))
                 dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
-                found = {"x": dx} | {("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)}
+                found = {"x": dx} | {
+                    ("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)
+                }
                 found |= {("extra", *slot): grad for slot, grad in extras.items()}
                 if in_place:
                     tensors[after].copy_(found.pop("x"))
@@ -511,18 +605,26 @@ class Plan:
 
             full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
             title = f"the backward of {self._title}"
-            self._backwards[key] = cached(full, lambda: Kernel(title, function, specs, self._device, self._backend))
+            self._backwards[key] = cached(
+                full, lambda: Kernel(title, function, specs, self._device, self._backend)
+            )
             self._backwards[key].in_place, self._backwards[key].of = in_place, (dy, grads)
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
-        """Make the kernel that computes the output again, and say what it reads that the backward does not."""
-        behind = {source for (i, _), source in self._run.sources.items() if i >= self._start > source[0]}
+        """Make the kernel that computes the output again, and say what it reads that the backward
+        does not.
+        """
+        behind = {
+            source for (i, _), source in self._run.sources.items() if i >= self._start > source[0]
+        }
         if self._stop == self._start or not behind <= set(self._carried):
             return ()
         key = "again", self._key, self._run.flags, tuple(self.specs), self._backend
         specs, title = [*self._kept_specs, *self._flat], f"the output of {self._title}"
-        self._again = cached(key, lambda: Kernel(title, self._output_again, specs, self._device, self._backend))
+        self._again = cached(
+            key, lambda: Kernel(title, self._output_again, specs, self._device, self._backend)
+        )
         first = len(self._kept_specs)
         parameters = range(first, first + sum(map(len, self._given.params)))
         scales = range(len(specs) - sum(map(len, self._given.scales)), len(specs))
@@ -531,9 +633,16 @@ class Plan:
         return more if self.recomputes else ()
 
     def _output_again(self, *tensors: Any) -> dict[Any, Any]:
-        """With the numbers per row, which makes it the forward of a run that begins here: compiled once for both."""
-        kept, given = tensors[: len(self._kept_specs)], self._given.rebuilt(tensors[len(self._kept_specs) :])
-        passed = self._run.forward(kept[0], given, self._start, None, dict(zip(self._carried, kept[1:], strict=False)))
+        """With the numbers per row, which makes it the forward of a run that begins here: compiled
+        once for both.
+        """
+        kept, given = (
+            tensors[: len(self._kept_specs)],
+            self._given.rebuilt(tensors[len(self._kept_specs) :]),
+        )
+        passed = self._run.forward(
+            kept[0], given, self._start, None, dict(zip(self._carried, kept[1:], strict=False))
+        )
         numbers = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
         return {"y": passed.output} | dict(enumerate(numbers))
 
@@ -550,7 +659,9 @@ class Plan:
             tensors[i] = tensor
         return tensors
 
-    def _contexts(self, kept: Sequence[Any], items: Sequence[Any], given: Given) -> dict[int, OperationContext]:
+    def _contexts(
+        self, kept: Sequence[Any], items: Sequence[Any], given: Given
+    ) -> dict[int, OperationContext]:
         """Contexts as the forward left them, computed again where that is needed."""
         contexts = {}
         for i, (saved, attributes) in enumerate(zip(self._saved, self._attributes, strict=True)):
@@ -558,7 +669,9 @@ class Plan:
             vars(ctx).update(attributes)
             if given.scales[i]:
                 ctx.scale = given.scales[i][0]
-            ctx.to_save = tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
+            ctx.to_save = (
+                tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
+            )
         if self._stop > self._start:
             made = dict(zip(self._carried, kept[1:], strict=False))
             contexts |= self._run.forward(kept[0], given, self._start, self._stop, made).contexts
@@ -578,7 +691,9 @@ class Plan:
         rows: int,
         owns_dy: bool = False,
     ) -> dict[Any, Any]:
-        """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that are there."""
+        """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that
+        are there.
+        """
         kernel = self._latest[1]
         key = owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
         if key != self._latest[0]:
@@ -605,4 +720,8 @@ class Plan:
     def kernels(self) -> dict[str, list[Kernel]]:
         """By pass."""
         again = [self._again] if self._again is not None else []
-        return {"forward": [self._forward], "backward": list(self._backwards.values()), "output again": again}
+        return {
+            "forward": [self._forward],
+            "backward": list(self._backwards.values()),
+            "output again": again,
+        }

@@ -1,8 +1,9 @@
 """What the arithmetic of an op depends on beside tensors.
 
-A kernel is made once of what an op computes, so all that its methods read must be known. Numbers are part of the
-kernel's key and read anew at every call: those of the op, and for an op of another package those on its classes, in
-globals, and in closures. The functions it calls must stay the same objects. What is neither is refused, in a sentence.
+A kernel is made once of what an op computes, so all that its methods read must be known. Numbers
+are part of the kernel's key and read anew at every call: those of the op, and for an op of another
+package those on its classes, in globals, and in closures. The functions it calls must stay the same
+objects. What is neither is refused, in a sentence.
 """
 
 from __future__ import annotations
@@ -23,17 +24,47 @@ from opfuse.authoring import op_class
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
-_TRUSTED = {"torch", "opfuse", "math", "numpy", "operator", "builtins", "functools", "itertools", "typing", "abc"}
+_TRUSTED = {
+    "torch",
+    "opfuse",
+    "math",
+    "numpy",
+    "operator",
+    "builtins",
+    "functools",
+    "itertools",
+    "typing",
+    "abc",
+}
 """Packages whose functions are not looked into."""
 
 _RANDOM = ("random.", "numpy.random", "torch.random")
 """Modules that draw, and not by an operation of torch's, which a graph would show."""
 
-_UNSEEN = {"globals", "locals", "vars", "eval", "exec", "open", "input", "__import__", "setattr", "delattr", "id"}
+_UNSEEN = {
+    "globals",
+    "locals",
+    "vars",
+    "eval",
+    "exec",
+    "open",
+    "input",
+    "__import__",
+    "setattr",
+    "delattr",
+    "id",
+}
 """Built-in functions by which a function reads or writes what cannot be seen in its code."""
 
 _ROOTS = (
-    *("value", "derivative", "linear_value", "linear_derivative", "forward_value", "backward_value"),
+    *(
+        "value",
+        "derivative",
+        "linear_value",
+        "linear_derivative",
+        "forward_value",
+        "backward_value",
+    ),
     *("gate_gradient", "split", "join", "operand", "numbers_of", "with_numbers"),
 )
 """The methods of an activation that are called."""
@@ -75,7 +106,8 @@ class Reads:
         refusal: Why it cannot all be followed, or None.
         numbers: Where the numbers are.
         fixed: Where the functions and modules are, which must stay.
-        stock: Whether nothing was written elsewhere, so that nothing but the numbers of the ops can change.
+        stock: Whether nothing was written elsewhere, so that nothing but the numbers of the ops can
+            change.
     """
 
     def __init__(self, run: Sequence[Any]) -> None:
@@ -103,7 +135,11 @@ class Reads:
                 if any([len(where) != size for where, size in self._sizes]):
                     return None
             numbers = tuple([place.where[place.name] for place in self.numbers])
-            return numbers if self.stock else (*numbers, *map(type, numbers), torch.get_default_dtype())
+            return (
+                numbers
+                if self.stock
+                else (*numbers, *map(type, numbers), torch.get_default_dtype())
+            )
         except (KeyError, AttributeError, ValueError):  # deleted, or an empty cell
             return None
 
@@ -116,18 +152,29 @@ class Reads:
 
     def _read(self, op: Any) -> None:
         if is_stock(op):
-            ignored = {"param_names"} if isinstance(op, ops.Dropout) else {"param_names", "training"}
+            ignored = (
+                {"param_names"} if isinstance(op, ops.Dropout) else {"param_names", "training"}
+            )
             ignored |= {"scale"} if isinstance(op, ops.ConstantScale) else set()
             names = sorted(set(vars(op)) - _COMMON - ignored)
-            self.numbers += [Place(vars(op), n, vars(op)[n]) for n in names if is_plain(vars(op)[n])]
+            self.numbers += [
+                Place(vars(op), n, vars(op)[n]) for n in names if is_plain(vars(op)[n])
+            ]
             for child in op.children():
                 self._read(child)
             return
         self.stock, name = False, op_class(op).__name__
         if not isinstance(op, BasicOperation):
-            raise Unreadable(f"{type(self._part).__name__} has a {name} in it, which is no op of opfuse")
-        if next(op.parameters(False), None) is not None or next(op.buffers(False), None) is not None:
-            raise Unreadable(f"{name} has tensors of its own, which a compiled function would take for constants")
+            raise Unreadable(
+                f"{type(self._part).__name__} has a {name} in it, which is no op of opfuse"
+            )
+        if (
+            next(op.parameters(False), None) is not None
+            or next(op.buffers(False), None) is not None
+        ):
+            raise Unreadable(
+                f"{name} has tensors of its own, which a compiled function would take for constants"
+            )
         self._part, self._foreign = op, [cls for cls in type(op).__mro__ if not is_trusted(cls)]
         self._sizes += [(d, len(d)) for d in (vars(op), op._parameters, op._buffers, op._modules)]
         for attribute in sorted(set(vars(op)) - _COMMON - {"param_names"}):
@@ -192,13 +239,17 @@ class Reads:
                 raise Unreadable(f"{who} has a default that is no plain number")
         found = scan(code)
         if found.writes:
-            raise Unreadable(f"{who} writes {found.writes}, which a compiled function would do once")
+            raise Unreadable(
+                f"{who} writes {found.writes}, which a compiled function would do once"
+            )
         for name in found.attributes:
             self._method(name)
         for name, attributes in found.globals:
             where = function.__globals__
             if name in where:
-                self._object(Place(where, name, where[name]), attributes, f"{who} reads the global {name}")
+                self._object(
+                    Place(where, name, where[name]), attributes, f"{who} reads the global {name}"
+                )
             elif name in _UNSEEN or not hasattr(builtins, name):
                 raise Unreadable(f"{who} calls {name}, and nothing tells what it reads")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -206,11 +257,15 @@ class Reads:
             try:
                 place = Place(of_cell, "cell_contents", cell.cell_contents)
             except ValueError:
-                raise Unreadable(f"{who} reads the variable {name}, which has no value yet") from None
+                raise Unreadable(
+                    f"{who} reads the variable {name}, which has no value yet"
+                ) from None
             self._object(place, ("",), f"{who} reads the variable {name}")
 
     def _object(self, place: Place, attributes: Sequence[str], what: str) -> None:
-        """Go through something that a function reads, and which of its attributes; no attribute: all of them."""
+        """Go through something that a function reads, and which of its attributes; no attribute:
+        all of them.
+        """
         value = place.value
         if is_plain(value):
             self.numbers.append(place)
@@ -230,7 +285,9 @@ class Reads:
         elif isinstance(value, (types.FunctionType, functools.partial)):
             self._follow(place, getattr(value, "__qualname__", what))
         else:
-            raise Unreadable(f"{what}, which is no plain number, and a compiled function would take it for a constant")
+            raise Unreadable(
+                f"{what}, which is no plain number, and a compiled function would take it for a constant"
+            )
 
 
 def is_stock(op: Any) -> bool:
@@ -248,10 +305,16 @@ def is_trusted(value: Any) -> bool:
     """Whether a function, class or module is of a package that is not looked into."""
     if isinstance(value, types.ModuleType):
         home = value.__name__
-    elif isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType):
+    elif isinstance(value, types.BuiltinFunctionType) and isinstance(
+        value.__self__, types.ModuleType
+    ):
         home = value.__self__.__name__
     elif isinstance(value, types.BuiltinFunctionType) and value.__self__ is not None:
-        home = value.__self__.__module__ if isinstance(value.__self__, type) else type(value.__self__).__module__
+        home = (
+            value.__self__.__module__
+            if isinstance(value.__self__, type)
+            else type(value.__self__).__module__
+        )
     elif isinstance(value, types.FunctionType):
         home = value.__globals__.get("__name__") or ""  # its module is what its author says
     elif isinstance(value, type):
@@ -264,7 +327,9 @@ def is_trusted(value: Any) -> bool:
 
 
 def _is_there(cls: type) -> bool:
-    """Whether a class is found where it says; one that a call of ``type`` makes says the module of its metaclass."""
+    """Whether a class is found where it says; one that a call of ``type`` makes says the module of
+    its metaclass.
+    """
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -278,7 +343,8 @@ class Scanned(NamedTuple):
     """What a function's code reads.
 
     Attributes:
-        globals: Names of globals, and which attributes of each; ``""`` stands for the object itself.
+        globals: Names of globals, and which attributes of each; ``""`` stands for the object
+            itself.
         attributes: Names of attributes, of whatever.
         writes: What it writes beside its own variables, or ``""``.
     """
@@ -315,7 +381,9 @@ def scan(code: types.CodeType) -> Scanned:
                 writes = f"the attribute {what}"
             elif name in ("STORE_DEREF", "DELETE_DEREF") and what in code.co_freevars:
                 writes = f"the variable {what}"
-    return Scanned(tuple((name, tuple(of)) for name, of in found.items()), tuple(attributes), writes)
+    return Scanned(
+        tuple((name, tuple(of)) for name, of in found.items()), tuple(attributes), writes
+    )
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -329,7 +397,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def undisturbed(make: Callable[[], Any]) -> Any:
-    """What a function gives that calls those of others, unless these draw random numbers of Python or numpy.
+    """What a function gives that calls those of others, unless these draw random numbers of Python
+    or numpy.
 
     Raises:
         Unreadable: They do.
@@ -353,5 +422,3 @@ def drawing(graph: torch.fx.GraphModule) -> str | None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return str(node.target)
     return None
-
-

@@ -1,6 +1,7 @@
 """From a function of tensors to a graph of torch operations, traced with fake tensors.
 
-The number of rows is a symbol. Where a decision depends on it, the environment of the symbol keeps a guard.
+The number of rows is a symbol. Where a decision depends on it, the environment of the symbol keeps
+a guard.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from opfuse.authoring import wide
 from .reads import Unreadable, drawing
 
 HINT = 4096
-"""The number of rows that Inductor optimizes for first, whatever comes: the same code in every process."""
+"""The number of rows that Inductor optimizes for first, whatever comes: the same code in every
+process.
+"""
 
 
 class Spec(NamedTuple):
-    """An input of a graph: a matrix of some width, a value per row (width None), or of a fixed shape."""
+    """An input of a graph: a matrix of some width, a value per row (width None), or of a fixed
+    shape.
+    """
 
     dtype: torch.dtype
     width: int | None = None
@@ -30,9 +35,15 @@ class Spec(NamedTuple):
 
 
 def trace(
-    function: Callable[..., Any], specs: Sequence[Spec], device: torch.device, hint: int, *, decompose: bool = False
+    function: Callable[..., Any],
+    specs: Sequence[Spec],
+    device: torch.device,
+    hint: int,
+    *,
+    decompose: bool = False,
 ) -> tuple[torch.fx.GraphModule, list[Any], Any]:
-    """The graph of ``function``, the fake tensors it was traced with, and what their sizes had to obey.
+    """The graph of ``function``, the fake tensors it was traced with, and what their sizes had to
+    obey.
 
     Args:
         function: Gives a list of tensors.
@@ -52,7 +63,9 @@ def trace(
         table = None
         if decompose:
             known = select_decomp_table()
-            half = all(wide(spec.dtype) is not spec.dtype for spec in specs if spec.width is not None)
+            half = all(
+                wide(spec.dtype) is not spec.dtype for spec in specs if spec.width is not None
+            )
             ours = DECOMPOSITIONS | (FOR_HALF_PRECISION if device.type == "cpu" and half else {})
             table = {**known, **{op: _first(mine, known.get(op)) for op, mine in ours.items()}}
         graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
@@ -62,7 +75,9 @@ def trace(
 
 
 def _first(ours: Callable[..., Any], known: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A decomposition, and what it leaves by another one: Inductor refuses to meet what it would decompose."""
+    """A decomposition, and what it leaves by another one: Inductor refuses to meet what it would
+    decompose.
+    """
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         result = ours(*args, **kwargs)
@@ -78,7 +93,9 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Any:
-    """The tanh form of GELU by a sigmoid, for ``(1 + tanh(u)) / 2 = sigmoid(2 u)``, which a CPU computes faster."""
+    """The tanh form of GELU by a sigmoid, for ``(1 + tanh(u)) / 2 = sigmoid(2 u)``, which a CPU
+    computes faster.
+    """
     if approximate != "tanh":
         return NotImplemented
     wider = x.to(wide(x.dtype))
@@ -97,8 +114,12 @@ def gelu_backward(grad_output: Tensor, x: Tensor, *, approximate: str = "none") 
 
 
 def sigmoid(x: Tensor) -> Any:
-    """The sigmoid by powers of two, which a CPU computes faster; rounding the exponent costs ``2^-24 |x|`` of it."""
-    return 1 / (1 + torch.exp2(x * -math.log2(math.e))) if x.dtype is torch.float32 else NotImplemented
+    """The sigmoid by powers of two, which a CPU computes faster; rounding the exponent costs
+    ``2^-24 |x|`` of it.
+    """
+    return (
+        1 / (1 + torch.exp2(x * -math.log2(math.e))) if x.dtype is torch.float32 else NotImplemented
+    )
 
 
 TWICE_U = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
@@ -117,14 +138,18 @@ FOR_HALF_PRECISION = {torch.ops.aten.sigmoid.default: sigmoid}
 
 @contextlib.contextmanager
 def faked(hint: int) -> Iterator[tuple[Any, Any]]:
-    """A block in which tensors are fake: the symbolic number of rows, and the environment of the symbol."""
+    """A block in which tensors are fake: the symbolic number of rows, and the environment of the
+    symbol.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
     from torch.utils._python_dispatch import _disable_current_modes
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    mode.cache_enabled = False  # it is there for models of many layers alike, and takes as long as the rest
+    mode.cache_enabled = (
+        False  # it is there for models of many layers alike, and takes as long as the rest
+    )
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         rows = mode.from_tensor(torch.empty(hint, device="cpu"), symbolic_context=dynamic).shape[0]
@@ -134,7 +159,13 @@ def faked(hint: int) -> Iterator[tuple[Any, Any]]:
 
 def fake(spec: Spec, rows: Any, device: torch.device) -> Tensor:
     """A tensor that a spec describes."""
-    shape = spec.shape if spec.shape is not None else (rows,) if spec.width is None else (rows, spec.width)
+    shape = (
+        spec.shape
+        if spec.shape is not None
+        else (rows,)
+        if spec.width is None
+        else (rows, spec.width)
+    )
     return torch.empty(shape, dtype=spec.dtype, device=device)
 
 
@@ -142,8 +173,8 @@ def prune(graph: torch.fx.GraphModule) -> tuple[tuple[int, ...], tuple[tuple[boo
     """Drop inputs that are not read, and outputs that are inputs or given twice.
 
     Returns:
-        Which inputs are left; and for each output of the function whether it is one of its inputs, and which input,
-        or which output of the graph.
+        Which inputs are left; and for each output of the function whether it is one of its inputs,
+        and which input, or which output of the graph.
     """
     graph.graph.eliminate_dead_code()
     placeholders = graph.graph.find_nodes(op="placeholder")

@@ -17,7 +17,9 @@ def opfuse_forward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_backward_fusions() -> list[Fusion]:
-    """The backward of linear [+ bias] [+ activation], bias + activation, linear + scale, extra output + linear."""
+    """The backward of linear [+ bias] [+ activation], bias + activation, linear + scale, extra
+    output + linear.
+    """
     from . import fused
 
     return fused.BACKWARD
@@ -25,5 +27,7 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether the output of an activation is computed again, instead of being kept for the linear behind it."""
+    """Whether the output of an activation is computed again, instead of being kept for the linear
+    behind it.
+    """
     return {"linear.recompute": False}

@@ -8,8 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse import Environment, FusedOperation, Fusion, Maybe, OperationContext, Subclasses, computes_as
-from opfuse.ops import GELU, Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput, SiLU
+from opfuse import (
+    Environment,
+    FusedOperation,
+    Fusion,
+    OperationContext,
+    Optional,
+    Subclasses,
+    computes_as,
+)
+from opfuse.ops import (
+    GELU,
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    MakeExtraOutput,
+    SiLU,
+)
 
 from . import kernels
 
@@ -19,7 +36,8 @@ Extras = Sequence[Sequence[Tensor | None]]
 MIN_FEATURES_APART = 128
 """Features from which an activation stays a step of its own in training on a CPU.
 
-Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of Python, no time of the
+Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of
+Python, no time of the
 arithmetic, and a compiler of activations saves more.
 """
 
@@ -31,13 +49,16 @@ def _epilogue(act: Activation) -> tuple[str, str] | None:
     return ("swish", "") if computes_as(act, SiLU) else None
 
 
-# A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's is slow.
+# A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's
+# is slow.
 
 
 class ForwardLinear(FusedOperation):
     """Linear alone, in the faster of PyTorch's libraries."""
 
-    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Tensor, Any]:
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         return kernels.linear(x, weight, None), ((),)
@@ -71,8 +92,8 @@ class ForwardLinearBias(FusedOperation):
 class ForwardLinearBiasActivation(FusedOperation):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
 
-    With the option ``linear.recompute`` the output is computed again in the backward, if the next op needs it there
-    and the activation is known to give the same again.
+    With the option ``linear.recompute`` the output is computed again in the backward, if the next
+    op needs it there and the activation is known to give the same again.
     """
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -90,7 +111,9 @@ class ForwardLinearBiasActivation(FusedOperation):
             name = type(act).__name__
             self.notes = f"its output is kept, since {name} does not declare itself deterministic"
         self._small, self._linear = kernels.for_small(env)
-        if self.recomputes or env.device.type != "cpu":  # one kernel is faster on a GPU, however small
+        if (
+            self.recomputes or env.device.type != "cpu"
+        ):  # one kernel is faster on a GPU, however small
             self._small = 0
 
     def fuser_forward(
@@ -183,7 +206,11 @@ class BackwardLinear(FusedOperation):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         act = basic_ops[-1].op_backward if isinstance(basic_ops[-1], Activation) else None
-        self._parts = act, len(basic_ops) > 1 and isinstance(basic_ops[1], Bias), ((),) * len(basic_ops)
+        self._parts = (
+            act,
+            len(basic_ops) > 1 and isinstance(basic_ops[1], Bias),
+            ((),) * len(basic_ops),
+        )
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
@@ -198,11 +225,17 @@ class BackwardLinear(FusedOperation):
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight)
         if act is None:
             return grad_input, ((grad_weight,), grads) if has_bias else ((grad_weight,),), no_extras
-        return grad_input, ((grad_weight,), grads, of_act) if has_bias else ((grad_weight,), of_act), no_extras
+        return (
+            grad_input,
+            ((grad_weight,), grads, of_act) if has_bias else ((grad_weight,), of_act),
+            no_extras,
+        )
 
 
 class BackwardLinearScale(FusedOperation):
-    """The backward of linear + scale: one pass over the gradient, or a scale in each matrix product."""
+    """The backward of linear + scale: one pass over the gradient, or a scale in each matrix
+    product.
+    """
 
     grad_input = "fresh"
 
@@ -235,7 +268,9 @@ class BackwardLinearAdd(FusedOperation):
 
 
 class BackwardActivationBias(FusedOperation):
-    """The backward of bias + activation: one gradient, in place if the chain owns it, and its column sum."""
+    """The backward of bias + activation: one gradient, in place if the chain owns it, and its
+    column sum.
+    """
 
     grad_input = "fresh"
 
@@ -243,7 +278,9 @@ class BackwardActivationBias(FusedOperation):
         super().__init__(basic_ops)
         self._act = basic_ops[1].op_backward
 
-    def fuser_backward(self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any) -> tuple[Tensor, Any, Any]:
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         dy, of_act = self._act(basic_op_ctxs[1], grad_output)
         grad_bias = kernels.bias_grad(dy) if basic_op_ctxs[0].param_requires_grad[0] else None
@@ -265,7 +302,11 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
     if _recomputes(env):
         return True
     if env.device.type != "cpu":
-        if len(ops) == 3 and _epilogue(ops[2]) == ("gelu", "tanh") and kernels.has_gelu_epilogue(env):
+        if (
+            len(ops) == 3
+            and _epilogue(ops[2]) == ("gelu", "tanh")
+            and kernels.has_gelu_epilogue(env)
+        ):
             return True
         return "on a GPU only bias + GELU (tanh), in half precision and without a backward, go into the product"
     if not env.requires_grad or max(ops[0].in_features, ops[0].out_features) < MIN_FEATURES_APART:
@@ -304,7 +345,9 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 
 def adds_nothing(env: Environment) -> bool:
     """Whether the backward of a linear is the same matrix products fused or not."""
-    return env.device.type != "cpu" or not (env.dtype is torch.float32 and kernels.onednn_is_faster())
+    return env.device.type != "cpu" or not (
+        env.dtype is torch.float32 and kernels.onednn_is_faster()
+    )
 
 
 _ACT = Subclasses(Activation)
@@ -313,15 +356,25 @@ FORWARD = [
     Fusion((BasicLinear,), ForwardLinear, _alone_pays, name="linear"),
     Fusion((BasicLinear, Bias), ForwardLinearBias, name="linear+bias"),
     Fusion(
-        (BasicLinear, Maybe(Bias), _ACT), ForwardLinearBiasActivation, _with_activation, name="linear+bias+activation"
+        (BasicLinear, Optional(Bias), _ACT),
+        ForwardLinearBiasActivation,
+        _with_activation,
+        name="linear+bias+activation",
     ),
-    Fusion((BasicLinear, Maybe(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
+    Fusion((BasicLinear, Optional(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
     Fusion((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearAdd, name="linear+scale+add"),
 ]
 
 BACKWARD = [
-    Fusion((BasicLinear, Maybe(Bias), Maybe(_ACT)), BackwardLinear, _activation_pays, name="linear+bias+activation"),
-    Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),  # others first
+    Fusion(
+        (BasicLinear, Optional(Bias), Optional(_ACT)),
+        BackwardLinear,
+        _activation_pays,
+        name="linear+bias+activation",
+    ),
+    Fusion(
+        (Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"
+    ),  # others first
     Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _scale_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
 ]

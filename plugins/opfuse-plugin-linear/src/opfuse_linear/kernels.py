@@ -1,8 +1,9 @@
-"""The arithmetic, in PyTorch primitives: what runs on a CPU, and what GPU kernels will be compared with.
+"""The arithmetic, in PyTorch primitives: what runs on a CPU, and what GPU kernels will be compared
+with.
 
-On x86 CPUs that are not Intel's, PyTorch's default library for fp32 matrix products takes a generic path, while
-oneDNN uses the chip's vector units at the same fp32 accuracy. ``torch.backends.mkldnn.flags(enabled=False)``
-turns oneDNN off, here too.
+On x86 CPUs that are not Intel's, PyTorch's default library for fp32 matrix products takes a generic
+path, while oneDNN uses the chip's vector units at the same fp32 accuracy.
+``torch.backends.mkldnn.flags(enabled=False)`` turns oneDNN off, here too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from opfuse import Environment
 ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
 
-In bf16 the default library is oneDNN too, but without epilogue: only products with something after them are called
-directly, and small ones add their bias afterwards, since a kernel of their own costs more than an addition.
+In bf16 the default library is oneDNN too, but without epilogue: only products with something after
+them are called
+directly, and small ones add their bias afterwards, since a kernel of their own costs more than an
+addition.
 """
 
 ONEDNN_MIN_WIDTH = 8
-"""Rows and columns of the result below which the default library's matrix-vector products are faster."""
+"""Rows and columns of the result below which the default library's matrix-vector products are
+faster.
+"""
 
 ONEDNN_MIN_ADDEND = 1 << 14
 """Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
@@ -40,13 +45,18 @@ PLAIN = Tensor, Parameter
 """A subclass of them brings its own operations."""
 
 MIN_FEATURES = 32
-"""Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is all Python."""
+"""Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is
+all Python.
+"""
 
 
 @functools.cache
 def onednn_is_faster() -> bool:
     """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
-    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
+    if (
+        platform.machine().lower() not in ("x86_64", "amd64")
+        or not torch.backends.mkldnn.is_available()
+    ):
         return False
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -62,7 +72,9 @@ def onednn_has_bf16() -> bool:
 
 
 def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The elements of an input below which it takes too long to find the best product, and the one to take then."""
+    """The elements of an input below which it takes too long to find the best product, and the one
+    to take then.
+    """
     afterwards = env.dtype is torch.bfloat16 and env.device.type == "cpu"
     return 0 if env.compiling else ONEDNN_MIN_SIZE, linear_then_add if afterwards else F.linear
 
@@ -73,12 +85,16 @@ def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def added(product: Tensor, addend: Tensor) -> Tensor:
-    """Their sum, in place of the product unless the addend is of a subclass of Tensor, which decides itself."""
+    """Their sum, in place of the product unless the addend is of a subclass of Tensor, which
+    decides itself.
+    """
     return product.add_(addend) if type(addend) in PLAIN else product + addend
 
 
 def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool:
-    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler decides."""
+    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler
+    decides.
+    """
     return (
         type(x) is Tensor
         and not is_dynamo_compiling()
@@ -96,7 +112,9 @@ def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool
     )
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None, name: str = "none", form: str = "") -> Tensor:
+def _onednn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, name: str = "none", form: str = ""
+) -> Tensor:
     bias = bias if bias is None else bias.to(x.dtype)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
@@ -123,7 +141,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a product with ``x`` is over before a better way to do it is found. No for tensors without a size."""
+    """Whether a product with ``x`` is over before a better way to do it is found. No for tensors
+    without a size.
+    """
     return type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
 
 
@@ -134,30 +154,47 @@ def _adds_afterwards(x: Tensor) -> bool:
 def has_gelu_epilogue(env: Environment) -> bool:
     """Whether cuBLASLt, or hipBLASLt, can apply a GELU to the product before it is stored.
 
-    No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the library for.
+    No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the
+        library for.
     """
-    return env.device.type == "cuda" and env.dtype in HALF and not env.requires_grad and not env.compiling
+    return (
+        env.device.type == "cuda"
+        and env.dtype in HALF
+        and not env.requires_grad
+        and not env.compiling
+    )
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU of ``x @ weight.T + bias``: on a GPU the tanh form in one kernel; on a CPU the erf form in two."""
+    """GELU of ``x @ weight.T + bias``: on a GPU the tanh form in one kernel; on a CPU the erf form
+    in two.
+    """
     y = torch._addmm_activation(bias.to(x.dtype), _rows(x), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str) -> Tensor | None:
-    """``act(x @ weight.T + bias)`` in one call of a library; None where none has it, or that does not pay off.
+def linear_activation(
+    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str
+) -> Tensor | None:
+    """``act(x @ weight.T + bias)`` in one call of a library; None where none has it, or that does
+    not pay off.
 
     Args:
         x: The input.
         weight: The weight.
         bias: The bias, or None.
-        name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN turns NaN into 0.
+        name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN
+            turns NaN into 0.
         form: Which form of it: "tanh" or "none" for GELU.
     """
     if _use_onednn(x, weight, bias):
         return _onednn(x, weight, bias, name, form)
-    if bias is None or form != "tanh" or not (x.is_cuda and x.dtype in HALF and x.numel()) or is_compiling():
+    if (
+        bias is None
+        or form != "tanh"
+        or not (x.is_cuda and x.dtype in HALF and x.numel())
+        or is_compiling()
+    ):
         return None  # of an empty product PyTorch gives the bias, without its GELU
     plain = type(x) is Tensor and type(weight) in PLAIN and type(bias) in PLAIN
     return linear_gelu(x, weight, bias) if plain else None
@@ -174,12 +211,15 @@ def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Ten
 
 
 def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
-    """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over all rows."""
+    """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over
+    all rows.
+    """
     if x.ndim != 2:
         grad_output, x = _rows(grad_output), _rows(x)
     if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, x):
         (rows, inputs), outputs = x.shape, grad_output.shape[1]
-        # oneDNN copies a transposed left operand: better the small one, even if the result must be transposed too
+        # oneDNN copies a transposed left operand: better the small one, even if the result must be
+        # transposed too
         if rows * inputs + inputs * outputs < rows * outputs:
             return _onednn(x.t(), grad_output.t()).t().contiguous()
         return _onednn(grad_output.t(), x.t())
@@ -187,9 +227,15 @@ def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def linear_grads(
-    grad_output: Tensor, x: Tensor | None, weight: Tensor | None, *, scale: float = 1.0, addend: Tensor | None = None
+    grad_output: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    *,
+    scale: float = 1.0,
+    addend: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``scale * linear`` with respect to its input, plus ``addend``, and to its weight.
+    """Gradients of ``scale * linear`` with respect to its input, plus ``addend``, and to its
+    weight.
 
     Args:
         grad_output: Gradient of the output; it is cast to the operands' dtype.
@@ -199,9 +245,17 @@ def linear_grads(
         addend: Of the input's shape.
     """
     operand = weight if x is None else x
-    if operand is not None and grad_output.dtype is not operand.dtype:  # under autocast, the output may be wider
+    if (
+        operand is not None and grad_output.dtype is not operand.dtype
+    ):  # under autocast, the output may be wider
         grad_output = grad_output.to(operand.dtype)
-    if x is not None and weight is not None and grad_output.ndim == 2 and scale == 1.0 and addend is None:
+    if (
+        x is not None
+        and weight is not None
+        and grad_output.ndim == 2
+        and scale == 1.0
+        and addend is None
+    ):
         if is_small(grad_output):
             return grad_output.mm(weight), grad_output.t().mm(x)
     grad_weight = None if x is None else linear_wgrad(grad_output, x, scale)
@@ -219,7 +273,9 @@ def bias_grad(grad_output: Tensor) -> Tensor:
     return grad_output.sum(0) if grad_output.ndim == 2 else _rows(grad_output).sum(0)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0) -> Tensor:
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0
+) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
     direct = _use_onednn(x, weight, bias)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
@@ -236,7 +292,9 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, s
 def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
     """``addend + grad_output @ weight``."""
     if grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight, addend):
-        return torch.ops.mkldnn._linear_pointwise.binary(grad_output, addend, weight.t(), None, "add")
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            grad_output, addend, weight.t(), None, "add"
+        )
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
     return added(linear_dgrad(grad_output, weight), addend)

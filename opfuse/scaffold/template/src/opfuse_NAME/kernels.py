@@ -1,6 +1,7 @@
 """Bias + activation in one pass over memory: a Triton kernel, and its torch twin.
 
-The twin runs where the kernel does not: without Triton or a GPU, and for an activation that the kernel does not
+The twin runs where the kernel does not: without Triton or a GPU, and for an activation that the
+kernel does not
 know. Only this file imports Triton, which exists on Linux only.
 """
 
@@ -29,16 +30,23 @@ FORMS = ("relu", "silu", "gelu tanh", "gelu none")
 
 
 def known(activation: Any) -> str | None:
-    """What the kernel calls an activation; None: it does not know it, such as a GELU that overrides ``value``."""
+    """What the kernel calls an activation; None: it does not know it, such as a GELU that overrides
+    ``value``.
+    """
     if computes_as(activation, GELU):
         return f"gelu {activation.approximate}"
-    return next((name for cls, name in ((ReLU, "relu"), (SiLU, "silu")) if computes_as(activation, cls)), None)
+    return next(
+        (name for cls, name in ((ReLU, "relu"), (SiLU, "silu")) if computes_as(activation, cls)),
+        None,
+    )
 
 
 def bias_activation(
     x: Tensor, bias: Tensor, activation: Any, name: str | None, *, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``; ``name``: see :func:`known`."""
+    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``; ``name``: see
+    :func:`known`.
+    """
     if name is not None and runs_on_triton(x, bias, dtype):
         return _launch(x, bias, name, keep)
     hidden = (x + bias).to(x.dtype).to(dtype)
@@ -73,7 +81,9 @@ def _launch(x: Tensor, bias: Tensor, activation: str, keep: bool) -> tuple[Tenso
     height = 4096 // width
     grid = (triton.cdiv(rows, height), triton.cdiv(features, width))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _kernel[grid](x, bias, y, hidden, rows, features, activation, keep, HEIGHT=height, WIDTH=width)
+        _kernel[grid](
+            x, bias, y, hidden, rows, features, activation, keep, HEIGHT=height, WIDTH=width
+        )
     return y, hidden
 
 
