@@ -1,6 +1,4 @@
-"""Context managers over the settings of this thread: options, recipe, and both again on
-recomputation.
-"""
+"""Context managers over the settings of this thread: options, recipe, and both on recomputation."""
 
 from __future__ import annotations
 
@@ -36,7 +34,10 @@ class options(Setting):
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
             if "." not in name and name not in _CORE_OPTIONS:
-                known = f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named '<plugin>.<option>'"
+                known = (
+                    f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named "
+                    f"'<plugin>.<option>'"
+                )
                 raise ValueError(f"unknown option {name!r}: {known}")
             expected = _CORE_OPTIONS.get(name)
             if expected is not None and type(value) is not expected:
@@ -125,9 +126,7 @@ class _Forward(Recorder):
 
 
 class _Recompute(Recorder):
-    """Around the recomputation: the settings of the forward, and for each chain the state it
-    started from.
-    """
+    """Around the recomputation: the settings of the forward, and each chain's state before."""
 
     restores = True
 
@@ -149,8 +148,9 @@ class _Recompute(Recorder):
             state.copy_(value)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
-        """Put the state back that the chain started from. Not for an outer recorder: it was told in
-        the forward.
+        """Put the state back that the chain started from.
+
+        An outer recorder is not told: it was in the forward.
         """
         for quantizer, name, before in next(self._states):
             state = getattr(quantizer, name)

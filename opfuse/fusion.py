@@ -1,5 +1,4 @@
-"""Fusions: the declaration "this pattern may be replaced by that fused op", and one matcher for
-all.
+"""Fusions: "this pattern may be replaced by that fused op", and one matcher for all.
 
 A pattern is a sequence of elements, each matching basic ops:
 
@@ -137,8 +136,7 @@ class Fusion:
         return sorted(_ends(self.pattern, ops, start) - {start})
 
     def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
-        """Where the pattern would match from ``start``, if no op overrode what an element stands
-        for.
+        """Where the pattern would match from ``start``, if no op overrode anything.
 
         Returns:
             For each such end (exclusive) the sentence that says who overrides what.
@@ -193,7 +191,8 @@ def _check_element(element: Any, name: str) -> None:
     elif isinstance(element, (Optional, OneOrMore)):
         if isinstance(element.element, (Optional, OneOrMore)):
             raise TypeError(
-                f"fusion {name}: Optional and OneOrMore take a class, Subclasses or OneOf, got {element.element!r}"
+                f"fusion {name}: Optional and OneOrMore take a class, Subclasses or OneOf, got "
+                f"{element.element!r}"
             )
         _check_element(element.element, name)
     else:
@@ -227,9 +226,7 @@ def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
 
 
 def _override(element: Any, op: BasicOperation) -> str:
-    """The sentence that says what an op of the element's class overrides; ``""``: nothing, or it is
-    none.
-    """
+    """What an op of the element's class overrides, as a sentence; ``""`` if nothing."""
     if isinstance(element, Subclasses):
         name = overridden(op, element.cls, *PASS_METHODS) if isinstance(op, element.cls) else None
     else:
@@ -243,9 +240,7 @@ def _override(element: Any, op: BasicOperation) -> str:
 def _ends(
     pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True
 ) -> set[int]:
-    """Where the pattern can end, element by element; ``strict``: without ops that override what it
-    stands for.
-    """
+    """Where the pattern can end; ``strict``: without ops that override what it stands for."""
     ends = {start}
     for element in pattern:
         inner = element.element if isinstance(element, (Optional, OneOrMore)) else element

@@ -131,8 +131,7 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookspec(firstresult=True)
 def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-    """A new quantizer for a tensor of ``role`` under ``recipe``; None for a recipe of somebody
-    else.
+    """A new quantizer for a tensor of ``role``; None for a recipe of somebody else.
 
     The first answer counts. Asked once for each tensor that an op quantizes, when the op meets the
     recipe first; the quantizer lives as long as the op.

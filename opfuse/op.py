@@ -139,16 +139,13 @@ class _OperationMeta(ABCMeta):
 
 
 def _class_changed(name: str) -> None:
-    if not name.startswith(
-        ("__abstractmethods__", "_abc_")
-    ):  # those are set when any class is made
+    # those are set when any class is made
+    if not name.startswith(("__abstractmethods__", "_abc_")):
         FusibleOperation._count_change()
 
 
 def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What is wrong with the arguments of an op's constructor, and the remedy; None: they fit its
-    signature.
-    """
+    """What is wrong with a constructor's arguments, and the remedy; None: nothing."""
     signature = inspect.signature(cls)
     try:
         signature.bind(*args, **kwargs)
@@ -187,9 +184,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     real_numbers: ClassVar[tuple[str, ...]] = ()
-    changes: ClassVar[int] = (
-        0  # how often a method or declaration of any op was replaced; part of a plan's key
-    )
+    # how often a method or declaration of any op was replaced; part of a plan's key
+    changes: ClassVar[int] = 0
     param_names: tuple[str, ...] | None = None
     _captured = False
 
@@ -226,9 +222,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             value = check_real(self, name, value)
         is_new = name not in self.__dict__
         super().__setattr__(name, value)
-        if self._captured and isinstance(
-            value, (dict, nn.Module)
-        ):  # dictionaries of hooks or parameters, maybe
+        # dictionaries of hooks or parameters, maybe
+        if self._captured and isinstance(value, (dict, nn.Module)):
             self._count_change()
         if (
             isinstance(value, Tensor)
@@ -243,7 +238,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             self._count_change()
 
     def _refuse_lent(self, name: str) -> None:
-        """Refuse to set a parameter that lives on the owner: the op would go on reading that one."""
+        """Refuse to set a parameter that lives on the owner: the op would still read that one."""
         if "_owner" in self.__dict__ and name in (self.param_names or ()):
             owner = type(self.__dict__["_owner"]).__name__
             raise RuntimeError(
@@ -265,7 +260,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RuntimeError(
-            "opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's replicas"
+            "opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's "
+            "replicas"
         )
 
     def pre_first_fuser_forward(self) -> None:
@@ -283,15 +279,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         return None
 
     def writes_output(self, quantizer: Quantizer) -> bool:
-        """Whether the forward can write its output quantized with ``quantizer``; if not, the core
-        casts.
-        """
+        """Whether the forward quantizes its output with ``quantizer``; if not, the core casts."""
         return False
 
     def writes_grad_input(self, quantizer: Quantizer) -> bool:
-        """Whether the backward can write its result quantized with ``quantizer``; if not, the core
-        casts.
-        """
+        """Whether the backward quantizes its result with ``quantizer``; if not, the core casts."""
         return False
 
     def fuser_forward(
@@ -390,9 +382,7 @@ def _defined(cls: type, name: str, start: int = 0) -> int:
 
 
 def _overriding(cls: type) -> int:
-    """How far up the first ancestor is that overrides a pass of another one; behind all of them if
-    none does.
-    """
+    """How far up the first ancestor is that overrides another's pass; past all if none does."""
     first = len(cls.__mro__)
     for name in _PASSES:
         own = _defined(cls, name)
@@ -582,7 +572,8 @@ class BasicOperation(FusibleOperation):
         if self._captured:
             when = "a Sequential at its first call, or op(x)"
             raise RuntimeError(
-                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a new op"
+                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a "
+                f"new op"
             )
 
     # Quantizers
@@ -592,17 +583,15 @@ class BasicOperation(FusibleOperation):
         return 0
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
-        """What each of the ``num_quantizers(mode)`` tensors is, for the recipe; None: unnamed
-        roles.
-        """
+        """What each of the ``num_quantizers(mode)`` tensors is; None: roles without a name."""
         return None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Make ``recipe`` current, creating this op's quantizers for it the first time it is seen."""
+        """Make ``recipe`` current; the first time, create this op's quantizers for it."""
         self._quantizers.use(self, recipe)
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """The quantizer of the current recipe for a tensor of ``mode``, or None without a recipe."""
+        """The current recipe's quantizer for a tensor of ``mode``; None without a recipe."""
         return self._quantizers.get(mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -709,9 +698,7 @@ _QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 
 def asks_for_quantizers(op: BasicOperation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of Transformer Engine's quantizers an op's ``op_forward`` takes: by position, and by
-    name.
-    """
+    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
     return _asked_by(
         getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
     )
@@ -780,8 +767,7 @@ class FusedOperation(FusibleOperation):
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
 
     def planned(self, env: Environment) -> None:
-        """Called once, when a plan takes this op: where it is going to run, and the options in
-        force.
+        """Called once, when a plan takes this op, with where it will run and the options.
 
         If it raises, such as for an option's value, there is a warning, and the fusion is not used.
         """
@@ -843,9 +829,7 @@ class FusedOperation(FusibleOperation):
         *,
         basic_op_grad_extra_outputs: Extras,
     ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
-        """The backward of the basic ops, one after the other; takes and gives what
-        ``fuser_backward`` does.
-        """
+        """The backward of the basic ops, one after the other; as ``fuser_backward``."""
         dy: Tensor | None = grad_output
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
@@ -873,9 +857,7 @@ class FusedOperation(FusibleOperation):
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
-        """The basic ops, with their ``op_forward`` and ``op_backward`` where these are all there is
-        to call.
-        """
+        """The basic ops, with ``op_forward`` and ``op_backward`` where these are all there is."""
         changes, found = self._cache.separate
         if changes == FusibleOperation.changes:
             return found  # type: ignore[no-any-return]

@@ -1,6 +1,4 @@
-"""What an op's class, or the op itself, overrides: whether what is known of the class holds for
-this op.
-"""
+"""What an op overrides: whether what is known of its class holds for it."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def why_apart(op: nn.Module) -> str:
 
 
 def own_call(op: nn.Module) -> str:
-    """``"__call__"`` or ``"forward"``, whichever of an op is not the library's; ``""`` if both are."""
+    """``"__call__"`` or ``"forward"``, whichever is not the library's; ``""`` if both are."""
     if any(getattr(type(op), name) is not getattr(nn.Module, name) for name in _CALL):
         return "__call__"
     return "" if "forward" not in vars(op) and type(op).forward in _LIBRARY else "forward"
@@ -79,8 +77,9 @@ PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
 def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
-    """Whether what computes ``cls`` may stand for an op: the op is one, and ``cls`` is still who
-    defines it.
+    """Whether what computes ``cls`` may stand for an op.
+
+    The op is one, and ``cls`` is still who defines its arithmetic.
 
     Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
     ``computes_as(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the
@@ -100,9 +99,7 @@ def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
 
 
 def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
-    """The first of the methods of ``cls`` that an op of this class does not have from it; see
-    :func:`computes_as`.
-    """
+    """The first method of ``cls`` that an op does not have from it; see :func:`computes_as`."""
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None

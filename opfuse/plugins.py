@@ -72,9 +72,7 @@ class PluginRecord:
         return self.name, *self.aliases
 
     def answers_to(self, name: str) -> bool:
-        """Whether a name in a selection means this plugin; case, ``-``, ``_`` and ``.`` make no
-        difference.
-        """
+        """Whether a name means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
         return normalize(name) in map(normalize, (*self.names, self.distribution))
 
     @property
@@ -84,7 +82,7 @@ class PluginRecord:
 
 
 class FusionSource(NamedTuple):
-    """A fusion with who gave it, for which pass, and how early it may choose (smaller rank first)."""
+    """A fusion, who gave it, for which pass, and how early it may choose (smaller rank first)."""
 
     passes: str
     fusion: FusionLike
@@ -109,17 +107,16 @@ class FusionSource(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked`` if ``only`` is None, else ``only``, in that
-    order.
-    """
+    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked``, or if ``only`` is given, those in order."""
 
     only: tuple[str, ...] | None
     blocked: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str | None) -> Selection:
-        """Parse the grammar: None = all, empty = none, ``a,b`` = these, in this precedence, ``-a``
-        = all but a.
+        """Parse a selection.
+
+        None: all. Empty: none. ``a,b``: these, in this precedence. ``-a``: all but a.
 
         Raises:
             ValueError: The two forms are mixed.
@@ -134,14 +131,13 @@ class Selection(NamedTuple):
         blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
         if blocked and len(blocked) != len(names):
             raise ValueError(
-                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or '-a,-b'"
+                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or "
+                f"'-a,-b'"
             )
         return cls(None, blocked) if blocked else cls(tuple(names))
 
     def position(self, record: PluginRecord) -> int | None:
-        """The position of a selected plugin in the user's list (0 where there is no list); None:
-        blocked.
-        """
+        """A selected plugin's place in the user's list, 0 where there is none; None: blocked."""
         if self.only is None:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
@@ -250,9 +246,7 @@ class PluginManager:
     # Loading
 
     def active(self, text: str | None) -> list[PluginRecord]:
-        """The plugins that a selection leaves, loaded, in sorted order or in the order of the
-        user's list.
-        """
+        """The plugins of a selection, loaded, sorted or in the order of the user's list."""
         selection = Selection.parse(text)
         with self._lock:
             for name in selection.only or selection.blocked:
@@ -294,14 +288,13 @@ class PluginManager:
             self._fail(record, stage, error)
 
     def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
-        """Register a plugin with pluggy; refuse one that is there already, and hooks that nobody
-        knows.
-        """
+        """Register a plugin with pluggy; refuse one registered before, and unknown hooks."""
         _check_plugin(plugin)
         for other in self.records:
             if other.plugin is plugin:
                 raise ValueError(
-                    f"it is the plugin {other.name!r} ({other.distribution}), which is loaded already"
+                    f"it is the plugin {other.name!r} ({other.distribution}), which is loaded "
+                    f"already"
                 )
         name = f"{record.distribution}:{record.name}"
         self._pluggy.register(
@@ -330,7 +323,8 @@ class PluginManager:
                 str(o).partition(".")[0] in record.names for o in options
             ):
                 raise TypeError(
-                    f"opfuse_options must return a dict of '{record.name}.<option>', got {options!r}"
+                    f"opfuse_options must return a dict of '{record.name}.<option>', got "
+                    f"{options!r}"
                 )
             record.options.update(options)
 
@@ -356,7 +350,10 @@ class PluginManager:
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():
             raise error
-        what = f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at {record.error}"
+        what = (
+            f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at "
+            f"{record.error}"
+        )
         switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
         warnings.warn(
             PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3
@@ -382,8 +379,7 @@ class PluginManager:
         return found
 
     def check_options(self, given: Options, text: str | None) -> None:
-        """Refuse options that a plugin in use does not know or of another type; warn of those that
-        are nobody's.
+        """Refuse options that a plugin does not know or of another type; warn of nobody's.
 
         Raises:
             ValueError: A plugin does not have an option of this name.
@@ -414,9 +410,7 @@ class PluginManager:
                 )
 
     def recipes(self) -> dict[str, type[Recipe]]:
-        """The recipes that the active plugins offer, by name; of two with one name the first
-        plugin's.
-        """
+        """The recipes of the active plugins by name; of two with one name, the first plugin's."""
         return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
 
     def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
@@ -432,7 +426,8 @@ class PluginManager:
                         return quantizer
                     if quantizer is not None:
                         raise TypeError(
-                            f"opfuse_quantizer must return a Quantizer, got {type(quantizer).__name__}"
+                            f"opfuse_quantizer must return a Quantizer, got "
+                            f"{type(quantizer).__name__}"
                         )
             except Exception as error:
                 self._fail(record, "hook call", error)
@@ -485,7 +480,8 @@ class PluginManager:
 def _check_plugin(plugin: Any) -> None:
     if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
         raise TypeError(
-            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got {plugin!r}"
+            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
+            f"{plugin!r}"
         )
 
 
@@ -509,9 +505,7 @@ def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
 
 
 def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
-    """Smaller chooses first: the user's list, then prepended registrations (1, ...), then by
-    priority.
-    """
+    """Smaller chooses first: the user's list, prepended registrations, then priority."""
     priority = fusion.priority if isinstance(fusion, Fusion) else 0
     return (2, 0, -priority) if index is None else (0, index, -priority)
 

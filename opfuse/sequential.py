@@ -18,8 +18,7 @@ from .overrides import hook_kinds, kwarg_names
 
 
 class Sequential(nn.Sequential):
-    """``torch.nn.Sequential`` that fuses: adjacent fusible ops run as one chain, other modules cut
-    it.
+    """``torch.nn.Sequential`` that fuses: adjacent ops run as one chain; other modules cut it.
 
     The ops of a nested ``Sequential`` belong to that chain too, unless something makes its own call
     matter; see :func:`opfuse.explain`. ``torch.nn.Sequential`` keeps chains apart.
@@ -36,7 +35,7 @@ class Sequential(nn.Sequential):
 
     @property
     def _module_groups(self) -> list[Any]:
-        """The current children: one fuser for each run of fusible ops, other modules as they are."""
+        """The children now: one fuser for each run of fusible ops, other modules as they are."""
         return self._grouped()[0]
 
     def _grouped(self) -> tuple[list[Any], Any]:
@@ -136,9 +135,7 @@ class Sequential(nn.Sequential):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before another; numbers count on in order, and other names stay where they
-        are.
-        """
+        """Add a module before another; numbers count on, other names stay."""
         index = operator.index(index)
         children = list(self.append(module)._modules.items())
         children.insert(index, children.pop())
@@ -253,9 +250,7 @@ def _written(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _regroup(chain: Sequential, *key: Any) -> None:
-    """Group the parts; while ``torch.compile`` traces, the call is a constant of the graph, guarded
-    by ``key``.
-    """
+    """Group the parts; in a trace of ``torch.compile`` a constant, guarded by ``key``."""
     if chain._cache.key != list(key):
         groups: list[Any] = []
         for fusible, group in groupby(

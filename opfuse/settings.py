@@ -35,8 +35,9 @@ def _no_quantizer(recipe: Any, role: Any) -> Any:
 
 
 class ThreadSettings(threading.local):
-    """The settings of one thread. Class attributes are the defaults; a ``with`` block sets instance
-    attributes.
+    """The settings of one thread.
+
+    Class attributes are the defaults; a ``with`` block sets instance attributes.
 
     Attributes:
         values: Options, plugin selection and recipe.

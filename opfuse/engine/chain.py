@@ -27,7 +27,8 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
             runs = ", ".join(op_class(part).__name__ for part in op.basic_ops)
             remedy = "override forward, or derive from a basic op"
             raise TypeError(
-                f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: {remedy}"
+                f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: "
+                f"{remedy}"
             )
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
@@ -105,13 +106,15 @@ class Chain:
                     )
                     chain = " + ".join(op_class(op).__name__ for op in self.ops)
                     raise ValueError(
-                        f"{what}, {chain}; a module that is no op ends one, and no channel crosses it"
+                        f"{what}, {chain}; a module that is no op ends one, and no channel "
+                        f"crosses it"
                     )
                 source = self.sources[i, k] = producers[channel]
                 if source[0] >= i:
                     writer = self.name(source[0])
                     raise ValueError(
-                        f"channel {channel!r} is read by {self.name(i)} but written later, by {writer}"
+                        f"channel {channel!r} is read by {self.name(i)} but written later, by "
+                        f"{writer}"
                     )
 
     def name(self, index: int) -> str:

@@ -1,6 +1,4 @@
-"""What is refused, and in which words: bad arguments at the door, and broken promises of ops behind
-it.
-"""
+"""What is refused, and in which words: bad arguments, and broken promises of ops."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def _check_params(
 
 
 def _check_param_names(chain: Chain, index: int) -> None:
-    """Refuse parameters whose gradients would be lost, which an op did not have when it was made."""
+    """Refuse parameters that an op did not have when it was made: their gradients would be lost."""
     op = chain.ops[index]
     names = op.param_names or ()
     for name, _ in op.named_parameters():
@@ -101,8 +99,10 @@ def _check_param_names(chain: Chain, index: int) -> None:
             continue
         who = f"{chain.name(index)} of {chain.title}"
         raise TypeError(
-            f"{who} has a parameter {name} that it does not take, or that it got after its __init__: its "
-            "gradient would be lost; register it in __init__, and use it in op_forward or in its own forward"
+            f"{who} has a parameter {name} that it does not take, or that it got after its "
+            f"__init__: its "
+            "gradient would be lost; register it in __init__, and use it in op_forward or in its "
+            "own forward"
         )
 
 
@@ -163,14 +163,16 @@ def check_attributes(chain: Chain, index: int) -> None:
 
 
 def check_checkpoint(program: Program) -> None:
-    """Refuse a recipe in a checkpoint that would compute again without it, or update state twice."""
+    """Refuse a recipe in a checkpoint that would recompute without it, or update state twice."""
     recorder = current.recorder
     if (recorder is not None and recorder.restoring) or not (depth := checkpoint_frames()):
         return
     if depth != current.recipe_depth or program.has_quantizer_state:
         raise RuntimeError(
-            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not know the recipe, "
-            "or would update its state twice; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
+            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would "
+            "not know the recipe, "
+            "or would update its state twice; pass use_reentrant=False, "
+            "context_fn=opfuse.checkpoint_contexts"
         )
 
 
@@ -196,15 +198,16 @@ def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
         "op_forward": "its output, a tensor",
         "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
         "op_backward": "a tuple of the gradient of its input and those of its parameters",
-        "fuser_backward": "a tuple of the gradients of its input, of the parameters and of the extra inputs of each op",
+        "fuser_backward": (
+            "a tuple of the gradients of its input, of the parameters and of the extra inputs of "
+            "each op"
+        ),
     }
     raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
 
 
 def refuse_none(program: Program, run: Any, start: int) -> NoReturn:
-    """Refuse a gradient that is missing although somebody needs it: it would be lost without a
-    word.
-    """
+    """Refuse a gradient that is missing although somebody needs it."""
     needs = program.chain.name(start - 1) if start else "the input of the chain"
     what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
     raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
@@ -220,10 +223,13 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
 
 
 def refuse_saved(program: Program, index: int, ctx: Any) -> None:
-    """Refuse tensors saved otherwise than by ``save_for_backward``, or although none is declared."""
+    """Refuse tensors not saved by ``save_for_backward``, or saved although none is declared."""
     who = program.chain.name(index)
     if ctx.saved_tensors is not None:
-        what = "wrote saved_tensors on its context in its forward: give tensors to ctx.save_for_backward"
+        what = (
+            "wrote saved_tensors on its context in its forward: give tensors to "
+            "ctx.save_for_backward"
+        )
         raise RuntimeError(f"{who} {what}")
     if any(tensor is not None for tensor in ctx.to_save):
         what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
@@ -234,7 +240,7 @@ def refuse_saved(program: Program, index: int, ctx: Any) -> None:
 def saved_nothing(
     program: Program, index: int, count: int, ctx: Any, to_save: Any
 ) -> tuple[None, ...]:
-    """What an op saves that takes no part in the backward; every other must save what it declares."""
+    """What an op without a backward saves; every other must save what it declares."""
     if to_save is None and not ctx.requires_grad:
         return (None,) * count
     what = f"{program.chain.name(index)} declares {count} saved tensors"

@@ -157,9 +157,7 @@ class _Finder:
             self._refuse_uncovered(source, source.fusion)
 
     def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
-        """Say of each op that overrides what the pattern stands for that it is not fused, once per
-        fusion.
-        """
+        """Say, once per fusion, which ops override what its pattern stands for."""
         missed = [
             (j - i, i, j, why)
             for i in range(len(self.ops))
@@ -188,7 +186,10 @@ class _Finder:
         for index in range(start, stop):
             for name in self.kwargs[index]:
                 if takes is not None and name not in takes:
-                    return f"it does not take the keyword argument {name!r} given to {type(self.ops[index]).__name__}"
+                    return (
+                        f"it does not take the keyword argument {name!r} given to "
+                        f"{type(self.ops[index]).__name__}"
+                    )
         return (
             self._asked(source, fusion, start, stop)
             if isinstance(fusion, Fusion)
@@ -234,9 +235,7 @@ class _Finder:
 
 
 def warn_about(source: FusionSource, what: str) -> str:
-    """Warn that a fusion misbehaved while planning, and give ``what`` back; the chain runs without
-    it.
-    """
+    """Warn that a fusion misbehaved while planning; returns ``what``. The chain runs without it."""
     warnings.warn(PluginWarning(f"{source.full_name} is not used: {what}"), stacklevel=2)
     return what
 
@@ -272,9 +271,7 @@ def _matches(
 
 
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
-    """Raise unless ``fused`` stands for exactly ``ops``, in order, and implements the pass it is
-    for.
-    """
+    """Raise unless ``fused`` stands for ``ops``, in order, and implements the pass it is for."""
     if not isinstance(fused, FusedOperation):
         raise TypeError(
             f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"

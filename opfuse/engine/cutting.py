@@ -1,6 +1,4 @@
-"""Where a chain is cut: at ops that run through their own ``__call__``, since that does more than
-the op.
-"""
+"""Where a chain is cut: at ops that run through their own ``__call__``."""
 
 from __future__ import annotations
 
@@ -86,8 +84,7 @@ def run_cut(
     extra_inputs: Sequence[Tensor],
     kwargs: Sequence[dict[str, Any]] | None,
 ) -> Any:
-    """Run the parts one after the other; a channel between two parts carries its tensor, with its
-    gradient.
+    """Run the parts one after the other; channels between them carry tensors and gradients.
 
     Args:
         cut: The parts.

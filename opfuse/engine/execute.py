@@ -122,9 +122,7 @@ def _leave(
     saved: list[Tensor | None],
     extras: ForwardExtras | None,
 ) -> None:
-    """Leave on the autograd function's context what the backward needs: saved tensors and, in few
-    chains, more.
-    """
+    """Leave what the backward needs on the autograd function's context."""
     if program.leaves_more:
         if program.saved.attributes:
             func_ctx.attributes = _take_attributes(program, ctxs)
@@ -210,8 +208,10 @@ def _check_once(grad_output: Any, grad_extra_outputs: Sequence[Any]) -> None:
     batched = any(map(_is_batched, grad_extra_outputs)) if grad_extra_outputs else False
     if batched or torch.is_grad_enabled() or _is_batched(grad_output):
         raise RuntimeError(
-            "opfuse: the backward of a fused chain cannot be differentiated again (create_graph=True), nor "
-            "batched (vectorize=True), unless its forward runs inside opfuse.options(double_backward=True)"
+            "opfuse: the backward of a fused chain cannot be differentiated again "
+            "(create_graph=True), nor "
+            "batched (vectorize=True), unless its forward runs inside "
+            "opfuse.options(double_backward=True)"
         )
 
 
@@ -240,9 +240,7 @@ def _run_fused_backward(
     grads: list[Any],
     extras: BackwardExtras | None,
 ) -> Any:
-    """Run the backward of a step over several ops, or with extra tensors; the gradient of its
-    input.
-    """
+    """Run the backward of a fused step; returns the gradient of its input."""
     given = extras.given(step) if extras and step.has_extras else step.no_extras
     result = step.run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
     if type(result) is not tuple or len(result) != 3:
@@ -302,16 +300,18 @@ call.
 def run_differentiable(
     program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]
 ) -> Any:
-    """Run the ops unfused and let autograd record them: for second derivatives and functorch
-    transforms.
-    """
+    """Run the ops unfused, recorded by autograd: for second derivatives and functorch."""
     if program.recipe is not None:
         raise RuntimeError(
-            f"second derivatives and functorch transforms do not pass the rounding of {program.recipe}"
+            f"second derivatives and functorch transforms do not pass the rounding of "
+            f"{program.recipe}"
         )
     for index, op in enumerate(program.chain.ops):
         if not declared(op, "differentiable"):
-            who = f"{program.chain.name(index)} is not declared to be differentiable (BasicOperation.differentiable)"
+            who = (
+                f"{program.chain.name(index)} is not declared to be differentiable "
+                f"(BasicOperation.differentiable)"
+            )
             raise RuntimeError(f"second derivatives and functorch transforms: {who}")
     return run_forward(None, program, kwargs, x, *tensors)
 
@@ -323,8 +323,9 @@ def _is_batched(grad: Tensor | None) -> bool:
 def _begin_late(
     func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None
 ) -> tuple[Any, Sequence[Step], int]:
-    """Where the backward begins if no gradient comes to the main output: steps that get none at all
-    are skipped.
+    """Where the backward begins if no gradient comes to the main output.
+
+    Steps that get no gradient at all are skipped.
 
     Returns:
         The gradient to begin with, which is zero; the steps that are left; and the last op that a
@@ -354,8 +355,9 @@ def _begin_late(
 
 
 def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
-    """Let the ops that do so put the gradients of their parameters away; the first three are not of
-    parameters.
+    """Let ops that store gradients themselves do so.
+
+    The first three of ``grads`` are not of parameters.
     """
     program: Program = func_ctx.program
     for (index, first, last), of_op in zip(
@@ -369,7 +371,7 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:
-    """Whether this backward adds up the gradient of a parameter: ``torch.autograd.grad`` does not."""
+    """Whether this backward adds to ``.grad``: ``torch.autograd.grad`` does not."""
     try:
         return edge[0] is not None and torch._C._will_engine_execute_node(edge[0])
     except RuntimeError:  # somebody asks torch.autograd.grad for this very gradient, and gets it
@@ -406,7 +408,7 @@ def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
 def _keep_contexts(
     program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
 ) -> dict[int, Any]:
-    """Take the contexts of the ops that declare nothing, and append what they saved to ``saved``."""
+    """Take the contexts of ops that declare nothing, and append what they saved to ``saved``."""
     left: dict[int, Any] = {}
     for index in program.saved.undeclared:
         ctx = left[index] = ctxs[index]

@@ -1,6 +1,4 @@
-"""Extra tensors on their way through a chain: from the caller, between ops by channels, and back to
-the caller.
-"""
+"""Extra tensors on their way: from the caller, between ops by channels, back to the caller."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class ForwardExtras:
         self._versions = [tensor._version for tensor in self._given] if watched else None
 
     def given(self, step: Step) -> list[list[Tensor | None]]:
-        """The extra inputs of each basic op of a step; None where the producer is inside the step."""
+        """The extra inputs of each basic op of a step; None where the producer is inside it."""
         gathered = []
         for i in range(step.start, step.stop):
             slots: list[Tensor | None] = []
@@ -59,15 +57,16 @@ class ForwardExtras:
         return gathered
 
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
-        """Check the extra outputs of a step against its ops' declarations and keep them; ``x`` is
-        its output.
-        """
+        """Check and keep the extra outputs of a step; ``x`` is its main output."""
         chain = self._chain
         self.shapes[step.stop - 1] = x.shape, x.dtype, x.device
         for i, tensors in _per_basic_op(step, outputs, chain, "extra outputs"):
             for k, tensor in enumerate(tensors):
                 if tensor is None and chain.needed_after((i, k), step.stop):
-                    who = f"{type(step.op).__name__} gave None for extra output {k} of {chain.name(i)}"
+                    who = (
+                        f"{type(step.op).__name__} gave None for extra output {k} of "
+                        f"{chain.name(i)}"
+                    )
                     raise RuntimeError(f"{who}, which is used outside of it")
                 self._outputs[i, k] = tensor
                 if tensor is not None and (i, k) in self._flowing and tensor.is_floating_point():
@@ -76,8 +75,9 @@ class ForwardExtras:
                     self._aliases[i, k] = alias.requires_grad_()
 
     def refuse_overwritten(self, x: Tensor, saved: Sequence[Tensor | None]) -> None:
-        """Refuse what autograd's check of saved tensors misses, since it starts when the forward is
-        over.
+        """Refuse an overwritten saved tensor that autograd's check misses.
+
+        That check starts when the forward is over.
 
         Of the saved tensors that share memory with a written one, those that came in were saved
         before.
@@ -98,7 +98,10 @@ class ForwardExtras:
         for tensor in saved:
             root = tensor._base if tensor is not None and tensor._is_view() else tensor
             if tensor is not None and id(root) in came_in and _memory(tensor) in memory:
-                what = "an in-place op overwrote an extra input that the backward of another op of the chain needs"
+                what = (
+                    "an in-place op overwrote an extra input that the backward of another op of "
+                    "the chain needs"
+                )
                 raise RuntimeError(f"{what}: pass in_place=False, or a copy")
 
     def beside(self, output: Tensor, func_ctx: Any) -> Any:
@@ -145,9 +148,7 @@ class BackwardExtras:
         ]
 
     def keep(self, step: Step, grads: Sequence[Sequence[Tensor | None]]) -> None:
-        """Keep the gradients of a step's extra inputs, or add them to those of the channel's
-        producer.
-        """
+        """Keep the gradients of extra inputs, or add them to those of the channel's producer."""
         chain = self._chain
         for i, tensors in _per_basic_op(step, grads, chain, "extra-input gradients"):
             for k, grad in enumerate(tensors):
@@ -163,11 +164,11 @@ class BackwardExtras:
         return max([i for (i, _), grad in self._of_outputs.items() if grad is not None], default=-1)
 
     def forget_after(self, index: int) -> None:
-        """Forget the gradients of extra inputs of ops behind that one, which no gradient reached."""
+        """Forget the gradients of extra inputs of ops behind that one: no gradient reached them."""
         self._of_inputs = {slot: grad for slot, grad in self._of_inputs.items() if slot[0] <= index}
 
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients before and behind those of the parameters, no two of them sharing memory."""
+        """The gradients before and behind those of the parameters; no two share memory."""
         ends = [dx, *[self._of_inputs.get(slot) for slot in self._chain.external_inputs]]
         if not is_dynamo_compiling():
             ends = _separate(
@@ -180,9 +181,7 @@ class BackwardExtras:
 
 
 def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> list[Tensor | None]:
-    """Copy what shares memory with another gradient without being it: autograd would keep both as
-    ``.grad``.
-    """
+    """Copy gradients that share memory: autograd would keep both as ``.grad``."""
     shared = [
         grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads
     ]

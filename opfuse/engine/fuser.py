@@ -91,9 +91,8 @@ class OperationFuser:
         self._unit_dicts = [vars(unit) for unit in self._units]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
-            for name in (
-                op.param_names or ()
-            ):  # that of a module inside the op is looked for anew at every call
+            for name in op.param_names or ():
+                # that of a module inside the op is looked for anew at every call
                 module, leaf = op.param_source(name)
                 self._params.append(
                     (_ELSEWHERE, op, name) if "." in name else (vars(module), module, leaf)
@@ -167,9 +166,7 @@ class OperationFuser:
     __call__ = run
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters of this call, then the extra inputs; refuses arguments of a wrong kind or
-        width.
-        """
+        """The parameters, then the extra inputs; refuses arguments of a wrong kind or width."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             refuse_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
@@ -353,9 +350,7 @@ class OperationFuser:
 
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
-    """The settings of a call inside of functorch or forward-mode AD, which kernels would lose:
-    unfused if need be.
-    """
+    """The settings inside of functorch or forward-mode AD: unfused where a kernel loses these."""
     options, *others = settings = current.values
     unpack: Any = forward_ad.unpack_dual
     if not _functorch_active() and not any(
@@ -375,8 +370,7 @@ def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
 def _plan_untraced(
     fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any
 ) -> str:
-    """Plan while ``torch.compile`` traces: the call is a constant of the graph, and so is each
-    argument.
+    """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
 
     Returns:
         The fuser's attribute that holds the program, where traced code can read it by a name it can
@@ -387,7 +381,8 @@ def _plan_untraced(
             kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index]
             if "_SpectralNorm" in kinds:
                 raise RuntimeError(
-                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever the parameter is read, "
+                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever "
+                    f"the parameter is read, "
                     "which torch.compile does not see; run this chain in eager mode"
                 )
     program = fuser._program((*key, (options, selection, recipe)), None)

@@ -1,6 +1,4 @@
-"""Planning, from the key of a call to its program: environment, choice of fusions, the fused ops,
-the steps.
-"""
+"""Planning: from the key of a call to its program."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ from ..op import OperationContext
 
 
 class PooledContext:
-    """The context of an op that declares what it leaves: it takes nothing else, so it can serve
-    again.
-    """
+    """The context of an op that declares what it leaves: takes nothing else, and serves again."""
 
     __slots__ = tuple(vars(OperationContext()))
     save_for_backward = OperationContext.save_for_backward

@@ -190,9 +190,7 @@ def compile_program(
 def _steps(
     chain: Chain, choice: Choice, env: Environment, first_backward: int
 ) -> tuple[list[Step], list[Step]]:
-    """The steps of both passes, in the order they run; the backward ends at the first op that has
-    one.
-    """
+    """The steps of both passes, in the order they run."""
     forward = _cover(chain, [step for step in choice.taken if step.passes != "backward"])
     backward = _cover(chain, [step for step in choice.taken if step.passes != "forward"])[::-1]
     backward = [step for step in backward if step.stop > first_backward]
@@ -297,8 +295,9 @@ def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int],
 def _dtype(
     ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None
 ) -> torch.dtype | None:
-    """The dtype an op computes in under autocast; what the next op casts anyway is made in its
-    dtype.
+    """The dtype an op computes in under autocast.
+
+    What the next op casts anyway is made in its dtype.
     """
     wanted = ops[index].autocast_dtype
     cast_anyway = any(
@@ -308,7 +307,7 @@ def _dtype(
 
 
 def _cover(chain: Chain, taken: Sequence[Step]) -> list[Step]:
-    """The steps of one pass, from the first op to the last: those taken, and an op alone elsewhere."""
+    """The steps of one pass, first op to last: those taken, and an op alone elsewhere."""
     steps = [copy.copy(step) for step in taken]
     covered = {i for step in steps for i in range(step.start, step.stop)}
     alone = [i for i in range(len(chain.ops)) if i not in covered]
@@ -338,9 +337,7 @@ def _finish(
 
 
 def _is_direct(op: Any, pass_name: str) -> bool:
-    """Whether a basic op's ``fuser_forward``, or backward, does nothing but call its
-    ``op_forward``.
-    """
+    """Whether a basic op's ``fuser_forward``, or backward, only calls its ``op_forward``."""
     method = f"fuser_{pass_name}"
     if not isinstance(op, BasicOperation) or method in vars(op):
         return False
@@ -382,8 +379,7 @@ def _leaves_owned(step: Step) -> bool:
 def _negotiate(
     steps: Sequence[Step], enabled: bool, wants: str, writes: str
 ) -> dict[int, Quantizer]:
-    """Ask each consumer for its quantizer and each producer whether it can write it; where not,
-    cast.
+    """Ask consumers for quantizers and producers whether they write them; where not, cast.
 
     Returns:
         For the producers that do write it: the index of the basic op at the edge -> the quantizer.

@@ -1,6 +1,4 @@
-"""A step: one op in place of a run of basic ops, from a candidate of planning to what the loops
-call.
-"""
+"""A step: one op in place of a run of basic ops, from candidate to loop."""
 
 from __future__ import annotations
 

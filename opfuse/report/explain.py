@@ -76,9 +76,7 @@ class Explanation:
 
     @property
     def details(self) -> str:
-        """The long report: the steps one by one and in order, every candidate refused, what fused
-        ops say.
-        """
+        """The long report: every step in order, every candidate refused, what fused ops say."""
         return "\n".join(self._chains(full=True))
 
     def _chains(self, *, full: bool) -> list[str]:
@@ -86,12 +84,14 @@ class Explanation:
         calls = self.calls
         if not calls:
             return [
-                "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of opfuse.ops."
+                "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made "
+                "of opfuse.ops."
             ]
         fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
         fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
         lines = [
-            f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, {fused[1]} backward."
+            f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, "
+            f"{fused[1]} backward."
         ]
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
@@ -135,8 +135,7 @@ class Explanation:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the same as a picture, into an SVG file: the ops, and beside them what each pass
-        fuses.
+        """Draw the ops, and beside them what each pass fuses, into an SVG file.
 
         Args:
             path: The file, whose name ends with ``.svg``; one that exists is replaced.
@@ -148,7 +147,8 @@ class Explanation:
 
         if not str(path).endswith(".svg"):
             raise ValueError(
-                f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}"
+                f"the picture is an SVG image: expected a file name that ends with .svg, got "
+                f"{path!r}"
             )
         chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
         for call, numbers in _alike(self.calls).values():
@@ -181,9 +181,7 @@ class _Calls(Recorder):
 
 
 def _why_unfused() -> str:
-    """Why nothing can be fused in this thread now, whatever the ops; ``""`` if there are fusions on
-    offer.
-    """
+    """Why nothing can be fused in this thread now; ``""`` if there are fusions on offer."""
     if _functorch_active():
         return "functorch transforms run the ops one by one"
     if dict(current.options).get("double_backward"):
@@ -238,8 +236,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
 
 
 def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run the forward pass once and tell what was fused, by which plugin, and what was not, and
-    why.
+    """Run the forward pass once and tell what was fused, by which plugin, and why not.
 
     The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in
     force here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are
@@ -279,9 +276,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
 
 def _alike(calls: Sequence[Call], full: bool = True) -> dict[Call, tuple[Call, list[int]]]:
-    """The first of the calls that differ in nothing but their path (or in nothing that is told),
-    and their numbers.
-    """
+    """The first of calls that are alike but for their path, and the numbers of all."""
     alike: dict[Call, tuple[Call, list[int]]] = {}
     for number, call in enumerate(calls):
         plan = call.plan if full else dataclasses.replace(call.plan, refused=())
@@ -398,9 +393,7 @@ def _describe_step(step: PlanStep, full: bool) -> str:
 
 
 def _summarize_refused(calls: Sequence[Call]) -> list[str]:
-    """Each reason once, with the ops that it is about; candidates that lost to others are only
-    counted.
-    """
+    """Each reason once, with its ops; candidates that lost to others are counted."""
     refused = list(
         dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused)
     )  # calls alike once
@@ -429,9 +422,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines, none for none, behind ``indent``, all but the first behind ``rest`` if that
-    is given.
-    """
+    """A text as lines behind ``indent``, all but the first behind ``rest`` if given."""
     wrapper = textwrap.TextWrapper(
         max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest
     )

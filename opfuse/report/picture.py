@@ -68,9 +68,8 @@ def _chain(
     """Draw one plan from ``y`` down; returns where it ends."""
     forward = [(step.start, step.start + len(step.basic_ops), step) for step in plan.forward]
     backward: list[tuple[int, int, PlanStep]] = []
-    for step in plan.backward[
-        ::-1
-    ]:  # a gradient is cast where it enters the next step: behind that step's last op
+    for step in plan.backward[::-1]:
+        # a gradient is cast where it enters the next step: behind that step's last op
         end = step.start + len(step.basic_ops) if step.basic_ops else backward[-1][1]
         backward.append((step.start if step.basic_ops else end, end, step))
     casts = {start for start, _, step in (*forward, *backward) if not step.basic_ops}
