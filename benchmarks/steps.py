@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import opfuse
-from opfuse.engine.execute import _contexts_of, run_forward
+from opfuse.engine.execute import run_forward
+from opfuse.engine.saved import contexts_of
 
 
 class _Saved:
@@ -56,7 +57,7 @@ def alone(
     (fuser,) = model._module_groups
     program, saved = fuser._last[1], _Saved()
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
-    ctxs = _contexts_of(saved, program, False)
+    ctxs = contexts_of(saved, program, False)
     tensors = list(model.parameters())
     for index, first, last in program.params:  # last: what is restored may have lost them
         ctxs[index].params = tuple(tensors[first:last])

@@ -1,6 +1,7 @@
 """opfuse: fuse chains of PyTorch operations, forward and backward, with every fusion a plugin."""
 
 from . import ops, plugins
+from .context import OperationContext
 from .contexts import autocast, checkpoint_contexts, options
 from .engine.fuser import (
     OperationFuser,
@@ -11,9 +12,10 @@ from .engine.fuser import (
 from .engine.plan import FusionPlan
 from .environment import Environment
 from .errors import PluginWarning
+from .fusible import FusibleOperation
 from .fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from .hookspecs import hookimpl
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusedOperation
 from .overrides import computes_as
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .report.explain import explain

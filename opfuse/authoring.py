@@ -7,7 +7,7 @@ Attributes:
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
-from .op import ModuleCache
+from .context import ModuleCache
 from .ops._common import wide
 from .overrides import op_class
 

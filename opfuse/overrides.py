@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from .op import BasicOperation, FusedOperation, FusibleOperation, asks_for_quantizers
+from .fusible import FusibleOperation
+from .op import BasicOperation, FusedOperation, asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"

@@ -10,6 +10,8 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("errors", "settings"),
     ("quantization",),
     ("environment",),
+    ("context",),
+    ("fusible",),
     ("op",),
     ("overrides",),
     ("ops",),
@@ -23,6 +25,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("engine.debug", "engine.pool"),
     ("engine.program",),
     ("engine.checks", "engine.extras"),
+    ("engine.saved",),
     ("engine.execute",),
     ("engine.planner",),
     ("engine.cutting",),
@@ -34,7 +37,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("cli",),
     ("__main__",),
 )
-EXCEPTIONS = {("op", "engine.fuser")}
+EXCEPTIONS = {("fusible", "engine.fuser")}
 """``op(x)`` makes a fuser of its own, at its first call."""
 
 

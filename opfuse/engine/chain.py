@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..op import BasicOperation, FusedOperation, FusibleOperation
+from ..fusible import FusibleOperation
+from ..op import BasicOperation, FusedOperation
 from ..overrides import op_class
 
 Slot = tuple[int, int]

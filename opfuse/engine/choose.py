@@ -20,8 +20,9 @@ from typing import Any
 
 from ..environment import Environment
 from ..errors import PluginWarning
+from ..fusible import declared
 from ..fusion import PASSES, Fusion
-from ..op import BasicOperation, FusedOperation, declared
+from ..op import BasicOperation, FusedOperation
 from ..overrides import kwarg_names, op_class
 from ..plugins import FusionSource
 from .plan import Refusal

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..op import BasicOperation, FusibleOperation
+from ..fusible import FusibleOperation
+from ..op import BasicOperation
 from ..overrides import op_class
 from .chain import Chain, Slot, flatten
 

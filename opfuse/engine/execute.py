@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..op import declared
+from ..fusible import declared
 from ..quantization import QuantizedTensor, dequantize
-from .checks import (
-    as_many,
-    forward_of,
-    refuse_gradients,
-    refuse_none,
-    refuse_result,
-    refuse_saved,
-    saved_nothing,
-)
+from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program, separate
+from .saved import clear, contexts_of, leave, recompute, take_saved
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -85,60 +78,12 @@ def run_forward(
             extras.keep(step, outputs, x)  # type: ignore[union-attr]
     if program.recipe is not None:
         x = dequantize(x)
-    saved = _saved_by(program, ctxs, func_ctx is not None)
+    saved = take_saved(program, ctxs, func_ctx is not None)
     if func_ctx is not None:
-        _leave(func_ctx, program, ctxs, x, tensors, saved, extras)
+        leave(func_ctx, program, ctxs, x, tensors, saved, extras)
     if not program.compiling:
         program.pool.give_back(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)
-
-
-def _saved_by(program: Program, ctxs: Sequence[Any], kept: bool) -> list[Tensor | None]:
-    """Take what the ops saved off their contexts; a list of it if there is a backward."""
-    saved: list[Tensor | None] = []
-    for index, start, stop in program.saved.ranges:
-        ctx = ctxs[index]
-        to_save, ctx.to_save, ctx.params = ctx.to_save, None, ()
-        if ctx.saved_tensors is not None:
-            refuse_saved(program, index, ctx)
-        if kept:
-            if to_save is None or len(to_save) != stop - start:
-                to_save = saved_nothing(program, index, stop - start, ctx, to_save)
-            saved += to_save
-    for index in program.saved.nothing:
-        ctx = ctxs[index]
-        if ctx.to_save is not None or ctx.saved_tensors is not None:
-            refuse_saved(program, index, ctx)
-        ctx.params = ()
-    return saved
-
-
-def _leave(
-    func_ctx: Any,
-    program: Program,
-    ctxs: Sequence[Any],
-    x: Any,
-    tensors: Sequence[Tensor],
-    saved: list[Tensor | None],
-    extras: ForwardExtras | None,
-) -> None:
-    """Leave what the backward needs on the autograd function's context."""
-    if program.leaves_more:
-        if program.saved.attributes:
-            func_ctx.attributes = _take_attributes(program, ctxs)
-        if program.recomputing:
-            func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
-        if program.saved.undeclared:
-            func_ctx.left = _keep_contexts(program, ctxs, saved)
-        if extras is not None:
-            extras.refuse_overwritten(x, saved)
-            func_ctx.outputs = extras.shapes
-        if program.accumulating:
-            func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
-    func_ctx.save_for_backward(*saved)
-    func_ctx.program = program
-    if not program.compiling:
-        func_ctx.materialize_grads = False  # what set_materialize_grads does
 
 
 def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -> Any:
@@ -163,7 +108,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
             with torch.autocast(program.autocast_device, enabled=False):
                 return run_backward(func_ctx, grad_output, *grad_extra_outputs)
-    ctxs = _contexts_of(func_ctx, program, tracing)
+    ctxs = contexts_of(func_ctx, program, tracing)
     extras = (
         BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     )
@@ -178,7 +123,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         start, run = step.start, step.run
         if step.prepares:
             if step.recompute is not None:
-                _recompute(program, ctxs, start, func_ctx.dropped)
+                recompute(program, ctxs, start, func_ctx.dropped)
             dy = _prepare(step, dy)
         if step.direct:
             result = run(ctxs[start], dy)
@@ -199,7 +144,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         extras.forget_after(reached)  # type: ignore[union-attr]
     flat = _all_gradients(func_ctx, program, dy, grads, extras)
     if not tracing and reached == len(ctxs):
-        _clear(program, ctxs)
+        clear(program, ctxs)
     return flat
 
 
@@ -213,23 +158,6 @@ def _check_once(grad_output: Any, grad_extra_outputs: Sequence[Any]) -> None:
             "batched (vectorize=True), unless its forward runs inside "
             "opfuse.options(double_backward=True)"
         )
-
-
-def _contexts_of(func_ctx: Any, program: Program, tracing: bool) -> list[Any]:
-    """The contexts of a backward, with what the forward left."""
-    saved, pool = func_ctx.saved_tensors, program.pool
-    try:
-        ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
-    except IndexError:  # another thread was quicker
-        ctxs = pool.new()
-    for index, start, stop in program.saved.ranges:
-        ctxs[index].saved_tensors = saved[start:stop]
-    if program.saved.attributes:
-        for (index, name), value in zip(program.saved.attributes, func_ctx.attributes, strict=True):
-            setattr(ctxs[index], name, value)
-    if program.saved.undeclared:
-        _restore_contexts(ctxs, func_ctx.left, saved)
-    return ctxs
 
 
 def _run_fused_backward(
@@ -273,15 +201,6 @@ def _all_gradients(
     if program.accumulating:
         _accumulate(func_ctx, flat)
     return (*flat, *ends)
-
-
-def _clear(program: Program, ctxs: list[Any]) -> None:
-    """Let the contexts of a backward serve again, without what they held."""
-    for index, _, _ in program.saved.ranges:
-        ctxs[index].saved_tensors = None
-    for index, name in program.saved.attributes:
-        delattr(ctxs[index], name)
-    program.pool.give_back(ctxs)
 
 
 class Pipeline(torch.autograd.Function):
@@ -388,101 +307,3 @@ def _prepare(step: Step, x: Any) -> Any:
         who = f"{type(step.op).__name__} expected {step.width} features in the last dimension"
         raise ValueError(f"{who}, got shape {tuple(x.shape)}")
     return x
-
-
-def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
-    """Take what the contexts pass on to the backward."""
-    values = []
-    for index, name in program.saved.attributes:
-        try:
-            values.append(getattr(ctxs[index], name))
-        except AttributeError:
-            what = f"{program.chain.name(index)} declares the context attribute {name!r}"
-            raise RuntimeError(
-                f"{what}, but the forward of {forward_of(program, index)} did not leave it"
-            ) from None
-        delattr(ctxs[index], name)
-    return values
-
-
-def _keep_contexts(
-    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
-) -> dict[int, Any]:
-    """Take the contexts of ops that declare nothing, and append what they saved to ``saved``."""
-    left: dict[int, Any] = {}
-    for index in program.saved.undeclared:
-        ctx = left[index] = ctxs[index]
-        start = len(saved)
-        ctx.saved_quantized = None
-        if ctx.to_save is not None:
-            if program.recipe is not None and any(
-                [isinstance(entry, QuantizedTensor) for entry in ctx.to_save]
-            ):
-                ctx.saved_quantized = _save_quantized(ctx.to_save, saved)
-            else:
-                saved += ctx.to_save
-            ctx.to_save = None
-        ctx.params = ()
-        ctx.saved_range = (start, len(saved))
-    return left
-
-
-def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[Any, ...]) -> None:
-    """Write what the forward left on its contexts on those of the backward."""
-    for index, ctx in left.items():
-        vars(ctxs[index]).update(vars(ctx))
-        start, stop = ctx.saved_range
-        ctxs[index].saved_tensors = saved[start:stop]
-        if ctx.saved_quantized is not None:
-            ctxs[index].saved_tensors = tuple(
-                [
-                    saved[first]
-                    if cls is None
-                    else cls.rebuild(saved[first:last], quantizer, dtype)
-                    for first, last, cls, quantizer, dtype in ctx.saved_quantized
-                ]
-            )
-
-
-def _drop_recomputable(
-    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
-) -> list[int]:
-    """Do not keep the inputs that a fused op can compute again; return whose they are."""
-    dropped = []
-    for index, (_, start, _, place) in program.recomputing.items():
-        output, ctxs[start].recomputable_output = ctxs[start].recomputable_output, None
-        if output is not None and saved[place] is output:
-            saved[place] = None
-            dropped.append(index)
-    return dropped
-
-
-def _recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: list[int]) -> None:
-    """Put an input back that was not kept, after that of the op that computes it."""
-    if index not in dropped:
-        return
-    op, start, place, _ = program.recomputing[index]
-    saved = ctxs[index].saved_tensors
-    if saved[place] is None:
-        _recompute(program, ctxs, start, dropped)
-        ctxs[index].saved_tensors = (
-            *saved[:place],
-            op.fuser_recompute(ctxs[start:index]),
-            *saved[place + 1 :],
-        )
-
-
-def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
-    """Append the tensors of ``entries`` to ``saved``; return where each is and what rebuilds it."""
-    layout: list[tuple[Any, ...]] = []
-    for entry in entries:
-        if isinstance(entry, QuantizedTensor):
-            parts = entry.tensors()
-            layout.append(
-                (len(saved), len(saved) + len(parts), type(entry), entry.quantizer, entry.dtype)
-            )
-            saved.extend(parts)
-        else:
-            layout.append((len(saved), len(saved) + 1, None, None, None))
-            saved.append(entry)
-    return layout

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from ..fusible import FusibleOperation
 from ..fusion import FusionLike
-from ..op import FusedOperation, FusibleOperation
+from ..op import FusedOperation
 from ..overrides import has_hooks, hook_dicts, op_class, why_apart
 from ..plugins import Registration, manager
 from ..settings import Options, Settings, current

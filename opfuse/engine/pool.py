@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..op import OperationContext
+from ..context import OperationContext
 
 
 class PooledContext:

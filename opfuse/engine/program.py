@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ..context import OperationContext
 from ..environment import Environment
-from ..op import BasicOperation, FusedOperation, OperationContext, asks_for_quantizers, declared
+from ..fusible import declared
+from ..op import BasicOperation, FusedOperation, asks_for_quantizers
 from ..overrides import op_class
 from ..quantization import Quantizer
 from .chain import Chain

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
+from ..context import OperationContext
+from ..op import BasicOperation
 
 Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
+from ..context import OperationContext
+from ..op import BasicOperation
 from ._common import Grads, shows
 
 

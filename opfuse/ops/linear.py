@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..op import BasicOperation, FusedOperation, ModuleCache, OperationContext
+from ..context import ModuleCache, OperationContext
+from ..op import BasicOperation, FusedOperation
 from ._common import Grads, check_size, refuse, sum_rows
 from .basic_linear import BasicLinear
 

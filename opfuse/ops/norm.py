@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..op import BasicOperation, OperationContext
+from ..context import OperationContext
+from ..op import BasicOperation
 from ._blocks import blocks, in_blocks
 from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..engine.cutting import Cut
 from ..engine.fuser import OperationFuser, _functorch_active
 from ..engine.plan import FusionPlan, PlanStep, Refusal
-from ..op import FusibleOperation
+from ..fusible import FusibleOperation
 from ..overrides import op_class, why_apart
 from ..plugins import Selection, manager
 from ..sequential import Sequential, parts

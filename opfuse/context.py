@@ -1,0 +1,74 @@
+"""The context of an op, in which its forward leaves what its backward needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .quantization import Quantizer
+
+
+class OperationContext:
+    """What one basic op leaves in forward for its backward: an open bag of attributes.
+
+    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change
+    them, since what it writes there would be there in later calls. It may add attributes if it
+    declares ``context_names``, or declares nothing at all; tensors go through
+    :meth:`save_for_backward`. The backward gets another context with the same attributes, so
+    nothing written in forward is ever mutated. Keep no reference to a context: that of an op that
+    adds no attributes takes none (an AttributeError says so), is cleared when the pass is over, and
+    serves a later one.
+
+    Attributes:
+        requires_grad: Whether this op takes part in the backward at all.
+        input_requires_grad: Whether the gradient of the op's input is needed.
+        params: The op's parameter values of this call, in ``param_names`` order (forward only).
+        param_requires_grad: One flag per parameter.
+        dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
+        backward_override: The recipe's, or None.
+        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized
+            with.
+        next_op_input_quantizer: What the next op wants its input quantized with.
+        quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
+        saved_tensors: What :meth:`save_for_backward` was given (backward only).
+        owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+        may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
+            would do without its input (forward only).
+        recomputable_output: There the forward may put its output then: it agrees to compute it
+            again.
+    """
+
+    def __init__(self) -> None:
+        self.requires_grad: bool = True
+        self.input_requires_grad: bool = True
+        self.params: tuple[Tensor, ...] = ()
+        self.param_requires_grad: tuple[bool, ...] = ()
+        self.dtype: torch.dtype | None = None
+        self.backward_override: str | None = None
+        self.prev_op_grad_output_quantizer: Quantizer | None = None
+        self.next_op_input_quantizer: Quantizer | None = None
+        self.quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]] = ((), ())
+        self.saved_tensors: tuple[Any, ...] | None = None
+        self.to_save: tuple[Any, ...] | None = None
+        self.owns_grad_output: bool = False
+        self.may_recompute: bool = False
+        self.recomputable_output: Tensor | None = None
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
+        self.to_save = tensors
+
+
+class ModuleCache:
+    """Values derived from a module: dropped, never copied, when the module is copied or pickled."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.value: Any = None
+        self.separate: tuple[int, Any] = (-1, None)  # see FusedOperation.run_separately
+
+    def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
+        return ModuleCache, ()

@@ -1,0 +1,345 @@
+"""What basic and fused ops share: declarations, and what makes a plan out of date."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import threading
+from abc import ABCMeta
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .context import ModuleCache, OperationContext
+from .quantization import Quantizer
+
+if TYPE_CHECKING:
+    Grads = Iterable[Tensor | None] | None
+    Extras = Sequence[Sequence[Tensor | None]]
+
+
+class _OperationMeta(ABCMeta):
+    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op.
+
+    It also notices when a class gets another method or constant, which plans made before do not
+    know.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        init = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return init.replace(parameters=list(init.parameters.values())[1:])
+
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> None:
+        super().__init__(name, bases, namespace, **kwargs)
+        given = namespace.get("grad_input", "shared")
+        if isinstance(given, str) and given not in ("fresh", "same", "shared"):
+            raise ValueError(
+                f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
+            )
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            op = super().__call__(*args, **kwargs)
+        except TypeError:
+            if (sentence := _misfit(cls, args, kwargs)) is None:
+                raise
+            raise TypeError(sentence) from None
+        if op.param_names is None:
+            names = [name for name, _ in op.named_parameters(recurse=True)]
+            taken = cls.takes_params  # type: ignore[attr-defined]
+            op.param_names = tuple(name for name in names if taken is None or name in taken)
+        op._constructed()
+        return op
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls._check_class_attribute(name)  # type: ignore[attr-defined]
+        super().__setattr__(name, value)
+        _class_changed(name)
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        _class_changed(name)
+
+
+def _class_changed(name: str) -> None:
+    # those are set when any class is made
+    if not name.startswith(("__abstractmethods__", "_abc_")):
+        FusibleOperation._count_change()
+
+
+def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What is wrong with a constructor's arguments, and the remedy; None: nothing."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(*args, **kwargs)
+        return None
+    except TypeError as error:
+        parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        reason = f"{cls.__name__}: {error}, expected {cls.__name__}{inspect.Signature(parameters)}"
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs]
+    surplus = dict(zip(by_name, args[places:], strict=False))
+    if not 0 < len(args) - places == len(surplus):
+        return reason
+    call = ", ".join(
+        [*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())]
+    )
+    word = "a keyword" if len(surplus) == 1 else "keywords"
+    return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
+
+
+class FusibleOperation(nn.Module, metaclass=_OperationMeta):
+    """A tensor operation that the operation fuser can run.
+
+    ``is_fused_op`` says whether an op stands for a run of basic ops. Class attributes that an op
+    may set:
+        grad_input: How the gradient that the backward returns relates to other tensors.
+            ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
+            fresh. ``"shared"`` (default): may alias something the caller sees. Decides
+            ``ctx.owns_grad_output`` of the next step.
+        kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
+            parameters of ``op_forward``.
+        real_numbers: Names of attributes that take real numbers only. A tensor would get no
+            gradient there, and could change in place where nobody sees it.
+    """
+
+    is_fused_op: ClassVar[bool]
+    grad_input: ClassVar[str] = "shared"
+    kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    real_numbers: ClassVar[tuple[str, ...]] = ()
+    # how often a method or declaration of any op was replaced; part of a plan's key
+    changes: ClassVar[int] = 0
+    param_names: tuple[str, ...] | None = None
+    _captured = False
+    _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache = ModuleCache()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        overridden = _overriding(cls)
+        for name, default in _DECLARED.items():
+            if _defined(cls, name) > overridden:
+                type.__setattr__(cls, name, default)
+
+    # What a plan was made for may change: then it is made anew
+
+    @classmethod
+    def _check_class_attribute(cls, name: str) -> None:
+        """Refuse to set an attribute of a class that is made, where something would not follow."""
+
+    @staticmethod
+    def _count_change() -> None:
+        with _changing:
+            type.__setattr__(FusibleOperation, "changes", FusibleOperation.changes + 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inherited = getattr(type(self), name, None) if self._captured else None
+        if inherited is not None and name == "__dict__":
+            raise RuntimeError(
+                f"the attributes of this {type(self).__name__} are in use: a fuser captured them"
+            )
+        self._refuse_lent(name)
+        if name in self.real_numbers:
+            value = check_real(self, name, value)
+        is_new = name not in self.__dict__
+        super().__setattr__(name, value)
+        # dictionaries of hooks or parameters, maybe
+        if self._captured and isinstance(value, (dict, nn.Module)):
+            self._count_change()
+        if (
+            isinstance(value, Tensor)
+            and value.is_leaf
+            and value.requires_grad
+            and not isinstance(value, nn.Parameter)
+        ):
+            self._count_change()  # planning refuses it: it would get no gradient
+        if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
+            return
+        if is_new or callable(value) or hasattr(self._contract, name):
+            self._count_change()
+
+    def _refuse_lent(self, name: str) -> None:
+        """Refuse to set a parameter that lives on the owner: the op would still read that one."""
+        if "_owner" in self.__dict__ and name in (self.param_names or ()):
+            owner = type(self.__dict__["_owner"]).__name__
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if hasattr(type(self), name):
+            self._count_change()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["_cache"] = ModuleCache()  # not that of the op a shallow copy was made from
+        self._count_change()
+
+    def _constructed(self) -> None:
+        """Called once, when ``__init__`` is over."""
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError(
+            "opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's "
+            "replicas"
+        )
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, when a fuser captures this op."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward pass of a fuser."""
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its input quantized with, under the current recipe."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its output's gradient quantized with."""
+        return None
+
+    def writes_output(self, quantizer: Quantizer) -> bool:
+        """Whether the forward quantizes its output with ``quantizer``; if not, the core casts."""
+        return False
+
+    def writes_grad_input(self, quantizer: Quantizer) -> bool:
+        """Whether the backward quantizes its result with ``quantizer``; if not, the core casts."""
+        return False
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Extras]:
+        """Forward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op.
+            input_: Input of the first basic op.
+            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is
+                inside.
+            prev_op_grad_output_quantizer: See :class:`OperationContext`.
+            next_op_input_quantizer: See :class:`OperationContext`; None if ``writes_output``
+                declined.
+            basic_op_kwargs: Keyword arguments per basic op.
+
+        Returns:
+            The output, and the extra outputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward pass")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
+    ) -> tuple[Tensor | None, Sequence[Grads], Extras]:
+        """Backward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op, with what its forward saved.
+            grad_output: Gradient of the last basic op's output.
+            basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means
+                zero.
+
+        Returns:
+            The gradient of the input, the parameter gradients of each basic op, and the gradients
+            of the extra inputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+
+    def _own_fuser(self) -> Any:
+        """The fuser behind ``op(x)``, kept as long as the op."""
+        if is_dynamo_compiling() or self._cache.key is not self:
+            _make_own_fuser(self)
+        return self._cache.value
+
+
+def check_real(op: object, name: str, value: Any) -> float:
+    """A real number, as a float.
+
+    Raises:
+        TypeError: It is not a real number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        what = (
+            f"a {type(value).__name__}, whose gradient would be lost"
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
+        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {what}")
+    return float(value)
+
+
+_changing = threading.Lock()
+
+_PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward", "operand")
+
+_DECLARED: dict[str, Any] = {
+    "grad_input": "shared",
+    "saved_names": None,
+    "context_names": (),
+    "differentiable": False,
+    "keeps_rows": False,
+    "casts_input": False,
+    "takes_params": None,
+}
+
+"""What a class declares about its passes, and what holds where nothing is declared.
+
+A class that overrides a pass says anew what is true of it: what it inherits was said of another
+    one.
+"""
+
+
+def _defined(cls: type, name: str, start: int = 0) -> int:
+    """How far up a class's ancestors the first one is that defines a name."""
+    found = (i for i, base in enumerate(cls.__mro__) if i >= start and name in vars(base))
+    return next(found, len(cls.__mro__))
+
+
+def _overriding(cls: type) -> int:
+    """How far up the first ancestor is that overrides another's pass; past all if none does."""
+    first = len(cls.__mro__)
+    for name in _PASSES:
+        own = _defined(cls, name)
+        inherited = _defined(cls, name, own + 1)
+        if inherited == len(cls.__mro__) or cls.__mro__[own].__module__.startswith("opfuse.ops."):
+            continue
+        base = cls.__mro__[inherited]
+        template = base.__module__ in ("opfuse.op", "opfuse.fusible") or getattr(
+            vars(base)[name], "__isabstractmethod__", False
+        )
+        if not template:
+            first = min(first, own)
+    return first
+
+
+def declared(op: nn.Module, name: str) -> Any:
+    """What an op declares about its passes: nothing, if passes were replaced on the op itself."""
+    return getattr(op, name) if vars(op).keys().isdisjoint(_PASSES) else _DECLARED[name]
+
+
+def _make_own_fuser(op: FusibleOperation) -> None:
+    from .engine.fuser import OperationFuser
+
+    if op._cache.key is not op:
+        op._cache.key, op._cache.value = op, OperationFuser([op], owner=op)
+
+
+_make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
