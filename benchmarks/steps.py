@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import opfuse
 from opfuse.engine.execute import run_forward
-from opfuse.engine.saved import contexts_of
+from opfuse.engine.saved import restore_more
 
 
 class _Saved:
@@ -57,7 +57,10 @@ def alone(
     (fuser,) = model._module_groups
     program, saved = fuser._last[1], _Saved()
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
-    ctxs = contexts_of(saved, program, False)
+    ctxs = program.pool.new()
+    for index, start, stop in program.saved.ranges:
+        ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
+    restore_more(saved, program, ctxs, saved.saved_tensors)
     tensors = list(model.parameters())
     for index, first, last in program.params:  # last: what is restored may have lost them
         ctxs[index].params = tuple(tensors[first:last])

@@ -1,14 +1,8 @@
 """opfuse: fuse chains of PyTorch operations, forward and backward, with every fusion a plugin."""
 
 from . import ops, plugins
-from .context import OperationContext
 from .contexts import autocast, checkpoint_contexts, options
-from .engine.fuser import (
-    OperationFuser,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
+from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
 from .environment import Environment
 from .errors import PluginWarning
@@ -16,7 +10,13 @@ from .fusible import FusibleOperation
 from .fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from .hookspecs import hookimpl
 from .op import BasicOperation, FusedOperation
+from .op_context import OperationContext
 from .overrides import computes_as
+from .plugins import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .report.explain import explain
 from .sequential import Sequential

@@ -7,7 +7,7 @@ Attributes:
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
-from .context import ModuleCache
+from .op_context import ModuleCache
 from .ops._common import wide
 from .overrides import op_class
 

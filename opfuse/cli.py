@@ -17,7 +17,8 @@ from torch import nn
 
 from . import __version__
 from .errors import PluginWarning
-from .plugins import Selection, is_strict, manager
+from .plugins import manager
+from .records import Selection, is_strict
 from .report.explain import explain, wrap
 from .settings import current
 

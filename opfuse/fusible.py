@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .context import ModuleCache, OperationContext
+from .op_context import ModuleCache, OperationContext
 from .quantization import Quantizer
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .context import OperationContext
 from .environment import Environment
 from .fusible import FusibleOperation
+from .op_context import OperationContext
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .quantization.state import QuantizerStates
 

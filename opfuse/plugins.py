@@ -16,8 +16,8 @@ import sys
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pluggy
 
@@ -25,122 +25,13 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
+from .records import FusionSource, PluginRecord, Selection, is_strict, normalize
 from .settings import Options, Setting, ThreadSettings, current
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
 else:
     import importlib_metadata as metadata
-
-
-def is_strict() -> bool:
-    """Whether a failing plugin raises instead of warning (``OPFUSE_STRICT``)."""
-    return os.environ.get("OPFUSE_STRICT", "") not in ("", "0")
-
-
-def normalize(name: str) -> str:
-    """A distribution name as packaging tools compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-@dataclasses.dataclass
-class PluginRecord:
-    """One plugin, whatever became of it.
-
-    ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it
-    belongs to another contract version. Whether it is blocked depends on the selection in force.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    group: str = hookspecs.GROUP
-    load: Callable[[], Any] | None = None
-    broken: Exception | None = None
-    state: str = "found"
-    error: str | None = None
-    plugin: Any = None
-    hooks: tuple[str, ...] = ()
-    fusions: tuple[tuple[str, FusionLike], ...] = ()
-    recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its entry points: several where a distribution names one module several times."""
-        return self.name, *self.aliases
-
-    def answers_to(self, name: str) -> bool:
-        """Whether a name means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
-        return normalize(name) in map(normalize, (*self.names, self.distribution))
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What plugins are sorted by."""
-        return self.name, normalize(self.distribution)
-
-
-class FusionSource(NamedTuple):
-    """A fusion, who gave it, for which pass, and how early it may choose (smaller rank first)."""
-
-    passes: str
-    fusion: FusionLike
-    distribution: str | None
-    version: str | None
-    rank: tuple[int, int, int]
-
-    @property
-    def name(self) -> str:
-        """The fusion's name in reports."""
-        return fusion_name(self.fusion)
-
-    @property
-    def full_name(self) -> str:
-        """The fusion and its plugin, for messages."""
-        where = (
-            f"plugin {self.distribution} {self.version}"
-            if self.distribution
-            else "registered in code"
-        )
-        return f"fusion {self.name} ({where})"
-
-
-class Selection(NamedTuple):
-    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked``, or if ``only`` is given, those in order."""
-
-    only: tuple[str, ...] | None
-    blocked: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str | None) -> Selection:
-        """Parse a selection.
-
-        None: all. Empty: none. ``a,b``: these, in this precedence. ``-a``: all but a.
-
-        Raises:
-            ValueError: The two forms are mixed.
-        """
-        if text is None:
-            return cls(None)
-        if not isinstance(text, str):
-            raise TypeError(
-                f"expected plugins as one string, such as 'a,b' or '-a', or None, got {text!r}"
-            )
-        names = [part.strip() for part in text.split(",") if part.strip()]
-        blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
-        if blocked and len(blocked) != len(names):
-            raise ValueError(
-                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or "
-                f"'-a,-b'"
-            )
-        return cls(None, blocked) if blocked else cls(tuple(names))
-
-    def position(self, record: PluginRecord) -> int | None:
-        """A selected plugin's place in the user's list, 0 where there is none; None: blocked."""
-        if self.only is None:
-            return None if any(record.answers_to(name) for name in self.blocked) else 0
-        return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -536,3 +427,27 @@ listing = manager.listing
 recipes = manager.recipes
 register = manager.register
 remove = manager.remove
+
+
+def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a forward fusion in code.
+
+    Args:
+        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some
+            of the basic ops it is given by fused ops.
+        prepend: Let it choose before every fusion but those of the plugins that the user listed.
+
+    Returns:
+        A handle with ``unregister()``.
+    """
+    return manager.register_fusion("forward", fusion, prepend)
+
+
+def register_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a backward fusion in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("backward", fusion, prepend)
+
+
+def register_forward_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a joint fusion of both passes in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("joint", fusion, prepend)

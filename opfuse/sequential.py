@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .context import ModuleCache
 from .engine.chain import flatten
 from .engine.fuser import OperationFuser
 from .fusible import FusibleOperation
 from .op import BasicOperation
+from .op_context import ModuleCache
 from .overrides import hook_kinds, kwarg_names
 
 

@@ -15,7 +15,7 @@ from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, op
 from opfuse.engine.choose import best_cover, choose
 from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.engine.step import Step
-from opfuse.plugins import FusionSource
+from opfuse.records import FusionSource
 
 
 class Op(opfuse.BasicOperation):

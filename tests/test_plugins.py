@@ -15,7 +15,8 @@ from fakes import OneByOne, make_plugin
 
 import opfuse
 from opfuse import Fusion, PluginWarning, plugins, settings
-from opfuse.plugins import PluginManager, Selection, metadata
+from opfuse.plugins import PluginManager, metadata
+from opfuse.records import Selection
 
 
 class A(opfuse.BasicOperation):

@@ -13,18 +13,16 @@ import dataclasses
 import itertools
 import logging
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from ..environment import Environment
-from ..errors import PluginWarning
 from ..fusible import declared
 from ..fusion import PASSES, Fusion
 from ..op import BasicOperation, FusedOperation
 from ..overrides import kwarg_names, op_class
-from ..plugins import FusionSource
+from ..records import FusionSource
 from .plan import Refusal
 from .step import Step
 
@@ -88,9 +86,8 @@ def choose(
         )
     keeping = [declared(op, "keeps_rows") for op in ops]
     rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
-    finder = _Finder(
-        tuple(ops), env, first_backward, kwargs, excluded, widths or (None,) * len(ops), rows_kept
-    )
+    widths = widths or (None,) * len(ops)
+    finder = _Finder(tuple(ops), env, first_backward, kwargs, excluded, widths, rows_kept)
     candidates: list[Step] = []
     taken = Taken()
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
@@ -105,17 +102,14 @@ def choose(
             limited = id(loser) in beyond
             reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
             finder.refuse(loser.source, loser.start, loser.stop, reason)
-    finder.refused.sort(
-        key=lambda r: (
-            r.start,
-            PASSES.index(r.passes),
-            r.distribution or "",
-            r.fusion,
-            r.basic_ops,
-            r.reason,
-        )
-    )
-    return Choice(tuple(kept), tuple(finder.refused), tuple(sorted(finder.row_facts)))
+    refused = tuple(sorted(finder.refused, key=_place))
+    return Choice(tuple(kept), refused, tuple(sorted(finder.row_facts)))
+
+
+def _place(refusal: Refusal) -> tuple[Any, ...]:
+    """What refusals are sorted by."""
+    who = refusal.distribution or "", refusal.fusion, refusal.basic_ops, refusal.reason
+    return refusal.start, PASSES.index(refusal.passes), *who
 
 
 def _precedence(source: FusionSource) -> tuple[Any, int]:
@@ -205,17 +199,14 @@ class _Finder:
             asked = "benefit"
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
-            return warn_about(source, f"its {asked} raised {type(error).__name__}: {error}")
+            return source.warn(f"its {asked} raised {type(error).__name__}: {error}")
         if isinstance(answer, str) and answer:
             return answer
         if answer is not True:
-            return warn_about(
-                source, f"its condition returned {answer!r} instead of True or a sentence"
-            )
+            return source.warn(f"its condition returned {answer!r} instead of True or a sentence")
         if not (isinstance(benefit, (int, float)) and abs(benefit) <= _MOST):
-            return warn_about(
-                source,
-                f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most",
+            return source.warn(
+                f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most"
             )
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
@@ -235,12 +226,6 @@ class _Finder:
         return answer, env
 
 
-def warn_about(source: FusionSource, what: str) -> str:
-    """Warn that a fusion misbehaved while planning; returns ``what``. The chain runs without it."""
-    warnings.warn(PluginWarning(f"{source.full_name} is not used: {what}"), stacklevel=2)
-    return what
-
-
 def _matches(
     source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
 ) -> list[tuple[int, int, FusedOperation | None]]:
@@ -252,7 +237,7 @@ def _matches(
     except Exception as error:
         if source.distribution is None:
             raise
-        warn_about(source, f"it raised {type(error).__name__}: {error}")
+        source.warn(f"it raised {type(error).__name__}: {error}")
         return []
     if not isinstance(result, (list, tuple)):
         raise TypeError(

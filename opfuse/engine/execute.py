@@ -18,7 +18,7 @@ from ..quantization import QuantizedTensor, dequantize
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program, separate
-from .saved import clear, contexts_of, leave, recompute, take_saved
+from .saved import leave, recompute, restore_more, take_saved
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -100,15 +100,12 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         gave.
     """
     program: Program = func_ctx.program
-    tracing = (
-        is_dynamo_compiling()
-    )  # by compiled autograd too, which then meets a program that was not made for it
-    if not tracing:
-        _check_once(grad_output, grad_extra_outputs)
-        if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
-            with torch.autocast(program.autocast_device, enabled=False):
-                return run_backward(func_ctx, grad_output, *grad_extra_outputs)
-    ctxs = contexts_of(func_ctx, program, tracing)
+    # by compiled autograd too, which then meets a program that was not made for it
+    tracing = is_dynamo_compiling()
+    if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
+        with torch.autocast(program.autocast_device, enabled=False):
+            return run_backward(func_ctx, grad_output, *grad_extra_outputs)
+    ctxs = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
     extras = (
         BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     )
@@ -142,22 +139,35 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
         extras.forget_after(reached)  # type: ignore[union-attr]
-    flat = _all_gradients(func_ctx, program, dy, grads, extras)
-    if not tracing and reached == len(ctxs):
-        clear(program, ctxs)
-    return flat
+    serve_again = not tracing and reached == len(ctxs)
+    return _end(func_ctx, program, ctxs, dy, grads, extras, serve_again)
 
 
-def _check_once(grad_output: Any, grad_extra_outputs: Sequence[Any]) -> None:
-    """Refuse second derivatives and batched gradients, which kernels would lose."""
-    batched = any(map(_is_batched, grad_extra_outputs)) if grad_extra_outputs else False
-    if batched or torch.is_grad_enabled() or _is_batched(grad_output):
-        raise RuntimeError(
-            "opfuse: the backward of a fused chain cannot be differentiated again "
-            "(create_graph=True), nor "
-            "batched (vectorize=True), unless its forward runs inside "
-            "opfuse.options(double_backward=True)"
-        )
+def _begin(
+    func_ctx: Any, program: Program, tracing: bool, grad_output: Any, grad_extra_outputs: Any
+) -> list[Any]:
+    """The contexts of a backward; refuses second derivatives and batched gradients."""
+    if not tracing:
+        batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
+        if grad_extra_outputs and not batched:
+            batched = any(map(_is_batched, grad_extra_outputs))
+        if batched or torch.is_grad_enabled():
+            raise RuntimeError(
+                "opfuse: the backward of a fused chain cannot be differentiated again "
+                "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
+                "inside opfuse.options(double_backward=True)"
+            )
+    pool = program.pool
+    try:
+        ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
+    except IndexError:  # another thread was quicker
+        ctxs = pool.new()
+    tensors = func_ctx.saved_tensors
+    for index, start, stop in program.saved.ranges:
+        ctxs[index].saved_tensors = tensors[start:stop]
+    if program.leaves_more:
+        restore_more(func_ctx, program, ctxs, tensors)
+    return ctxs
 
 
 def _run_fused_backward(
@@ -183,10 +193,16 @@ def _run_fused_backward(
     return dx
 
 
-def _all_gradients(
-    func_ctx: Any, program: Program, dy: Any, grads: list[Any], extras: BackwardExtras | None
+def _end(
+    func_ctx: Any,
+    program: Program,
+    ctxs: list[Any],
+    dy: Any,
+    grads: list[Any],
+    extras: BackwardExtras | None,
+    serve_again: bool,
 ) -> tuple[Any, ...]:
-    """What the autograd function returns."""
+    """What the autograd function returns; clears the contexts if they are to serve again."""
     for index in program.without_params:
         if grads[index]:
             refuse_gradients(program, index, grads[index])
@@ -200,6 +216,12 @@ def _all_gradients(
         flat += of_op
     if program.accumulating:
         _accumulate(func_ctx, flat)
+    if serve_again:
+        for index, _, _ in program.saved.ranges:
+            ctxs[index].saved_tensors = None
+        for index, name in program.saved.attributes:
+            delattr(ctxs[index], name)
+        program.pool.give_back(ctxs)
     return (*flat, *ends)
 
 

@@ -14,10 +14,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import FusibleOperation
-from ..fusion import FusionLike
-from ..op import FusedOperation
-from ..overrides import has_hooks, hook_dicts, op_class, why_apart
-from ..plugins import Registration, manager
+from ..overrides import has_hooks, hook_dicts, why_apart
+from ..plugins import manager
 from ..settings import Options, Settings, current
 from .chain import Chain
 from .checks import (
@@ -29,7 +27,6 @@ from .checks import (
 )
 from .cutting import Cut, cut, run_cut
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
-from .plan import FusionPlan
 from .planner import make_program, rows_of
 from .program import Program
 
@@ -77,11 +74,6 @@ class OperationFuser:
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
-        self._prepares = [
-            (i, op)
-            for i, op in enumerate(self._chain.ops)
-            if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
-        ]
         for op in units:
             vars(op)["_captured"] = True
         for op in self._chain.ops:
@@ -110,17 +102,6 @@ class OperationFuser:
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
         steps = self._last[1].backward[::-1] if isinstance(self._last[1], Program) else ()
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
-
-    def notes(self, plan: FusionPlan) -> tuple[str, ...]:
-        """What the fused ops of a plan say about themselves."""
-        kept = [program for _, programs in self._programs.values() for program in programs.values()]
-        planned = [program for program in kept if isinstance(program, Program)]
-        ops = [step.op for program in planned if program.plan is plan for step in program.forward]
-        noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
-        return tuple(
-            f"{' + '.join(op_class(basic).__name__ for basic in op.basic_ops)}: {op.notes}"
-            for op in noted
-        )
 
     # Calling
 
@@ -212,9 +193,8 @@ class OperationFuser:
     ) -> Program | Cut:
         """The program for a call: the last one, another one that was made, or a new one."""
         autocast = None
-        device = (
-            _CPU if input.is_cpu else input.device
-        )  # to make one, and to compare it, takes longer than to ask
+        # to make a device, and to compare it, takes longer than to ask
+        device = _CPU if input.is_cpu else input.device
         if _any_autocast():
             autocast = _autocast_dtype(input, device)
         settings = current.values
@@ -222,11 +202,7 @@ class OperationFuser:
             settings = _settings_of(input, tensors)
         grads: tuple[bool, ...] | None = None
         if torch.is_grad_enabled():
-            grads = (
-                (input.requires_grad, *[t.requires_grad for t in tensors])
-                if tensors
-                else (input.requires_grad,)
-            )
+            grads = (input.requires_grad, *[t.requires_grad for t in tensors])
         key = (
             grads,
             input.dtype,
@@ -281,8 +257,7 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
         """Run a chain some of whose ops have hooks."""
-        if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
-            refuse_arguments(self._chain, input, extra_inputs)
+        check_arguments(self._chain, input, extra_inputs)
         name = _cut_untraced(self, FusibleOperation.changes, *has_hooks(self._units))
         return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
 
@@ -329,9 +304,8 @@ class OperationFuser:
     def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program | Cut:
         with self._lock:
             self._capture()
-            facts, programs = self._programs.get(
-                key, ((), {})
-            )  # one for each value of these facts about the rows
+            # one program for each value of these facts about the rows
+            facts, programs = self._programs.get(key, ((), {}))
             program: Program | Cut | None = programs.get(rows_of(facts, input))
             if program is None and any(why_apart(unit) for unit in self._units):
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
@@ -429,27 +403,3 @@ def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence
     if program.requires_grad:
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
     return run_forward(None, program, kwargs, x, *tensors)
-
-
-def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
-    """Add a forward fusion in code.
-
-    Args:
-        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some
-            of the basic ops it is given by fused ops.
-        prepend: Let it choose before every fusion but those of the plugins that the user listed.
-
-    Returns:
-        A handle with ``unregister()``.
-    """
-    return manager.register_fusion("forward", fusion, prepend)
-
-
-def register_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
-    """Add a backward fusion in code; see :func:`register_forward_fusion`."""
-    return manager.register_fusion("backward", fusion, prepend)
-
-
-def register_forward_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
-    """Add a joint fusion of both passes in code; see :func:`register_forward_fusion`."""
-    return manager.register_fusion("joint", fusion, prepend)

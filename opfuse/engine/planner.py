@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from ..environment import Environment
 from ..op import FusedOperation
-from ..plugins import FusionSource, manager
+from ..plugins import manager
+from ..records import FusionSource
 from ..settings import current
 from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
-from .choose import Choice, check_expansion, choose, warn_about
+from .choose import Choice, check_expansion, choose
 from .program import Program, compile_program
 from .step import Step
 
@@ -47,41 +48,16 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
         key: See :data:`Key`.
         input: The input, for its number of rows; None while tracing.
     """
-    (
-        grads,
-        dtype,
-        device,
-        autocast,
-        training,
-        *_,
-        deterministic,
-        compiling,
-        kwargs,
-        extras,
-        settings,
-    ) = key
+    grads, dtype, device, autocast, *_, kwargs, extras, settings = key
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
     check_kwargs(chain, kwargs)
-    env = Environment(
-        device=device,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        dtype=autocast or dtype,
-        recipe=settings[2],
-        training=any(training),
-        requires_grad=grads is not None and any(grads),
-        **{fact: rows_of((fact,), input)[0] for fact in ("row_alignment", "rows")},
-        deterministic=deterministic,
-        options=dict(settings[0]),
-        compiling=compiling,
-    )
+    env = _environment(key, input)
     grads = grads or (False,) * (1 + len(chain.param_sources))
     given: dict[str, Any] = dict(
         first_backward=_first_backward(chain, env, grads), kwargs=kwargs or ((),) * len(chain.ops)
     )
-    before, current.values = (
-        current.values,
-        settings,
-    )  # ops are asked for quantizers; not in force while tracing
+    before = current.values
+    current.values = settings  # ops are asked for quantizers; not in force while tracing
     try:
         for i, op in enumerate(chain.ops):
             op.reset_recipe_state(recipe=env.recipe)
@@ -93,6 +69,23 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
         return compile_program(chain, choice, env, autocast, grads=grads, **given)
     finally:
         current.values = before
+
+
+def _environment(key: Key, input: Tensor | None) -> Environment:
+    """What a key says about where the plan is made for."""
+    grads, dtype, device, autocast, training, *_, deterministic, compiling, _, _, settings = key
+    return Environment(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=autocast or dtype,
+        recipe=settings[2],
+        training=any(training),
+        requires_grad=grads is not None and any(grads),
+        **{fact: rows_of((fact,), input)[0] for fact in ("row_alignment", "rows")},
+        deterministic=deterministic,
+        options=dict(settings[0]),
+        compiling=compiling,
+    )
 
 
 def _build(
@@ -123,7 +116,7 @@ def _built(chain: Chain, step: Step, env: Environment) -> Any:
             fused.planned(env)
     except Exception as error:
         what = "build" if fused is None else "planned"
-        warn_about(step.source, f"its {what} raised {type(error).__name__}: {error}")
+        step.source.warn(f"its {what} raised {type(error).__name__}: {error}")
         return None
     check_expansion(step.source, fused, ops)
     return fused

@@ -8,10 +8,10 @@ and 20 to 40 of the 150 us of both passes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..context import OperationContext
+from ..op_context import OperationContext
 
 
 class PooledContext:
@@ -46,6 +46,10 @@ class ContextPool:
         classes: Of the context of each basic op.
         values: Per basic op, what the engine writes on its context; see :class:`OperationContext`.
         open_ops: The ops that may leave anything on theirs, which therefore serve once.
+
+    Attributes:
+        idle: Those that wait.
+        give_back: Lets the contexts of a pass that is over serve another one.
     """
 
     def __init__(
@@ -53,13 +57,16 @@ class ContextPool:
     ) -> None:
         self.idle: list[list[Any]] = []
         self._classes, self._values, self._open = tuple(classes), tuple(values), tuple(open_ops)
+        self.give_back: Callable[[list[Any]], None] = self.idle.append
+        if self._open:
+            self.give_back = self._renew
 
     def new(self) -> list[Any]:
         """One context per basic op, for one pass."""
         return [self._new(i) for i in range(len(self._values))]
 
-    def give_back(self, contexts: list[Any]) -> None:
-        """Let contexts serve another pass; those that may hold anything are made anew."""
+    def _renew(self, contexts: list[Any]) -> None:
+        """Make the contexts anew that may hold anything, so that all can serve another pass."""
         for i in self._open:
             contexts[i] = self._new(i)
         self.idle.append(contexts)

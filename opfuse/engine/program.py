@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from ..context import OperationContext
+from ..debug import Watched
 from ..environment import Environment
 from ..fusible import declared
 from ..op import BasicOperation, FusedOperation, asks_for_quantizers
+from ..op_context import OperationContext
 from ..overrides import op_class
 from ..quantization import Quantizer
 from .chain import Chain
 from .choose import Choice
-from .debug import Watched
 from .plan import FusionPlan, PlanStep
 from .pool import ContextPool, pooled_context
 from .step import Step
@@ -99,9 +99,8 @@ class Program:
         self.chain, self.plan = chain, plan
         self.forward, self.backward = tuple(forward), tuple(backward)
         self.recipe, self.compiling = env.recipe, env.compiling
-        self.requires_grad = env.requires_grad
+        self.requires_grad, self.autocast = env.requires_grad, autocast
         self.double_backward = bool(env.options.get("double_backward"))
-        self.autocast = autocast
         known = torch.amp.is_autocast_available(env.device.type)
         self.autocast_device = env.device.type if known else "cpu"
         self.first_backward, self.num_params = first_backward, len(chain.param_sources)
@@ -119,12 +118,10 @@ class Program:
         more = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
         self.leaves_more = self.has_extras or any(map(bool, more))
         self.pool = self._contexts(contexts)
-        self.row_facts = row_facts
-        self.rows = tuple([getattr(env, fact) for fact in row_facts])
+        self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.prepared_ops = _prepared(chain, contexts)
         self.has_quantizer_state = _has_state(contexts)
-        special = env.recipe, env.options.get("double_backward"), self.prepared_ops, autocast
-        self.is_plain = not any(special)
+        self.is_plain = not any((env.recipe, self.double_backward, self.prepared_ops, autocast))
 
     def _recomputing(self) -> dict[int, tuple[Any, int, int, int]]:
         starts = {i: start for i, start, _ in self.saved.ranges}

@@ -61,30 +61,16 @@ def leave(
         func_ctx.materialize_grads = False  # what set_materialize_grads does
 
 
-def contexts_of(func_ctx: Any, program: Program, tracing: bool) -> list[Any]:
-    """The contexts of a backward, with what the forward left."""
-    saved, pool = func_ctx.saved_tensors, program.pool
-    try:
-        ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
-    except IndexError:  # another thread was quicker
-        ctxs = pool.new()
-    for index, start, stop in program.saved.ranges:
-        ctxs[index].saved_tensors = saved[start:stop]
+def restore_more(
+    func_ctx: Any, program: Program, ctxs: Sequence[Any], tensors: tuple[Any, ...]
+) -> None:
+    """Write on the contexts of the backward what few chains leave: attributes, whole contexts."""
     if program.saved.attributes:
-        for (index, name), value in zip(program.saved.attributes, func_ctx.attributes, strict=True):
+        left = zip(program.saved.attributes, func_ctx.attributes, strict=True)
+        for (index, name), value in left:
             setattr(ctxs[index], name, value)
     if program.saved.undeclared:
-        _restore_contexts(ctxs, func_ctx.left, saved)
-    return ctxs
-
-
-def clear(program: Program, ctxs: list[Any]) -> None:
-    """Let the contexts of a backward serve again, without what they held."""
-    for index, _, _ in program.saved.ranges:
-        ctxs[index].saved_tensors = None
-    for index, name in program.saved.attributes:
-        delattr(ctxs[index], name)
-    program.pool.give_back(ctxs)
+        _restore_contexts(ctxs, func_ctx.left, tensors)
 
 
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:

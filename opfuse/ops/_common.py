@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..context import OperationContext
 from ..op import BasicOperation
+from ..op_context import OperationContext
 
 Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]

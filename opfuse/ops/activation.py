@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ..context import OperationContext
 from ..op import BasicOperation
+from ..op_context import OperationContext
 from ._blocks import blocks, dispatch_modes, in_blocks
 from ._common import Grads, PassThrough, cast, refuse, wide, widen
 

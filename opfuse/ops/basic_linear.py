@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..context import OperationContext
 from ..op import BasicOperation
+from ..op_context import OperationContext
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
 from ..settings import current
 from ._common import Grads, check_size, refuse, shows

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..context import OperationContext
 from ..op import BasicOperation
+from ..op_context import OperationContext
 from ._common import Grads, shows
 
 

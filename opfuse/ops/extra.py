@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..context import OperationContext
+from ..op_context import OperationContext
 from ._common import AllGrads, ExtraTensorOperation, Outputs, shows
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context import ModuleCache, OperationContext
 from ..op import BasicOperation, FusedOperation
+from ..op_context import ModuleCache, OperationContext
 from ._common import Grads, check_size, refuse, sum_rows
 from .basic_linear import BasicLinear
 

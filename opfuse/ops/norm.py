@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..context import OperationContext
 from ..op import BasicOperation
+from ..op_context import OperationContext
 from ._blocks import blocks, in_blocks
 from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 

@@ -16,9 +16,12 @@ from torch import nn
 from ..engine.cutting import Cut
 from ..engine.fuser import OperationFuser, _functorch_active
 from ..engine.plan import FusionPlan, PlanStep, Refusal
+from ..engine.program import Program
 from ..fusible import FusibleOperation
+from ..op import FusedOperation
 from ..overrides import op_class, why_apart
-from ..plugins import Selection, manager
+from ..plugins import manager
+from ..records import Selection
 from ..sequential import Sequential, parts
 from ..settings import Recorder, current
 
@@ -235,6 +238,16 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     return places
 
 
+def _notes(fuser: OperationFuser, plan: FusionPlan) -> tuple[str, ...]:
+    """What the fused ops of a plan say about themselves."""
+    kept = [program for _, programs in fuser._programs.values() for program in programs.values()]
+    programs = [program for program in kept if isinstance(program, Program)]
+    ops = [step.op for program in programs if program.plan is plan for step in program.forward]
+    noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
+    names = [" + ".join(op_class(basic).__name__ for basic in op.basic_ops) for op in noted]
+    return tuple(f"{name}: {op.notes}" for name, op in zip(names, noted, strict=True))
+
+
 def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
     """Run the forward pass once and tell what was fused, by which plugin, and why not.
 
@@ -266,7 +279,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         model(*inputs, **kwargs)
     places = _locate(model)
     found = [
-        (call, {"notes": fuser.notes(call.plan), **places.get(fuser, {})})
+        (call, {"notes": _notes(fuser, call.plan), **places.get(fuser, {})})
         for fuser, call in recorder.calls
     ]
     return Explanation(tuple(dataclasses.replace(call, **what) for call, what in found))

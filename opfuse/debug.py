@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization import QuantizedTensor
+from .quantization import QuantizedTensor
 
 
 class Watched:
