@@ -1,5 +1,6 @@
-"""What is checked and built. ``python -m nox`` runs the default sessions; ``python -m nox -l``
-lists them all.
+"""What is checked and built.
+
+``python -m nox`` runs the defaults; ``python -m nox -l`` lists all there is to run.
 
 torch is large, so it is installed once, with pip, into ``.nox/base-*``. Every session has a small
 virtual environment of its own beside it, which sees the packages of the base through a ``.pth``
@@ -51,8 +52,9 @@ def group(*names: str) -> tuple[str, ...]:
 
 
 def base(session: nox.Session) -> str:
-    """The Python of the environment that holds torch, the test tools and the build backend; made
-    when needed.
+    """The Python of the environment that holds torch, the test tools and the build backend.
+
+    The environment is made when it is needed.
     """
     requirements = sorted(
         {*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")}
@@ -83,8 +85,9 @@ def base(session: nox.Session) -> str:
 
 
 def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = None) -> str:
-    """Install into the session's environment, beside the base, and work outside the checkout;
-    returns its Python.
+    """Install into an environment of its own, beside the base; returns its Python.
+
+    Later commands run outside the checkout.
 
     ``session.install`` would need a pip, and a torch, in every environment.
     """
@@ -105,10 +108,14 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
 
 
 def pytest(session: nox.Session, folder: pathlib.Path, *options: str) -> None:
-    """Run the tests in ``folder`` against what is installed, which must not be the checkout; a
-    process per core.
+    """Run the tests in ``folder`` against what is installed, with a process per core.
+
+    What is installed must not be the checkout.
     """
-    check = "import opfuse, pathlib, sys; sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
+    check = (
+        "import opfuse, pathlib, sys; "
+        "sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
+    )
     session.run("python", "-c", check, str(ROOT / "opfuse"))
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     workers = min(
@@ -163,8 +170,9 @@ def plugin(session: nox.Session, name: str) -> None:
 
 @nox.session(venv_params=ALONE)
 def together(session: nox.Session) -> None:
-    """The core's tests again, with every plugin installed, but those that hide it: fusing never
-    changes the answer.
+    """The core's tests again, with every plugin installed, but those that hide the plugins.
+
+    Fusing never changes the answer.
     """
     install(session, f"{ROOT}[examples]", *PLUGINS.values())
     show_plugins(session)
@@ -223,8 +231,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_params=ALONE)
 def build(session: nox.Session) -> None:
-    """Source distributions and wheels of the core and of every plugin, into dist/, and a try of the
-    wheels.
+    """Source distributions and wheels of the core and of every plugin, into dist/.
+
+    The wheels are then installed and tried.
     """
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)

@@ -1,5 +1,6 @@
-"""Writes what comes from the code: the pages on hooks and contracts, a table in from-te-ops,
-plan.svg.
+"""Writes what comes from the code.
+
+These are the pages on hooks and contracts, a table in from-te-ops, and plan.svg.
 
     python docs/generate.py
 
@@ -23,20 +24,26 @@ DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
 
 HOOKS = """# Hooks
 
-What a plugin can implement, in the module that its entry point of group `{group}` names. Every hook returns
-declarations. Hooks are called while planning, never during a forward or backward pass, and each plugin on its own: one
-that raises is an {{class}}`opfuse.PluginWarning` and does not take the others along. An implementation may take fewer
-arguments than the hook has. A function that is named like a hook but is none is refused, with the list of hooks.
+What a plugin can implement, in the module that its entry point of group `{group}` names. \
+Every hook returns
+declarations. Hooks are called while planning, \
+never during a forward or backward pass, and each plugin on its own: one
+that raises is an {{class}}`opfuse.PluginWarning` and does not take the others along. \
+An implementation may take fewer
+arguments than the hook has. A function that is named like a hook but is none is refused, \
+with the list of hooks.
 
 The examples go on from each other and begin with `import opfuse`.
 """
 
 CONTRACTS = """# The contracts
 
-A fusion replaces ops in one pass while the other pass stays as it is, or is replaced by somebody else's fusion. That
+A fusion replaces ops in one pass while the other pass stays as it is, \
+or is replaced by somebody else's fusion. That
 works because each op publishes what its forward leaves for its backward, by name and in order:
 
-- A **forward** fusion leaves exactly this in the context of each op that it stands for, with None where no gradient
+- A **forward** fusion leaves exactly this in the context of each op that it stands for, \
+with None where no gradient
   needs the entry, and nothing at all where `ctx.requires_grad` is false.
 - A **backward** fusion may rely on exactly this.
 - A **joint** fusion replaces both passes and may keep what it likes.
@@ -45,23 +52,31 @@ works because each op publishes what its forward leaves for its backward, by nam
 |---|---|---|---|---|
 {rows}
 
-Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. Parameters are not saved: a
-forward finds their values in `ctx.params`, in the order of the op's `param_names`, and a backward returns one gradient,
+Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. \
+Parameters are not saved: a
+forward finds their values in `ctx.params`, \
+in the order of the op's `param_names`, and a backward returns one gradient,
 or None, for each.
 
-*Gradient of the input* is what `grad_input` declares: *fresh* is a new tensor that nobody else holds, *same* is the
-incoming gradient itself or a new tensor, *shared* may alias something that the caller sees. A step may write into its
-incoming gradient only where its context says `owns_grad_output`, which follows from this column. Under a recipe the
+*Gradient of the input* is what `grad_input` declares: \
+*fresh* is a new tensor that nobody else holds, *same* is the
+incoming gradient itself or a new tensor, *shared* may alias something that the caller sees. \
+A step may write into its
+incoming gradient only where its context says `owns_grad_output`, which follows from this column. \
+Under a recipe the
 input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise.
 
 What dtype an entry has is in each op's description in the {{doc}}`reference`.
 
 ## Ops of your own
 
-An op of yours declares the same: `saved_names`, `context_names`, `grad_input` and `num_extra_inputs` or
-`num_extra_outputs` on the class. One that declares no `saved_names` runs like any other, and no fusion but its own
+An op of yours declares the same: `saved_names`, \
+`context_names`, `grad_input` and `num_extra_inputs` or
+`num_extra_outputs` on the class. One that declares no `saved_names` runs like any other, \
+and no fusion but its own
 author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
-with numbers of its own leaves them as `numbers`, which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
+with numbers of its own leaves them as `numbers`, \
+which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
 """
 
 

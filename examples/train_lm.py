@@ -7,8 +7,8 @@ the installed plugins, the unfused run none; both start from the same weights an
 batches, so their losses must agree, and the script fails if they do not.
 
     python examples/train_lm.py
-    python examples/train_lm.py --steps 60 --save run.pt && python examples/train_lm.py --steps 60
-    --resume run.pt
+    python examples/train_lm.py --steps 60 --save run.pt
+    python examples/train_lm.py --steps 60 --resume run.pt
 """
 
 import argparse
@@ -47,10 +47,9 @@ EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must ag
 
 
 def rotate(x):
-    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle that grows
-    with the position.
+    """Rotary positions (Su et al. 2021): every pair of features is turned by an angle.
 
-    Takes and gives ``(batch, length, heads, HEAD)``.
+    The angle grows with the position. Takes and gives ``(batch, length, heads, HEAD)``.
     """
     angles = torch.outer(torch.arange(x.shape[1]), 1e4 ** -torch.linspace(0, 1, HEAD // 2))[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -59,8 +58,9 @@ def rotate(x):
 
 
 class Block(nn.Module):
-    """Attention, in which heads share keys and values (Ainslie et al. 2023), and an MLP, each added
-    to what came in.
+    """Attention and an MLP, each added to what came in.
+
+    The heads of the attention share keys and values (Ainslie et al. 2023).
     """
 
     def __init__(self, width):
@@ -85,11 +85,8 @@ class Block(nn.Module):
     def forward(self, x):
         """Takes and gives ``(batch, length, width)``."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD)).split(self.heads, 2)
-        heads = (
-            rotate(q),
-            rotate(k),
-            v.contiguous(),
-        )  # a view of v would keep q and k for the backward too
+        # a view of v would keep q and k for the backward too
+        heads = rotate(q), rotate(k), v.contiguous()
         q, k, v = (t.transpose(1, 2) for t in heads)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = self.project(attended.transpose(1, 2).flatten(2), x)
@@ -166,8 +163,9 @@ class Run:
         self.losses, self.seconds = [], []
 
     def step(self, text):
-        """One optimizer step. The learning rate depends on no last step, so that any run can be
-        continued.
+        """One optimizer step.
+
+        The learning rate depends on no last step, so that any run can be continued.
         """
         started = time.perf_counter()
         number = len(self.losses) + 1
@@ -202,8 +200,9 @@ class Run:
             )
 
     def saved_bytes(self, inputs):
-        """The memory that one forward pass keeps for its backward, parameters excluded, shared
-        memory once.
+        """The memory that one forward pass keeps for its backward.
+
+        Parameters do not count, and shared memory counts once.
         """
         parameters = {
             parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()
@@ -213,9 +212,8 @@ class Run:
         def pack(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
-                kept[storage.data_ptr()] = (
-                    storage  # holding it keeps its address from being used again
-                )
+                # holding it keeps its address from being used again
+                kept[storage.data_ptr()] = storage
             return tensor.detach()
 
         with (
@@ -268,8 +266,9 @@ def save(path, runs, args):
 
 
 def train(runs, text, steps):
-    """Train the runs in turns, step by step, so that whatever else this machine does slows them
-    alike.
+    """Train the runs in turns, step by step.
+
+    Whatever else this machine does then slows them alike.
     """
     with tqdm(total=steps, desc="training", unit="step") as progress:
         for _ in range(steps):
@@ -294,9 +293,7 @@ def differences(fused, unfused):
 
 
 def agree(runs, validation):
-    """Print how far the losses of both runs are apart, and return whether that is within the
-    limits.
-    """
+    """Print how far apart the losses of both runs are; returns whether the limits allow it."""
     fused, unfused = runs["fused"].losses, runs["unfused"].losses
     early = differences(fused[:EARLY], unfused[:EARLY]).max().item()
     ends = [
@@ -305,7 +302,8 @@ def agree(runs, validation):
     end = differences(*ends).max().item()
     good = early <= EARLY_LIMIT and end <= END_LIMIT  # false for nan
     print(
-        f"\nFused and unfused losses {'agree' if good else 'DO NOT AGREE'}. Largest relative difference:"
+        f"\nFused and unfused losses {'agree' if good else 'DO NOT AGREE'}. "
+        "Largest relative difference:"
     )
     print(f"  first {min(EARLY, len(fused))} steps  {early:.1e} (limit {EARLY_LIMIT:.0e})")
     print(f"  at the end      {end:.1e} (limit {END_LIMIT:.0e}), of training and validation loss")
@@ -325,7 +323,7 @@ def table(runs, validation, inputs):
 
 
 def plot(runs, path):
-    """Draw the loss curves, and below them how far they are apart, since the eye will not see it."""
+    """Draw the loss curves, and below them how far apart they are, which the eye does not see."""
     matplotlib.rcParams["axes.grid"] = True
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, *below = figure.subplots(
@@ -448,7 +446,8 @@ def main():
     training, validating = load_text()
     size = sum(parameter.numel() for parameter in fused.model.parameters())
     print(
-        f"{size:,} parameters; {len(training):,} bytes to train on, {len(validating):,} to validate on."
+        f"{size:,} parameters; {len(training):,} bytes to train on, "
+        f"{len(validating):,} to validate on."
     )
     if not opfuse.plugins.listing():
         print("No opfuse plugin is installed: the fused run is unfused too.")

@@ -31,8 +31,9 @@ class _UserError(click.ClickException):
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Keep stdout for the answer: foreign code prints to stderr, plugin warnings take one line
-    there.
+    """Keep stdout for the answer.
+
+    Foreign code prints to stderr, where plugin warnings take one line.
     """
     show = warnings.showwarning
 
@@ -81,8 +82,8 @@ def plugins(as_json: bool) -> None:
     """List every installed plugin.
 
     The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in
-    this
-    precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status 1.
+    this precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit
+    status 1.
     """
     with _quiet_stdout():
         rows = _listing()
@@ -92,8 +93,9 @@ def plugins(as_json: bool) -> None:
 
 
 def _listing() -> list[dict[str, Any]]:
-    """Every plugin, in strict mode too: there each failure is raised, and the next call goes on
-    behind it.
+    """Every plugin, in strict mode too.
+
+    There each failure is raised, and the next call goes on behind it.
     """
     for _ in range(len(manager.records)):
         try:

@@ -24,9 +24,10 @@ from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, Scaled
 
 # fmt: off
 __all__ = [
-    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather", "AllReduce", "BasicLinear",
-    "Bias", "ClampedSwiGLU", "ConstantScale", "Dropout", "GatedActivation", "Identity", "L2Normalization", "LayerNorm",
-    "Linear", "MakeExtraOutput", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU",
-    "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU", "SiLU", "SiTUGLU",
-    "SwiGLU",
+    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
+    "AllReduce", "BasicLinear", "Bias", "ClampedSwiGLU", "ConstantScale", "Dropout",
+    "GatedActivation", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput",
+    "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU",
+    "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU",
+    "SiLU", "SiTUGLU", "SwiGLU",
 ]

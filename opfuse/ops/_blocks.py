@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 BLOCK = 1 << 18
-"""How many numbers a block has: a few temporaries in fp32 fit a cache, and a call in Python is a
-small part of it.
+"""How many numbers a block has.
+
+A few temporaries in fp32 fit a cache, and a call in Python is a small part of it.
 """
 
 LEAST = 1 << 19
@@ -23,15 +24,17 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def tracing() -> bool:
-    """Whether something else than torch's kernels runs what is called: then formulas are better
-    than kernels.
+    """Whether something else than torch's kernels runs what is called.
+
+    Formulas are then better than kernels.
     """
     return is_dynamo_compiling() or dispatch_modes() > 0
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:
-    """Whether to compute by blocks: a large, dense tensor on a CPU, in an eager pass; ``others``
-    are dense too.
+    """Whether to compute by blocks: a large, dense tensor on a CPU, in an eager pass.
+
+    ``others`` are dense too.
     """
     return (
         not tracing()

@@ -16,8 +16,7 @@ Grads = Iterable[Tensor | None] | None
 Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
 """What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
 AllGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]
-"""What ``fuser_backward`` returns: the gradients of the input, of parameters, and of extra inputs.
-"""
+"""What ``fuser_backward`` returns: the gradients of input, parameters, and extra inputs."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -38,14 +37,14 @@ def widen(tensor: Tensor) -> Tensor:
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     """The sum over all but the last ``dims`` dimensions, as a new tensor."""
     rows = tuple(range(tensor.ndim - dims))
-    return (
-        tensor.sum(rows) if rows else tensor.clone()
-    )  # a sum over no dimension would be a sum over all
+    # a sum over no dimension would be a sum over all
+    return tensor.sum(rows) if rows else tensor.clone()
 
 
 def whole(value: Any) -> int | None:
-    """The int that ``value`` stands for, also one of numpy's; None: it is no whole number, or a
-    bool.
+    """The int that ``value`` stands for, also one of numpy's.
+
+    None means that it is no whole number, or a bool.
     """
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         return None
@@ -119,9 +118,7 @@ class PassThrough(BasicOperation):
 
 
 class ExtraTensorOperation(BasicOperation):
-    """An op with extra inputs or outputs: it is run by ``fuser_forward`` and ``fuser_backward``
-    only.
-    """
+    """An op with extra inputs or outputs: only ``fuser_forward`` and ``fuser_backward`` run it."""
 
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
 

@@ -38,8 +38,9 @@ _ALL = (
 )
 _SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
 _SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
-"""Methods that a class may give for speed, and what they must agree with; the first of those is
-abstract at first.
+"""Methods that a class may give for speed, and what they must agree with.
+
+The first of those is abstract at first.
 """
 
 _FORMULAS = {*_SHORTCUTS, *(name for names in _SHORTCUTS.values() for name in names)}
@@ -128,9 +129,8 @@ class Activation(BasicOperation):
             skipped -= {"training"}
         own = {name: value for name, value in (members | vars(self)).items() if name[:2] != "__"}
         if type(self).__module__.startswith("opfuse.") and self._numbers_as_of is not None:
-            own = {
-                name: getattr(self, name) for name, _ in self._numbers
-            }  # no others matter to its formulas
+            # no others matter to its formulas
+            own = {name: getattr(self, name) for name, _ in self._numbers}
         found = tuple(pair for pair in own.items() if pair[0] not in skipped and _is_plain(pair[1]))
         vars(self).update(_numbers=found, _numbers_as_of=BasicOperation.changes)
         if found and "numbers" not in self.context_names:
@@ -149,18 +149,21 @@ class Activation(BasicOperation):
         ]
         if not all(map(inspect.isabstract, ready)):
             raise RuntimeError(
-                f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: write a subclass"
+                f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: "
+                "write a subclass"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
         who = f"{type(self).__name__}.{name}"
         if name in _FORMULAS and hasattr(type(self), name):
             raise RuntimeError(
-                f"{who} cannot be replaced on one op, whose kernels would not follow: write a subclass"
+                f"{who} cannot be replaced on one op, whose kernels would not follow: "
+                "write a subclass"
             )
         if name in self._fixed and hasattr(self, name):
             raise RuntimeError(
-                f"{who} is fixed, and is {getattr(self, name)!r}: make another {type(self).__name__}"
+                f"{who} is fixed, and is {getattr(self, name)!r}: "
+                f"make another {type(self).__name__}"
             )
         super().__setattr__(name, value)
         own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
@@ -172,21 +175,21 @@ class Activation(BasicOperation):
         self._find_numbers()
 
     def numbers_of(self) -> tuple[tuple[str, Any], ...]:
-        """The op's own numbers as ``(name, value)``: what a forward leaves as ``ctx.numbers`` if
-        there are any.
+        """The op's own numbers as ``(name, value)``.
+
+        A forward leaves them as ``ctx.numbers`` if there are any.
         """
         if not self._numbers:
             return ()
-        if self._numbers_as_of not in (
-            None,
-            BasicOperation.changes,
-        ):  # its class may have another one
+        # its class may have another one
+        if self._numbers_as_of not in (None, BasicOperation.changes):
             self._find_numbers()
         return tuple([(name, getattr(self, name)) for name, _ in self._numbers])
 
     def with_numbers(self, values: tuple[tuple[str, Any], ...]) -> Activation:
-        """The activation as it was when :meth:`numbers_of` gave ``values``: itself, unless they
-        have changed since.
+        """The activation as it was when :meth:`numbers_of` gave ``values``.
+
+        It is the activation itself, unless its numbers have changed since.
         """
         now = self.numbers_of()
         if values == now:
@@ -198,8 +201,9 @@ class Activation(BasicOperation):
 
     @abstractmethod
     def value(self, x: Tensor) -> Tensor:
-        """The function, elementwise, made of differentiable torch operations; ``x`` is fp32 or
-        fp64.
+        """The function, elementwise; ``x`` is fp32 or fp64.
+
+        It is made of differentiable torch operations.
         """
 
     @abstractmethod
@@ -211,11 +215,10 @@ class Activation(BasicOperation):
         return self.value(x), self.derivative(x)
 
     def device_functions(self) -> tuple[Any, Any] | None:
-        """A pair of Triton device functions, value and derivative of one fp32 scalar; None: there
-        are none.
+        """A pair of Triton device functions, value and derivative of one fp32 scalar.
 
-        A kernel that takes any activation in its epilogue asks for them, and declines where there
-        are none.
+        None means that there are none. A kernel that takes any activation in its epilogue asks for
+        them, and declines where there are none.
         """
         return None
 
@@ -264,8 +267,9 @@ class Activation(BasicOperation):
         return self.forward_value(self.operand(ctx, input_))
 
     def operand(self, ctx: Any, input_: Tensor) -> Tensor:
-        """The input in ``ctx.dtype``, after leaving on ``ctx`` what the backward needs (for fusions
-        too).
+        """The input in ``ctx.dtype``; leaves on ``ctx`` what the backward needs.
+
+        Fusions may call it too.
         """
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
@@ -306,8 +310,9 @@ def _newest(cls: type, names: set[str]) -> int:
 def _backward_kernel(
     kernel: Any, *constants: Any, option: tuple[str, str] | None = None
 ) -> Callable[..., Tensor]:
-    """A ``backward_value`` made of one kernel of torch's, which computes half precision in fp32
-    itself.
+    """A ``backward_value`` made of one kernel of torch's.
+
+    The kernel computes half precision in fp32 itself.
 
     Args:
         kernel: With the overloads ``default`` and ``grad_input``.
@@ -336,10 +341,9 @@ def _backward_kernel(
 
 
 class GELU(Activation):
-    """GELU (Hendrycks and Gimpel 2016): ``x Phi(x)`` with the normal distribution, or its tanh
-    form.
+    """GELU: ``x Phi(x)`` with the normal distribution, or its tanh form.
 
-    It is ``torch.nn.functional.gelu(x, approximate=approximate)``.
+    It is ``torch.nn.functional.gelu(x, approximate=approximate)`` (Hendrycks and Gimpel 2016).
 
     Args:
         approximate: ``"tanh"``: ``x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2``; ``"none"``:
@@ -358,7 +362,8 @@ class GELU(Activation):
         super().__init__(cache_quantized_input=cache_quantized_input)
         if approximate not in ("tanh", "none"):
             raise ValueError(
-                f"{type(self).__name__} expected approximate to be 'tanh' or 'none', got {approximate!r}"
+                f"{type(self).__name__} expected approximate to be 'tanh' or 'none', "
+                f"got {approximate!r}"
             )
         self.approximate = approximate
 
@@ -388,8 +393,9 @@ class GELU(Activation):
 
 
 class QGELU(Activation):
-    """GELU by a sigmoid: ``x sigmoid(1.702 x)`` (Hendrycks and Gimpel 2016, equation 2's
-    approximation).
+    """GELU by a sigmoid: ``x sigmoid(1.702 x)``.
+
+    It is the approximation of equation 2 in Hendrycks and Gimpel 2016.
     """
 
     deterministic = True
@@ -409,9 +415,8 @@ class QGELU(Activation):
         return y, torch.addcmul(s, y, 1 - s, value=1.702)
 
     def _gradient(self, grad_output: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        dx = torch.ops.aten.silu_backward.default(
-            widen(grad_output), 1.702 * widen(x)
-        )  # it is silu(1.702 x) / 1.702
+        # it is silu(1.702 x) / 1.702
+        dx = torch.ops.aten.silu_backward.default(widen(grad_output), 1.702 * widen(x))
         return cast(dx, x.dtype) if out is None else out.copy_(dx)
 
 

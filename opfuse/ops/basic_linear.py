@@ -93,7 +93,7 @@ class BasicLinear(BasicOperation):
             self.accumulates_grads, self.differentiable = True, False
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, unless a ``Linear`` holds it; on the meta device nothing is drawn."""
+        """Draw the weight anew, unless a ``Linear`` holds it or it is on the meta device."""
         if "_owner" not in self.__dict__ and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -111,8 +111,9 @@ class BasicLinear(BasicOperation):
         return [QuantizerRole("linear", tensor) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The input's; None where the backward needs the input as it came, so the op quantizes it
-        itself.
+        """The input's; None where the op quantizes the input itself.
+
+        It does so where the backward needs the input as it came.
         """
         recipe = current.recipe
         if recipe is not None and recipe.backward_override == "high_precision":
@@ -123,10 +124,10 @@ class BasicLinear(BasicOperation):
 
     @staticmethod
     def operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
-        """Input and weight of the product in ``ctx.dtype``, after leaving on ``ctx`` what the
-        backward needs.
+        """Input and weight of the product in ``ctx.dtype``.
 
-        For the op itself, and for fusions of the forward that multiply in another way.
+        Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
+        that multiply in another way.
         """
         (weight,) = ctx.params
         dtype = ctx.dtype
@@ -150,8 +151,9 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor
     ) -> tuple[Tensor | None, Grads]:
-        """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype, which autograd casts
-        at the end.
+        """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype.
+
+        Autograd casts them at the end.
         """
         x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.quantizers[0]:
@@ -164,8 +166,9 @@ class BasicLinear(BasicOperation):
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Any, ...]:
-        """Add the weight's gradient to its ``main_grad``; zeros where hooks must run on ``.grad``,
-        else None.
+        """Add the weight's gradient to its ``main_grad``.
+
+        Gives zeros where hooks must run on ``.grad``, else None.
         """
         (weight,), (grad,) = params, grads
         if grad is None:
@@ -188,7 +191,8 @@ def _main_grad(weight: Any) -> Tensor:
     )
     if not isinstance(weight, nn.Parameter):
         raise RuntimeError(
-            f"{who} a Parameter as its weight, got a tensor that is computed, as by a parametrization"
+            f"{who} a Parameter as its weight, "
+            "got a tensor that is computed, as by a parametrization"
         )
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
@@ -235,8 +239,9 @@ def _quantized_operands(
 def _quantized_backward(
     grad_output: Tensor | QuantizedTensor, x: Any, w: Any
 ) -> tuple[Tensor | None, Grads]:
-    """The gradients from quantized operands: a quantized gradient meets the copies made for the
-    backward.
+    """The gradients from quantized operands.
+
+    A quantized gradient meets the copies made for the backward.
     """
     dtype, columnwise = grad_output.dtype, isinstance(grad_output, QuantizedTensor)
     dx = dw = None

@@ -26,7 +26,8 @@ class _Collective(BasicOperation):
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                f"{type(self).__name__} needs torch.distributed.init_process_group to be called first"
+                f"{type(self).__name__} needs torch.distributed.init_process_group "
+                "to be called first"
             )
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
@@ -53,7 +54,10 @@ class _Collective(BasicOperation):
         size = self.process_group_size
         self._check_dimensions(tensor)
         if tensor.shape[0] % size:
-            expected = f"{type(self).__name__} expected a multiple of {size}, the number of processes, in dimension 0"
+            expected = (
+                f"{type(self).__name__} expected a multiple of {size}, "
+                "the number of processes, in dimension 0"
+            )
             raise ValueError(f"{expected}, got shape {tuple(tensor.shape)}")
         part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
@@ -104,8 +108,7 @@ class AllReduce(_Collective):
     """Adds the tensors of all processes; every process gets the sum.
 
     Takes and gives any shape. What follows is the same on every process, and so is its gradient:
-    the backward
-    passes the gradient on as it is.
+    the backward passes the gradient on as it is.
 
     Args:
         process_group: The processes; default: all.

@@ -12,11 +12,10 @@ from ._common import Grads, shows
 
 
 class Dropout(BasicOperation):
-    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``
-    (Srivastava et al. 2014).
+    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
 
-    Takes and gives any shape, in the dtype of the input. Draws from torch's generator of the
-    device. In evaluation mode, and for ``p=0``, it is the identity.
+    See Srivastava et al. 2014. Takes and gives any shape, in the dtype of the input. Draws from
+    torch's generator of the device. In evaluation mode, and for ``p=0``, it is the identity.
 
     Args:
         p: Probability of a zero.
@@ -45,8 +44,9 @@ class Dropout(BasicOperation):
     extra_repr = shows("p")
 
     def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The output; saves ``(mask,)``: True where an element stays, or None where all do; leaves
-        ``ctx.p``.
+        """The output; saves ``(mask,)``, leaves ``ctx.p``.
+
+        The mask is True where an element stays, and None where all do.
         """
         y, mask = input_, None
         if self.training and self.p:

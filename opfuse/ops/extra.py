@@ -22,9 +22,8 @@ class _JoinOrFork(ExtraTensorOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
-        self.differentiable = not (
-            in_place and self.num_extra_inputs
-        )  # it is the forward that writes into those
+        # it is the forward that writes into those
+        self.differentiable = not (in_place and self.num_extra_inputs)
 
     extra_repr = shows("in_place")
 
@@ -76,7 +75,10 @@ class AddExtraInput(_JoinOrFork):
         ):
             if tensor is not None and tensor.is_leaf and tensor.requires_grad:
                 what = "a leaf" if tensor is extra else "a view of a leaf"
-                who = f"{type(self).__name__}(in_place=True) got {what} that requires grad as extra input"
+                who = (
+                    f"{type(self).__name__}(in_place=True) got {what} "
+                    "that requires grad as extra input"
+                )
                 raise RuntimeError(
                     f"{who}, and must not write into it: pass in_place=False, or a copy"
                 )
@@ -105,8 +107,9 @@ class MakeExtraOutput(_JoinOrFork):
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
-        """The input twice, as two tensor objects: an autograd function must not return one object
-        twice.
+        """The input twice, as two tensor objects.
+
+        An autograd function must not return one object twice.
         """
         return input_, [(input_.view_as(input_),)]
 

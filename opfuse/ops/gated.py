@@ -1,5 +1,6 @@
-"""Gated linear units: the base class, and GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU,
-ClampedSwiGLU.
+"""Gated linear units: the base class, and the ops that derive from it.
+
+They are GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU and ClampedSwiGLU.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class GatedActivation(Activation):
         size = self.glu_interleave_size
         width = x.shape[-1] if x.ndim else 1
         if width % (parts := 2 * (size or 1)):
-            expected = f"{type(self).__name__} expected a multiple of {parts} features in the last dimension"
+            expected = (
+                f"{type(self).__name__} expected a multiple of {parts} features "
+                "in the last dimension"
+            )
             raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
         if size is None:
             a, b = x.chunk(2, -1)
@@ -106,7 +110,9 @@ class GatedActivation(Activation):
     """``value(a)`` in the dtype of ``a``; for a kernel that takes half precision."""
 
     gate_gradient = Activation.backward_value
-    """``grad_output * derivative(a)``, into ``out`` if given; for a kernel that does both at once.
+    """``grad_output * derivative(a)``, into ``out`` if given.
+
+    For a kernel that does both at once.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -138,8 +144,9 @@ class GatedActivation(Activation):
     def backward_value(
         self, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
-        """The gradient ``(..., 2 n)`` of the input: ``act'(a) lin(b) dy`` and ``act(a) lin'(b)
-        dy``.
+        """The gradient ``(..., 2 n)`` of the input.
+
+        Its halves are ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``.
         """
         dtype = self._computed_in(x)
         if not self._splits or is_compiling():
@@ -149,9 +156,8 @@ class GatedActivation(Activation):
             db = self.gate_value(a) * (dy if slope is None else dy * slope)
             dx = self.join(cast(da, x.dtype), cast(db, x.dtype))
             return dx if out is None else out.copy_(dx)
-        dx = (
-            torch.empty_like(x) if out is None else out
-        )  # written in place: no copy to join the halves
+        # written in place: no copy to join the halves
+        dx = torch.empty_like(x) if out is None else out
         if (self._has_kernels and dtype is x.dtype) or not (self._in_parts and in_blocks(x, dx)):
             dy, x = cast(grad_output, dtype), cast(x, dtype)
             self._write_gradients(self._like(dy), *self._halves(x), *self._halves(dx))
@@ -175,8 +181,9 @@ class GatedActivation(Activation):
         torch.mul(value, dy if slope is None else dy * slope, out=db)
 
     def _computed_in(self, x: Tensor) -> torch.dtype:
-        """fp32 for half precision; but bfloat16 where all there is are torch's kernels and
-        products.
+        """The dtype to compute in: fp32 for half precision.
+
+        But bfloat16 stays where all there is are torch's kernels and products.
         """
         dtype = x.dtype
         if self._rounds and dtype is torch.bfloat16 and (is_dynamo_compiling() or not tracing()):
@@ -281,8 +288,9 @@ class SwiGLU(GatedActivation):
 
 
 class SiTUGLU(GatedActivation):
-    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``: SwiGLU with both factors
-    bounded smoothly.
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``.
+
+    It is SwiGLU with both factors bounded smoothly.
 
     Args:
         beta1: Bound of the gate.
@@ -348,11 +356,10 @@ class SiTUGLU(GatedActivation):
 
 
 class ClampedSwiGLU(GatedActivation):
-    """``a' sigmoid(alpha a') (b' + offset)``, ``a' = min(a, limit)``, ``b' = clamp(b, -limit,
-    limit)``.
+    """``a' sigmoid(alpha a') (b' + offset)``, with both halves clamped.
 
-    The activation of gpt-oss (OpenAI 2025). A value equal to a limit passes its gradient; one
-    beyond it does not.
+    Here ``a' = min(a, limit)`` and ``b' = clamp(b, -limit, limit)``. It is the activation of
+    gpt-oss (OpenAI 2025). A value equal to a limit passes its gradient; one beyond it does not.
 
     Args:
         limit: Largest gate, and largest magnitude of the linear half.

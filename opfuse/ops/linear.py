@@ -1,4 +1,4 @@
-"""Linear layers: ``Bias``, and ``Linear``, which puts ``BasicLinear`` and ``Bias`` behind one name."""
+"""Linear layers: ``Bias``, and ``Linear``, one name for ``BasicLinear`` and ``Bias``."""
 
 from __future__ import annotations
 
@@ -80,12 +80,11 @@ class Bias(BasicOperation):
 
 
 class Linear(FusedOperation):
-    """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops, ``BasicLinear`` and
-    ``Bias``.
+    """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops.
 
-    Takes ``(..., in_features)`` and gives ``(..., out_features)``. Parameters, their names, initial
-    values and state dict are those of ``torch.nn.Linear``; they live here, and the basic ops read
-    them at every call.
+    The ops are ``BasicLinear`` and ``Bias``. Takes ``(..., in_features)`` and gives
+    ``(..., out_features)``. Parameters, their names, initial values and state dict are those of
+    ``torch.nn.Linear``; they live here, and the basic ops read them at every call.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -165,8 +164,9 @@ class Linear(FusedOperation):
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as ``torch.nn.Linear`` does; on the meta device nothing is
-        drawn.
+        """Draw the parameters anew, as ``torch.nn.Linear`` does.
+
+        On the meta device nothing is drawn.
         """
         if self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -186,4 +186,7 @@ class Linear(FusedOperation):
 
     def extra_repr(self) -> str:
         """The sizes, and whether there is a bias."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

@@ -46,11 +46,15 @@ class _Norm(BasicOperation):
         margins = sm_margin.values() if isinstance(sm_margin, dict) else [sm_margin]
         if not all(isinstance(margin, int) for margin in margins):
             raise TypeError(
-                f"{type(self).__name__} expected an int or a dict of ints as sm_margin, got {sm_margin!r}"
+                f"{type(self).__name__} expected an int or a dict of ints as sm_margin, "
+                f"got {sm_margin!r}"
             )
         self.sm_margin = sm_margin
         if zero_centered_gamma and not elementwise_affine:
-            who = f"{type(self).__name__} expected elementwise_affine=True for zero_centered_gamma=True"
+            who = (
+                f"{type(self).__name__} expected elementwise_affine=True "
+                "for zero_centered_gamma=True"
+            )
             raise ValueError(f"{who}, got {elementwise_affine!r}")
         self.elementwise_affine = elementwise_affine
         self.weight: nn.Parameter | None
@@ -65,7 +69,10 @@ class _Norm(BasicOperation):
     def extra_repr(self) -> str:
         """The shape and the constants."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
-        return f"{self.normalized_shape}, eps={self.eps}{affine}, zero_centered_gamma={self.zero_centered_gamma}"
+        return (
+            f"{self.normalized_shape}, eps={self.eps}{affine}, "
+            f"zero_centered_gamma={self.zero_centered_gamma}"
+        )
 
     def reset_parameters(self) -> None:
         """Set the parameters to what normalizes and does nothing else."""
@@ -76,7 +83,8 @@ class _Norm(BasicOperation):
         shape = self.normalized_shape  # of one dimension: the chain has checked it
         if len(shape) > 1 and x.shape[-len(shape) :] != shape:
             raise ValueError(
-                f"{type(self).__name__} expected last dimensions {shape}, got shape {tuple(x.shape)}"
+                f"{type(self).__name__} expected last dimensions {shape}, "
+                f"got shape {tuple(x.shape)}"
             )
 
 
@@ -154,17 +162,17 @@ class LayerNorm(_Norm):
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``, the input as it
-        came.
+        """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``.
+
+        The input is saved as it came.
         """
         self._check_input(input_)
         weight, bias = (*ctx.params, None, None)[:2]
         dtype = wide(input_.dtype)
         # on the CPU torch's kernel mixes a half precision input with fp32 parameters and statistics
         mixes = input_.device.type == "cpu" and weight is not None and forward_ad._current_level < 0
-        x = (
-            input_ if mixes else cast(input_, dtype)
-        )  # the mixed kernel's tangent has the statistics' dtype
+        # the mixed kernel's tangent has the statistics' dtype
+        x = input_ if mixes else cast(input_, dtype)
         scale, shift = (
             _scale(weight, dtype, self.zero_centered_gamma),
             None if bias is None else cast(bias, dtype),
@@ -180,8 +188,9 @@ class LayerNorm(_Norm):
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - mean(g) - n
-        mean(g n))``.
+        """``dx = rstd (g - mean(g) - n mean(g n))``.
+
+        Here ``n`` is the normalized input and ``g = dy weight``.
         """
         input_, weight, mean, rstd = ctx.saved_tensors
         needs = ctx.param_requires_grad
@@ -215,7 +224,7 @@ def _layer_norm_backward(
     """The gradients of the input, weight and bias that are wanted.
 
     All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half
-        precision.
+    precision.
     """
     grads = torch.ops.aten.native_layer_norm_backward.default(
         dy, x, shape, mean, rstd, scale, scale, wants
@@ -294,7 +303,7 @@ class RMSNorm(_Norm):
         return cast(y, ctx.dtype or input_.dtype)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
-        """With ``n`` the normalized input and ``g = dy weight``: ``dx = rstd (g - n mean(g n))``."""
+        """``dx = rstd (g - n mean(g n))``, with ``n`` the normalized input, ``g = dy weight``."""
         x, weight, rstd = ctx.saved_tensors
         needs_x, needs_weight = ctx.input_requires_grad, any(ctx.param_requires_grad)
         if x is None:
@@ -320,9 +329,7 @@ class RMSNorm(_Norm):
 def _scaled_by_blocks(
     x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``x rstd scale`` with ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, and that, by blocks of
-    rows.
-    """
+    """``x rstd scale``, and ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, by blocks of rows."""
     wider = wide(x.dtype)
     y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
     for of_x, rows, of_rstd in blocks(x, y, rstd):
@@ -412,9 +419,10 @@ class L2Normalization(BasicOperation):
         if x is None:
             return None, ()
         if in_blocks(x):
-            return _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[
-                0
-            ], ()
+            return (
+                _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0],
+                (),
+            )
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = rstd * (dy - normalized * (dy * normalized).sum(-1, keepdim=True))
         return cast(dx, x.dtype), ()

@@ -75,7 +75,8 @@ class Reshape(BasicOperation):
             raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {shape}")
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
             raise ValueError(
-                f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, got {self.shape}"
+                f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, "
+                f"got {self.shape}"
             )
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]

@@ -1,4 +1,7 @@
-"""Activations times a scale per row: ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU."""
+"""Activations times a scale per row: the base class, and the ops that derive from it.
+
+They are ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU and ScaledSReLU.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +103,9 @@ class ScaledActivation(ExtraTensorOperation):
         return y.to(x.dtype), [()]
 
     def wants_gradient(self, scales: Tensor) -> bool:
-        """Whether the gradient of ``scales`` is needed. Traced ones do not tell: who traces may
-        answer instead.
+        """Whether the gradient of ``scales`` is needed.
+
+        Traced ones do not tell. If you trace, you may answer instead.
         """
         return scales.requires_grad or torch.compiler.is_compiling()
 

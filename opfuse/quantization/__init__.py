@@ -1,5 +1,6 @@
-"""Quantization as the core sees it: recipes are values, quantizers cast, quantized tensors are
-plain pairs.
+"""Quantization as the core sees it.
+
+Recipes are values, quantizers cast, and quantized tensors are plain pairs.
 
 The core ships no recipe. A plugin offers recipes through the hook ``opfuse_recipes`` and their
 quantizers through ``opfuse_quantizer``.

@@ -1,4 +1,4 @@
-"""The quantizers of one op, per recipe, and how their state enters a checkpoint as plain tensors."""
+"""The quantizers of one op, per recipe, and their state in a checkpoint as plain tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class QuantizerStates:
 
     def __init__(self) -> None:
         self._by_recipe: dict[Recipe, tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]] = {}
-        self._loaded: dict[
-            str, dict[str, Tensor]
-        ] = {}  # recipe JSON -> state of a recipe not used yet
+        # recipe JSON -> state of a recipe not used yet
+        self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
@@ -70,7 +69,7 @@ class QuantizerStates:
                     yield f"{mode}.{index}.{name}", quantizer, name
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Write the state of every recipe used so far (and of every one loaded but not used yet)."""
+        """Write the state of every recipe used so far, and of those loaded but not used yet."""
         states = {
             recipe.to_json(): {
                 key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)
@@ -89,8 +88,9 @@ class QuantizerStates:
                 )
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take the quantizer state out of ``state_dict``; what no recipe here matches waits for its
-        recipe.
+        """Take the quantizer state out of ``state_dict``.
+
+        What no recipe here matches waits for its recipe.
 
         Raises:
             RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing
@@ -101,7 +101,8 @@ class QuantizerStates:
         for key in keys:
             if not isinstance(state_dict[key], Tensor):
                 raise RuntimeError(
-                    f"quantizer state {key}: expected a tensor, got {type(state_dict[key]).__name__}"
+                    f"quantizer state {key}: expected a tensor, "
+                    f"got {type(state_dict[key]).__name__}"
                 )
             number, _, name = key[len(prefix + _KEY) :].partition(".")
             groups.setdefault(number, {})[name] = state_dict[key]
@@ -124,7 +125,10 @@ class QuantizerStates:
             raise RuntimeError(f"{what}; the checkpoint has {', '.join(sorted(state))}")
         for key, target in targets.items():
             if target.shape != state[key].shape:
-                shapes = f"expected shape {tuple(target.shape)}, the checkpoint has {tuple(state[key].shape)}"
+                shapes = (
+                    f"expected shape {tuple(target.shape)}, "
+                    f"the checkpoint has {tuple(state[key].shape)}"
+                )
                 raise RuntimeError(f"quantizer state {key}: {shapes}")
         with torch.no_grad():
             for key, target in targets.items():

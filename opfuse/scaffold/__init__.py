@@ -31,8 +31,8 @@ def write(name: str, into: Path) -> Path:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", short):
         raise ValueError(
             f"{name!r} does not do as the name of a plugin: "
-            "lower-case letters and digits, beginning with a letter, words joined by single hyphens, "
-            "such as 'fast-gelu'"
+            "lower-case letters and digits, beginning with a letter, "
+            "words joined by single hyphens, such as 'fast-gelu'"
         )
     for record in manager.records:
         if record.group == GROUP and (

@@ -1,5 +1,6 @@
-"""What holds a plugin to the contract: ``FusionSuite`` for its tests, and the parts for tests of
-kernels.
+"""What holds a plugin to the contract.
+
+``FusionSuite`` is for the plugin's tests, and the parts are for tests of kernels.
 
 Not imported by opfuse itself. Needs pytest.
 """
@@ -15,8 +16,8 @@ from .tolerance import ROWS, TOLERANCES, assert_close, tolerance
 
 # fmt: off
 __all__ = [
-    "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined", "Failure",
-    "FusionSuite", "Op", "Outcome", "Subject", "Tier", "assert_close", "find", "lay_out", "make_chains",
-    "run", "run_all", "snippet", "subjects", "tiers", "tolerance",
+    "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined",
+    "Failure", "FusionSuite", "Op", "Outcome", "Subject", "Tier", "assert_close", "find", "lay_out",
+    "make_chains", "run", "run_all", "snippet", "subjects", "tiers", "tolerance",
 ]
 # fmt: on

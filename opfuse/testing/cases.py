@@ -1,9 +1,8 @@
 """Cases: a chain that a fusion replaces, and the circumstances it runs in.
 
 A case is a value: printable as code that makes it again, comparable, and cheap to vary with
-``dataclasses.replace``.
-Its tensors are drawn from a fixed seed, in fp64, and rounded, so that the same case in fp64 starts
-from the same values.
+``dataclasses.replace``. Its tensors are drawn from a fixed seed, in fp64, and rounded, so that the
+same case in fp64 starts from the same values.
 """
 
 from __future__ import annotations
@@ -85,8 +84,9 @@ def where(cls: type) -> str:
 
 
 class Subject(NamedTuple):
-    """The fusion under test: which plugin offers it, for which pass, and how ops that are not built
-    in are made.
+    """The fusion under test: which plugin offers it, and for which pass.
+
+    ``makers`` says how ops that are not built in are made.
     """
 
     plugin: str
@@ -104,8 +104,9 @@ class Subject(NamedTuple):
 
 
 def subjects(plugin: str) -> list[Subject]:
-    """Every fusion that a plugin offers; none if it does not load, which the checks of the plugin
-    report.
+    """Every fusion that a plugin offers; none if it does not load.
+
+    The checks of the plugin report that.
     """
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
@@ -227,16 +228,18 @@ class Case:
 
     @property
     def has_modes(self) -> bool:
-        """Whether an op may do something else in evaluation mode: a dropout, or one that is not
-        built in.
+        """Whether an op may do something else in evaluation mode.
+
+        That is a dropout, or an op that is not built in.
         """
         known = [op.cls for op in self.ops if op.cls.__module__.startswith("opfuse.")]
         return len(known) < len(self.ops) or built_in.Dropout in known
 
     @property
     def exact(self) -> torch.dtype | None:
-        """What the truth is computed in: fp64; None, as the case is, where the numbers drawn depend
-        on the dtype.
+        """What the truth is computed in: fp64, or None for the dtypes of the case.
+
+        It is None where the numbers drawn depend on the dtype.
         """
         draws = self.training and any(issubclass(op.cls, built_in.Dropout) for op in self.ops)
         return None if draws and self.device != "cpu" else torch.float64
@@ -265,14 +268,16 @@ class Case:
         return basic
 
     def first_width(self) -> int:
-        """Features of the input: what the first op that insists on some takes, or what the others
-        need.
+        """Features of the input.
+
+        It is what the first op that insists on some takes, or else what the others need.
         """
         return _first_width((*self.before, *self.ops, *self.after))
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
-        """Ops and tensors, the same ones every time; in another dtype than the case's, with the
-        same values.
+        """Ops and tensors, the same ones every time.
+
+        In another dtype than the case's, they have the same values.
 
         Args:
             dtype: What to compute in: fp64 for the truth; default: as the case says.
@@ -373,8 +378,9 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 def extra_shapes(
     basic: Sequence[BasicOperation], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """The shapes of the extra inputs: scales have one per row, all others the shape of the op's
-    input.
+    """The shapes of the extra inputs.
+
+    Scales have one per row, all others have the shape of the op's input.
     """
     for op in basic:
         for _ in range(op.num_extra_inputs):

@@ -1,5 +1,6 @@
-"""Chains made from a fusion's pattern: every class, every optional element, every built-in
-activation.
+"""Chains made from a fusion's pattern.
+
+They cover every class, every optional element and every built-in activation.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 
 WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
-"""Widths that kernels see in real models, where a row is more than one block, and not a power of
-two.
-"""
+"""Widths in real models, where a row is more than one block, and not a power of two."""
 
 Makers = Mapping[type, Callable[[int], Any]]
 
@@ -43,15 +42,15 @@ def _built_in_classes() -> tuple[type[BasicOperation], ...]:
     classes = [
         cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
     ]
-    classes.sort(
-        key=lambda cls: cls not in (built_in.GELU, built_in.Bias)
-    )  # first what stands for the others
+    # first what stands for the others
+    classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))
     return (*classes, CubicActivation, CubicGLU)
 
 
 def classes_of(element: Any) -> list[type]:
-    """The classes of ops to try for a pattern element; an abstract class stands for what is built
-    in.
+    """The classes of ops to try for a pattern element.
+
+    An abstract class stands for what is built in.
     """
     if isinstance(element, OneOf):
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
@@ -130,7 +129,7 @@ _MAKERS: Makers = {
 
 
 def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
-    """The pattern with each optional element there and not, and each repeated one once and twice."""
+    """The pattern with each optional element and without, each repeated one once and twice."""
     choices = []
     for element in pattern:
         if isinstance(element, Optional):
@@ -148,10 +147,10 @@ def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
 def chains(
     elements: Sequence[Any], width: int, makers: Makers, one_by_one: bool = False
 ) -> list[tuple[Op, ...]]:
-    """Chains of one structure: the plainest one, then one for every other class and variant at
-    every place.
+    """Chains of one structure, the plainest one first.
 
-    Where an element is repeated, all its places vary at once; ``one_by_one``: and each alone, too.
+    Then comes one for every other class and variant at every place. Where an element is repeated,
+    all its places vary at once; ``one_by_one``: and each alone, too.
     """
 
     @functools.cache
@@ -163,8 +162,9 @@ def chains(
     def find(
         numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width
     ) -> list[tuple[Op, ...]]:
-        """The chain whose op at a place is that of this number among what is possible, or the first
-        that fits.
+        """The chain whose op at a place has this number among what is possible.
+
+        Without a number, it is the first op that fits.
         """
         if len(chosen) == len(elements):
             return [chosen]
@@ -222,8 +222,9 @@ def make_chains(
     examples: Sequence[Sequence[Op]] = (),
     thorough: bool = False,
 ) -> Chains:
-    """The chains for a fusion: as wide, in the dtype, and with as many rows as its condition asks
-    for.
+    """The chains for a fusion.
+
+    They are as wide, in the dtype, and with as many rows as its condition asks for.
 
     Args:
         subject: The fusion.
@@ -279,15 +280,16 @@ def _is_deep(ops: Sequence[Op]) -> bool:
 def _as_in_models(
     case: Case, elements: Sequence[Any], makers: Makers, width: int
 ) -> Iterator[Case]:
-    """Cases that are ``width`` wide, before or behind a matrix product, and as usual on its other
-    side.
+    """Cases that are ``width`` wide, before or behind a matrix product.
+
+    On its other side they are as wide as usual.
     """
     usual = case.first_width()
     for first, behind in ((width, usual), (usual, width)):
         made: Makers = {
-            built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out),
+            built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out),  # type: ignore[misc]
             **makers,
-        }  # type: ignore[misc]
+        }
         for ops in chains(elements, first, made)[:1]:
             found = case.with_(ops=ops)
             if (first == width or any(width in op.args for op in ops)) and refusal(
@@ -297,8 +299,9 @@ def _as_in_models(
 
 
 def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
-    """Cases whose extra input is the chain's own input, out of a channel: linears are square, so
-    that shapes fit.
+    """Cases whose extra input is the chain's own input, out of a channel.
+
+    Linears are square, so that shapes fit.
     """
     square: Makers = {
         **makers,
@@ -319,8 +322,9 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
 
 
 def refusal(case: Case, runs: bool = False) -> str | None:
-    """Why the fusion's condition refuses the case, or the separate ops do, unless it is known that
-    it ``runs``.
+    """Why the fusion's condition refuses the case, or the separate ops do.
+
+    With ``runs``, it is known that the separate ops run it.
     """
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):

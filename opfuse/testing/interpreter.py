@@ -55,7 +55,8 @@ def _replace(builder: Any, originals: dict[str, Any]) -> None:
     TensorHandle = importlib.import_module("triton.runtime.interpreter").TensorHandle
 
     dtypes = {
-        tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32, tl.float64: torch.float64,
+        tl.bfloat16: torch.bfloat16, tl.float16: torch.float16,
+        tl.float32: torch.float32, tl.float64: torch.float64,
         tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
     }  # fmt: skip
     bits = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}

@@ -1,4 +1,4 @@
-"""Checks of an installed plugin in processes of their own: its entry point, its imports, its plans."""
+"""Checks of an installed plugin in fresh processes: its entry point, imports and plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ for code in chains:
     with using(name):
         case = eval(code, {"testing": testing, "ops": ops, "torch": torch})
         built = case.build()
-        plans.append("\\n".join(str(call.plan) for call in opfuse.explain(built.chain, *built.inputs()).calls))
+        plans.append("\\n".join(str(call.plan) for call in \
+opfuse.explain(built.chain, *built.inputs()).calls))
 messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
 print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
 """
@@ -94,7 +95,8 @@ def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
     seen = report(plugin, 1, tuple(cases))
     if seen["triton"]:
         raise Failure(
-            "importing it, or calling its hooks, imports triton: import it where a kernel is launched"
+            "importing it, or calling its hooks, imports triton: "
+            "import it where a kernel is launched"
         )
     if seen["cuda"]:
         raise Failure("importing it, or calling its hooks, makes a CUDA context")

@@ -24,7 +24,8 @@ def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) ->
         compare(case, what, y, expected.outputs[number], truth.outputs[number])
         if (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
             raise Failure(
-                f"{what} has {'no' if y.grad_fn is None else 'an'} autograd graph, unlike the separate ops'"
+                f"{what} has {'no' if y.grad_fn is None else 'an'} autograd graph, "
+                "unlike the separate ops'"
             )
 
 
@@ -53,8 +54,9 @@ def compare_results(case: Case, got: Result, expected: Result, truth: Result) ->
 def compare(
     case: Case, what: str, got: Tensor | None, expected: Tensor | None, truth: Tensor | None
 ) -> None:
-    """Hold one tensor against the separate ops' (whose dtype and device it must have) and the
-    truth.
+    """Hold one tensor against the separate ops' and the truth.
+
+    It must have the dtype and the device of the separate ops'.
 
     Raises:
         Failure: They differ.
@@ -68,11 +70,11 @@ def compare(
     for attribute in ("dtype", "device"):
         if getattr(got, attribute) != getattr(expected, attribute):
             raise Failure(
-                f"{what} has {attribute} {getattr(got, attribute)} instead of {getattr(expected, attribute)}"
+                f"{what} has {attribute} {getattr(got, attribute)} "
+                f"instead of {getattr(expected, attribute)}"
             )
-    roundings = (
-        2 if case.compute_dtype is torch.float16 else 1
-    )  # each op of a chain rounds its result
+    # each op of a chain rounds its result
+    roundings = 2 if case.compute_dtype is torch.float16 else 1
     problem = difference(
         got, truth, rounded=expected, dtype=case.compute_dtype, gemm=case.gemm, roundings=roundings
     )

@@ -38,7 +38,10 @@ class Outcome:
             return f"{self.check}: {self.ran} cases passed"
         subject = self.case.subject
         who = f"{subject.kind} fusion {subject.name!r} of plugin {subject.plugin!r}"
-        return f"{who} fails the check {self.check!r}: {self.failure}\n\n{snippet(self.check, self.case)}"
+        return (
+            f"{who} fails the check {self.check!r}: {self.failure}\n\n"
+            f"{snippet(self.check, self.case)}"
+        )
 
 
 def run(check: str, case: Case) -> None:
@@ -49,14 +52,12 @@ def run(check: str, case: Case) -> None:
         Declined: The fusion does not take the case.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".*should not be instantiated", DeprecationWarning
-        )  # Dynamo's own
+        # Dynamo's own
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
         if is_interpreting():
-            warnings.simplefilter(
-                "ignore", RuntimeWarning
-            )  # numpy's, of an overflow inside a kernel
+            # numpy's, of an overflow inside a kernel
+            warnings.simplefilter("ignore", RuntimeWarning)
         with blamed():
             CHECKS[check].run(case)
 

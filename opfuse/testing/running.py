@@ -1,4 +1,4 @@
-"""Running a case: with its fusion and no other, or with none; and watching what the fused op does."""
+"""Running a case with its fusion alone or with none, and watching what the fused op does."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ R = TypeVar("R")
 
 
 class Failure(AssertionError):
-    """A check found a fault. The suite adds which check, which fusion, and the smallest failing
-    case.
+    """A check found a fault.
+
+    The suite adds which check, which fusion, and the smallest failing case.
     """
 
 
@@ -37,8 +38,9 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin, no fusion but these, no options but those of plugins; a warning about a plugin is
-    an error.
+    """No plugin, no fusion but these, no options but those of plugins.
+
+    A warning about a plugin is an error.
     """
     before, manager._registered = manager._registered, []
     settings = current.values
@@ -220,8 +222,9 @@ OnBackward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
 def watched(
     case: Case, on_forward: OnForward | None = None, on_backward: OnBackward | None = None
 ) -> Case:
-    """The case with a fusion whose fused ops call back after each pass, with contexts, incoming
-    tensor and result.
+    """The case with a fusion whose fused ops call back after each pass.
+
+    The callback gets the op, its contexts, the incoming tensor and the result.
     """
 
     def watch(op: FusedOperation) -> FusedOperation:

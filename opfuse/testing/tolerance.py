@@ -13,16 +13,18 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float8_e4m3fn: (0.125, 0.0675),
     torch.float8_e5m2: (0.25, 0.125),
 }
-"""``(rtol, atol)`` per dtype. The relative one is held against the largest value, since most
-results are sums.
+"""``(rtol, atol)`` per dtype.
+
+The relative one is held against the largest value, since most results are sums.
 """
 
 ROWS: tuple[tuple[int, ...], ...] = (
     *((3,), (), (1,), (63,), (65,), (127,), (129,), (255,), (257,)),
     *((2, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
 )
-"""Leading dimensions worth testing: inputs of one to four dimensions, row counts beside those of
-tiles, and no rows.
+"""Leading dimensions worth testing.
+
+They are of inputs of one to four dimensions, with row counts beside those of tiles, and no rows.
 """
 
 MORE_ROWS: tuple[tuple[int, ...], ...] = (
@@ -36,7 +38,7 @@ MORE_ROWS: tuple[tuple[int, ...], ...] = (
     (4097,),
     (3, 43),
 )
-"""More of them, for who has the time."""
+"""More of them, if you have the time."""
 
 
 def tolerance(dtype: torch.dtype, *, gemm: bool = False) -> tuple[float, float]:
@@ -90,7 +92,10 @@ def difference(
     where = tuple(torch.unravel_index(error.argmax(), error.shape))
     place = tuple(int(i) for i in where)
     value, truth = got[place].item(), expected[place].item()
-    return f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: {value:.6g} instead of {truth:.6g} at {place}"
+    return (
+        f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: "
+        f"{value:.6g} instead of {truth:.6g} at {place}"
+    )
 
 
 def assert_close(

@@ -1,13 +1,17 @@
-"""The checks, in the order in which their answers help most: what a later one finds may be due to
-an earlier one.
+"""The checks, in the order in which their answers help most.
+
+What a later one finds may be due to an earlier one.
 """
 
 from . import calls, features, memory, planning, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
-ORDER = """condition pattern same_plan runs unmodified_inputs saved_state unmodified_gradients output gradients
-recompute aliasing requires_grad grad_input autocast repeatable interleaved growing follows_values keeps_numbers
-nan_and_inf magnitude errors together neighbours subclasses refusals saved_bytes released versions generator threads
+ORDER = """condition pattern same_plan runs unmodified_inputs \
+saved_state unmodified_gradients output gradients
+recompute aliasing requires_grad grad_input autocast \
+repeatable interleaved growing follows_values keeps_numbers
+nan_and_inf magnitude errors together neighbours subclasses \
+refusals saved_bytes released versions generator threads
 without_grad gradcheck recipe deepcopy checkpoint
 opcheck compile""".split()
 

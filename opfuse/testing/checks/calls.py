@@ -1,5 +1,6 @@
-"""Checks of several calls: one after the other, one inside the other, in threads, and of what
-changes between them.
+"""Checks of several calls, and of what changes between them.
+
+The calls come one after the other, one inside the other, or in threads.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def repeatable(case: Case) -> None:
         for what, one, first in pairs:
             if one is not None and first is not None and not torch.equal(one, first):
                 raise Failure(
-                    f"{what} differs in its last bits between call 1 and call {call + 1} of the same"
+                    f"{what} differs in its last bits "
+                    f"between call 1 and call {call + 1} of the same"
                 )
 
 
@@ -75,8 +77,9 @@ def _calls(
 def _compare_calls(
     case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[Result]]
 ) -> None:
-    """Hold what ``run`` gives for the calls against the separate ops; a failure says which call is
-    wrong.
+    """Hold what ``run`` gives for the calls against the separate ops.
+
+    A failure says which call is wrong.
     """
 
     def step(dtype: torch.dtype | None = None) -> list[Result]:
@@ -96,9 +99,7 @@ def _compare_calls(
 
 @check(plain)
 def interleaved(case: Case) -> None:
-    """Forwards of one chain with other values, one with fewer rows, then their backwards: none
-    disturbs another.
-    """
+    """Forwards with other values and fewer rows, then their backwards: none disturbs another."""
 
     def run(calls: list[tuple[Case, Built]]) -> list[Result]:
         results = [forward(one, built=built) for one, built in calls]
@@ -112,7 +113,7 @@ def interleaved(case: Case) -> None:
 
 @check(plain)
 def growing(case: Case) -> None:
-    """Calls of one chain, later ones with many more rows: nothing is left of the size of the first."""
+    """Calls of one chain, later ones with many more rows: nothing is left of the first size."""
     try:
         _compare_calls(
             case,
@@ -167,15 +168,14 @@ def _values_followed(chains: Chains) -> Iterator[Case]:
 
 @check(_values_followed)
 def follows_values(case: Case) -> None:
-    """Parameters, and numbers on the ops, are read at every call: who changes them sees the change."""
+    """Parameters, and numbers on the ops, are read at every call: a change is seen."""
 
     def step() -> list[Result]:
         built, results = case.build(), list[Result]()
         changes: tuple[Callable[[Tensor], Tensor], ...]
         changes = (lambda data: data, lambda data: data.mul_(-1.5), lambda data: data * 0.75)
-        for (
-            change
-        ) in changes:  # as fused optimizers do, where no version moves; then to another address
+        # as fused optimizers do, where no version moves; then to another address
+        for change in changes:
             for param in built.chain.parameters():
                 param.data = change(param.data)
             if len(results) == 2:
@@ -196,9 +196,7 @@ def follows_values(case: Case) -> None:
 
 @check(_with_constants)
 def keeps_numbers(case: Case) -> None:
-    """The backward uses the numbers (scale, p, limit, eps, ...) that its forward used, whatever was
-    set since.
-    """
+    """The backward uses its forward's numbers (scale, p, eps, ...), whatever is set since."""
 
     def step(change: bool = True) -> Result:
         result = forward(case)
@@ -226,9 +224,7 @@ def keeps_numbers(case: Case) -> None:
 
 @check(plain, kinds=("forward", "joint"))
 def versions(case: Case) -> None:
-    """A tensor that is changed in place before the backward is an error, or makes no difference to
-    the gradient.
-    """
+    """A tensor changed in place before the backward is an error, or changes no gradient."""
     expected, truth = separate(case), separate(case, torch.float64)
     fused(case, grads=False)
     names = [name for name in expected.built.leaves if name not in expected.built.writable]
@@ -262,7 +258,10 @@ def versions(case: Case) -> None:
             except Failure as failure:
                 if subject is None:
                     break  # nor do the separate ops notice
-                what = f"where {describe(case, name)} is changed in place between forward and backward, {failure}"
+                what = (
+                    f"where {describe(case, name)} is changed in place "
+                    f"between forward and backward, {failure}"
+                )
                 raise Failure(
                     f"{what}; save what the op got, not a copy of it over the same memory"
                 ) from failure
@@ -277,9 +276,7 @@ def _drawing(chains: Chains) -> Iterator[Case]:
 
 @check(_drawing)
 def generator(case: Case) -> None:
-    """Whatever is drawn after its forward, and after its backward, is what comes after the separate
-    ops.
-    """
+    """What is drawn after its forward or backward is what comes after the separate ops."""
 
     def step() -> list[Tensor]:
         built, states = case.build(), []
@@ -299,8 +296,8 @@ def generator(case: Case) -> None:
     for when, mine, other in zip(("forward", "backward"), got, expected, strict=True):
         if not torch.equal(mine, other):
             raise Failure(
-                f"its {when} leaves torch's generator in another state than the separate ops do: draw what they draw, "
-                "nothing where they draw nothing, and never seed it"
+                f"its {when} leaves torch's generator in another state than the separate ops do: "
+                "draw what they draw, nothing where they draw nothing, and never seed it"
             )
 
 
@@ -308,8 +305,9 @@ def generator(case: Case) -> None:
 
 
 class _Turns:
-    """Lets two threads take turns, line by line, in code that is neither torch's, nor opfuse's, nor
-    Python's own.
+    """Lets two threads take turns, line by line.
+
+    They do so in code that is neither torch's, nor opfuse's, nor Python's own.
     """
 
     _OURS = {"torch", "opfuse"} | sys.stdlib_module_names
@@ -318,8 +316,9 @@ class _Turns:
         self.condition, self.turn, self.running = threading.Condition(), 0, 2
 
     def hand_over(self, me: int) -> None:
-        """Let the other thread go on, and wait for it, but not for long: it may wait for a lock
-        that this one has.
+        """Let the other thread go on, and wait for it, but not for long.
+
+        It may wait for a lock that this one has.
         """
         with self.condition:
             self.turn = 1 - me

@@ -1,5 +1,6 @@
-"""Checks against the rest of torch: modes without gradients, autocast, compile, checkpoint, copies,
-errors, recipes.
+"""Checks against the rest of torch.
+
+They cover modes without gradients, autocast, compile, checkpoint, copies, errors and recipes.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def errors(case: Case) -> None:
                 raise
             if mode.count > at:
                 raise Failure(
-                    f"an error raised inside its operation {at} does not reach the caller: never catch it"
+                    f"an error raised inside its operation {at} does not reach the caller: "
+                    "never catch it"
                 )
             break
     _refuse_extras(case)
@@ -154,7 +156,8 @@ def _refuse_extras(case: Case) -> None:
                     refused.append(type(error))
         if refused[0] is not None and refused[1] is None:
             raise Failure(
-                f"extra input {k - 1} with one row is accepted, the separate ops raise {refused[0].__name__}"
+                f"extra input {k - 1} with one row is accepted, "
+                f"the separate ops raise {refused[0].__name__}"
             )
 
 
@@ -202,8 +205,9 @@ def opcheck(case: Case) -> None:
 
 
 def _compiled(chains: Chains) -> Iterator[Case]:
-    """Rows enough for code that takes any number, and one row, for which code is made that takes no
-    other.
+    """Rows enough for code that takes any number, and one row.
+
+    For one row, code is made that takes no other number.
     """
     yield from (
         case.with_(rows=(4,)) for case in (chains.plain if chains.thorough else chains.plain[:1])
@@ -294,9 +298,7 @@ class GridPlugin:
 
 @check(plain)
 def recipe(case: Case) -> None:
-    """Under a quantization recipe it declines, or gives what the separate ops give under that
-    recipe.
-    """
+    """Under a quantization recipe it declines, or gives what the separate ops give under it."""
     case = case.with_(dtype=torch.float64)
     record = manager.register(GridPlugin(), name="opfuse-testing-grid")
     try:

@@ -50,9 +50,7 @@ def unmodified_inputs(case: Case) -> None:
 
 @check(_with_residuals)
 def unmodified_gradients(case: Case) -> None:
-    """The backward leaves incoming gradients, saved tensors, outputs, inputs and parameters as they
-    are.
-    """
+    """The backward changes no incoming gradient, saved tensor, output, input or parameter."""
     fused(case, grads=False)
     saved: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -104,9 +102,7 @@ def _few_rows(chains: Chains) -> Iterator[Case]:
 
 @check(_few_rows)
 def aliasing(case: Case) -> None:
-    """Outputs and gradients share memory only where those of the separate ops do, and never with
-    another call's.
-    """
+    """Outputs and gradients share memory only as the separate ops' do, and never across calls."""
     result = fused(case)
     with only():
         expected = _shared(backward(case, forward(case)))
@@ -126,9 +122,7 @@ def aliasing(case: Case) -> None:
 
 @check(surrounded, kinds=("backward", "joint"))
 def grad_input(case: Case) -> None:
-    """The gradient that the fused backward returns relates to other tensors as its ``grad_input``
-    declares.
-    """
+    """The gradient that the backward returns shares memory only as ``grad_input`` declares."""
     found: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
@@ -159,8 +153,9 @@ def grad_input(case: Case) -> None:
 
 
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
-    """Bytes that are kept for the backward, without the inputs and parameters, which are there
-    anyway.
+    """Bytes that are kept for the backward.
+
+    The inputs and parameters do not count: they are there anyway.
     """
     storages: dict[int, int] = {}
 
@@ -203,9 +198,8 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {
-            id(tensor) for tensor in tree_leaves((args, kwargs))
-        }  # what is only written into is not made here
+        # what is only written into is not made here
+        given = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor) not in given:
                 self.tensors.append(
@@ -226,9 +220,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @check(plain)
 def released(case: Case) -> None:
-    """What is kept for the backward is seen by saved-tensor hooks, and dropped with the results, as
-    is the input.
-    """
+    """Saved-tensor hooks see what is kept; it is dropped with the results, as is the input."""
     fused(case, grads=False)
     gc.freeze()  # what was there before need not be looked at
     try:

@@ -42,9 +42,7 @@ def _plan(case: Case) -> Plans:
 
 @check(plain)
 def condition(case: Case) -> None:
-    """``when`` answers True or a sentence, and ``benefit`` a number, in any environment and from
-    metadata alone.
-    """
+    """``when`` gives True or a sentence, ``benefit`` a number, anywhere and from metadata alone."""
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return
@@ -71,9 +69,7 @@ def condition(case: Case) -> None:
 
 @check(first)
 def refusals(case: Case) -> None:
-    """For every sentence that ``when`` can return there is an environment, or a chain, that gets
-    it.
-    """
+    """Every sentence that ``when`` can return shows in some environment, or for some chain."""
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion) or fusion.when is None:
         return
@@ -123,8 +119,9 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
 
 
 def _refusing_returns(when: Any) -> list[tuple[str, range]]:
-    """The return statements of a function that can return something but True: text and lines. A
-    lambda has none.
+    """The return statements of a function that can return something but True: text and lines.
+
+    A lambda has none.
     """
     code: Any = getattr(when, "__code__", None)
     try:
@@ -148,9 +145,8 @@ def _refusing_returns(when: Any) -> list[tuple[str, range]]:
             found.append(
                 (ast.unparse(node), range(node.lineno, (node.end_lineno or node.lineno) + 1))
             )
-        if not isinstance(
-            node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)
-        ):  # those return for themselves
+        # those return for themselves
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
             todo += ast.iter_child_nodes(node)
     return sorted(found, key=lambda part: part[1].start)
 
@@ -190,9 +186,7 @@ def _is_here(env: Environment) -> bool:
 
 @check(plain)
 def neighbours(case: Case) -> None:
-    """Chains that are almost the pattern give what the separate ops give: a derived op, a missing
-    one, one more.
-    """
+    """With one op derived, missing or added, a chain gives what its separate ops give."""
     for number, op in enumerate(case.ops):
         if not _by_protocol(case.subject.fusion, op.cls):
             derived = Op(_derived(op.cls), *op.args, **dict(op.kwargs))
@@ -207,9 +201,7 @@ def neighbours(case: Case) -> None:
 
 @check(lambda chains: chains.all if chains.thorough else chains.plain)
 def subclasses(case: Case) -> None:
-    """With an op of a derived class, which computes something else, it gives that too, or is not
-    used.
-    """
+    """With an op of a derived class that computes something else, it gives that, or is not used."""
     for number, op in enumerate(case.ops):
         if _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
@@ -260,8 +252,9 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
 
 
 def _by_protocol(fusion: Any, cls: type) -> bool:
-    """Whether a pattern takes a class as a subclass of an abstract one, which says what subclasses
-    may change.
+    """Whether a pattern takes a class as a subclass of an abstract one.
+
+    The abstract class says what subclasses may change.
     """
     todo = list(getattr(fusion, "pattern", ()))
     while todo:

@@ -75,7 +75,10 @@ def every(chains: Chains) -> Iterable[Case]:
 
 
 def evaluating(chains: Chains) -> Iterator[Case]:
-    """In evaluation mode: chains whose ops look at it, and one per structure, since the fusion may."""
+    """In evaluation mode: chains whose ops look at it, and one per structure.
+
+    There is one per structure because the fusion may look at the mode.
+    """
     plain = set(chains.all if chains.thorough else chains.plain)
     return (case.with_(training=False) for case in chains.all if case in plain or case.has_modes)
 
@@ -120,8 +123,9 @@ def numeric(chains: Chains) -> Iterator[Case]:
 
 
 def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
-    """One chain per structure and number of dimensions, with each leaf frozen, all but one, and all
-    before the last.
+    """One chain per structure and number of dimensions, with some leaves frozen.
+
+    The frozen ones are each leaf, all but one, and all before the last.
     """
     ranks = ((), (2, 3), (2, 1, 3)) if chains.thorough else ((), (2, 3)) if every_rank else ()
     dimensions = (case.with_(rows=rows) for case in chains.plain for rows in ranks)

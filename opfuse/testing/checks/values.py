@@ -38,16 +38,15 @@ def _pair(case: Case) -> tuple[Result, Result]:
 
 @check(numeric)
 def output(case: Case) -> None:
-    """The output and every extra output, against the separate ops in fp64, at the tolerance of the
-    dtype.
-    """
+    """All outputs, against the separate ops in fp64, at the tolerance of the dtype."""
     expected, truth = _pair(case)
     compare_outputs(case, fused(case, grads=False), expected, truth)
 
 
 def _with_shapes(case: Case) -> Case:
-    """The case with a fusion whose backward raises where a gradient has another shape than its
-    parameter.
+    """The case with a fusion whose backward checks the shapes of gradients.
+
+    It raises where a gradient has another shape than its parameter.
     """
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
@@ -56,7 +55,8 @@ def _with_shapes(case: Case) -> Case:
                 if grad is not None and grad.shape != getattr(basic, name).shape:
                     wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
                     raise Failure(
-                        f"its backward returns a gradient of shape {wrong}, which autograd must add up"
+                        f"its backward returns a gradient of shape {wrong}, "
+                        "which autograd must add up"
                     )
 
     return watched(case, None, look)
@@ -75,9 +75,7 @@ def _saving(chains: Chains) -> Iterator[Case]:
 
 @check(_saving, kinds=("forward",))
 def saved_state(case: Case) -> None:
-    """A forward fusion leaves in every context what the basic op would: names, order, values,
-    dtypes, aliases.
-    """
+    """A forward leaves in contexts what the ops would: names, order, values, dtypes, aliases."""
     kept, reference = Kept(), Kept()
     one_by_one = Fusion([op.cls for op in case.ops], OneByOne, name="one by one")
     fused(watched(case, kept), grads=False)
@@ -91,8 +89,9 @@ def saved_state(case: Case) -> None:
 
 
 class Kept:
-    """Called after a fused forward: keeps what is in each context, and what each saved tensor is an
-    alias of.
+    """Keeps what is in each context, and what each saved tensor is an alias of.
+
+    It is called after a fused forward.
     """
 
     def __init__(self) -> None:
@@ -168,7 +167,8 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
     for name, value in expected["context"].items():
         if got["context"][name] != value:
             raise Failure(
-                f"it leaves {name}={got['context'][name]!r} in the context of {who} instead of {value!r}"
+                f"it leaves {name}={got['context'][name]!r} in the context of {who} "
+                f"instead of {value!r}"
             )
 
 
@@ -210,9 +210,7 @@ def _followed(chains: Chains) -> Iterator[Case]:
 
 @check(_followed, kinds=("forward", "joint"))
 def recompute(case: Case) -> None:
-    """Where a fused op computes its output again for the op behind it, the gradients are right, and
-    so they stay.
-    """
+    """If a fused op computes its output again for the next op, gradients are and stay right."""
     ops = case.basic_ops()[: len(case.ops)]
     if (
         not isinstance(case.subject.fusion, Fusion)
@@ -239,15 +237,13 @@ def recompute(case: Case) -> None:
 
 @check(frozen)
 def requires_grad(case: Case) -> None:
-    """Whichever of input, extra inputs and parameters need a gradient: the right ones, and no other
-    work.
-    """
+    """Whichever leaves need a gradient get the right one, and no other work is done."""
     expected, truth = _pair(case)
     needless: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for number, (ctx, grads) in enumerate(zip(ctxs, result[1], strict=True)):
-            for name, grad, needs in zip(
+            for name, grad, needs in zip(  # noqa: B905
                 op.basic_ops[number].param_names, grads or (), ctx.param_requires_grad
             ):
                 if grad is not None and not needs:
@@ -301,9 +297,7 @@ def _near_the_ends(chains: Chains) -> Iterator[Case]:
 
 @check(_near_the_ends)
 def magnitude(case: Case) -> None:
-    """Large and small numbers in half precision: finite wherever the separate ops are, and as
-    exact.
-    """
+    """Half precision, large and small numbers: finite where the separate ops are, and as exact."""
     expected, truth = _pair(case)
     got = fused(case)
     try:
@@ -314,8 +308,9 @@ def magnitude(case: Case) -> None:
 
 
 def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
-    """The results, 0 where the separate ops' leave the dtype's range, or nearly do: there nobody is
-    right.
+    """The results, 0 where the separate ops' leave the dtype's range, or nearly do.
+
+    There nobody is right.
     """
     _, expected, truth = results
     largest = 0.9 * torch.finfo(case.compute_dtype).max
@@ -333,5 +328,7 @@ def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
             for name, grad in result.grads.items()
         }
         yield dataclasses.replace(
-            result, outputs=tuple(clear(*three) for three in pairs), grads=grads
-        )  # type: ignore[misc]
+            result,
+            outputs=tuple(clear(*three) for three in pairs),  # type: ignore[misc]
+            grads=grads,
+        )

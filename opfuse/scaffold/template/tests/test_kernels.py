@@ -1,7 +1,7 @@
 """The kernel and its twin against fp64, and the kernel compiled for GPUs that need not be there.
 
-``python -m pytest`` tests the twin, or the kernel where there is a GPU; with ``TRITON_INTERPRET=1`` it tests the kernel
-on a CPU, which needs Triton and numpy.
+``python -m pytest`` tests the twin, or the kernel where there is a GPU; with
+``TRITON_INTERPRET=1`` it tests the kernel on a CPU, which needs Triton and numpy.
 """
 
 import pytest
@@ -106,9 +106,8 @@ def test_it_compiles(capability, activation, monkeypatch, tmp_path):
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(
-        "TRITON_DEFAULT_FP_FUSION", "1"
-    )  # what it is anyway; unset, Triton 3.9 warns
+    # what it is anyway; unset, Triton 3.9 warns
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     constants = {"ACTIVATION": activation, "KEEP": True, "HEIGHT": 8, "WIDTH": 512}
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "hidden_ptr"), "*bf16") | {"bias_ptr": "*fp32"}
     types = pointers | {"rows": "i32", "features": "i32"} | dict.fromkeys(constants, "constexpr")

@@ -1,5 +1,6 @@
-"""What this plugin gives to opfuse. Nothing heavy is imported here: opfuse asks while it makes its
-first plan.
+"""What this plugin gives to opfuse.
+
+Nothing heavy is imported here: opfuse asks while it makes its first plan.
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ class BiasActivation(FusedOperation):
         super().__init__(basic_ops)
         from . import kernels  # now that the fusion is used: this imports Triton
 
-        self._kernel, self._known = (
-            kernels.bias_activation,
-            kernels.known(basic_ops[1]),
-        )  # for as long as this plan
+        # for as long as this plan
+        self._kernel, self._known = kernels.bias_activation, kernels.known(basic_ops[1])
 
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
@@ -33,9 +31,8 @@ class BiasActivation(FusedOperation):
         keep = ctx.requires_grad and ctx.input_requires_grad
         activation: Any = self.basic_ops[1]
         output, hidden = self._kernel(input_, bias, activation, self._known, dtype=dtype, keep=keep)
-        if (
-            ctx.requires_grad
-        ):  # leave what the activation does: its input, and its numbers if it has any
+        # leave what the activation does: its input, and its numbers if it has any
+        if ctx.requires_grad:
             activation.operand(ctx, hidden if keep else output)
         return output, [(), ()]
 

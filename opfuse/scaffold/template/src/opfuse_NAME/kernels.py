@@ -1,8 +1,7 @@
 """Bias + activation in one pass over memory: a Triton kernel, and its torch twin.
 
 The twin runs where the kernel does not: without Triton or a GPU, and for an activation that the
-kernel does not
-know. Only this file imports Triton, which exists on Linux only.
+kernel does not know. Only this file imports Triton, which exists on Linux only.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ FORMS = ("relu", "silu", "gelu tanh", "gelu none")
 
 
 def known(activation: Any) -> str | None:
-    """What the kernel calls an activation; None: it does not know it, such as a GELU that overrides
-    ``value``.
+    """What the kernel calls an activation; None: it does not know it.
+
+    It does not know a GELU that overrides ``value``, for one.
     """
     if computes_as(activation, GELU):
         return f"gelu {activation.approximate}"
@@ -44,8 +44,9 @@ def known(activation: Any) -> str | None:
 def bias_activation(
     x: Tensor, bias: Tensor, activation: Any, name: str | None, *, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``; ``name``: see
-    :func:`known`.
+    """``activation(x + bias)`` in ``dtype``, and ``x + bias`` if ``keep``.
+
+    ``name`` is what :func:`known` gives for the activation.
     """
     if name is not None and runs_on_triton(x, bias, dtype):
         return _launch(x, bias, name, keep)
