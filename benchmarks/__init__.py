@@ -1,1 +1,1 @@
-"""One harness for CPU and GPU: ``python -m benchmarks`` measures opfuse and its peers side by side."""
+"""One harness for CPU and GPU: ``python -m benchmarks`` measures opfuse beside its peers."""

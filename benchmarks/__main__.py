@@ -105,17 +105,19 @@ def show(result: dict[str, Any], slack: float) -> list[str]:
         value = (
             ""
             if row["value"] is None
-            else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}{row['value']:.3f}"
+            else f"{'~' if row.get('beyond_noise') is False and row['noise'] else ' '}"
+            f"{row['value']:.3f}"
         )
         noise = f"±{row['noise']:.1%}" if row["noise"] else ""
         goal = f"{'=' if row['exact'] else '<=' if row['cost'] else '>='}{row['goal']:.2f}"
         lines.append(
-            f"{row['id']:4}{row['case']:84}{against:24}{value:9}{noise:8}{goal:8}{verdict(row, slack)[:60]}"
-            + ", within the noise" * near(row)
+            f"{row['id']:4}{row['case']:84}{against:24}{value:9}{noise:8}{goal:8}"
+            f"{verdict(row, slack)[:60]}" + ", within the noise" * near(row)
         )
     if result["left_out"]:
         lines.append(
-            f"left out {len(result['left_out'])} cases: the budget is spent, or the run was interrupted"
+            f"left out {len(result['left_out'])} cases: "
+            "the budget is spent, or the run was interrupted"
         )
     return lines
 
@@ -173,13 +175,15 @@ def asked(arguments: list[str]) -> tuple[argparse.Namespace, list[Case]]:
     options = parser.parse_args(arguments)
     if strange := set(options.providers or ()) - set(PROVIDERS):
         parser.error(
-            f"--providers: expected some of {', '.join(PROVIDERS)}; got {', '.join(sorted(strange))}"
+            f"--providers: expected some of {', '.join(PROVIDERS)}; "
+            f"got {', '.join(sorted(strange))}"
         )
     if options.out and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
         parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
     if options.suite != "cpu" and not torch.cuda.is_available():
         parser.error(
-            f"the suite {options.suite} needs a CUDA GPU, and there is none; --suite cpu runs anywhere"
+            f"the suite {options.suite} needs a CUDA GPU, and there is none; "
+            "--suite cpu runs anywhere"
         )
     try:
         return options, select(options.suite, options.ids)

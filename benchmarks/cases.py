@@ -1,4 +1,4 @@
-"""What is measured: every case with its goals, in order of priority, as ``cases.txt`` lists them."""
+"""What is measured: every case with its goals, by priority, as ``cases.txt`` lists them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,10 @@ def goal(text: str) -> Goal:
 
 
 def case(name: str, line: str, index: int) -> Case:
-    """A line without alternatives, the how many-th of those that one line of the table stands for."""
+    """One of the cases that a line of the table stands for: ``line`` has no alternatives.
+
+    ``index`` says which one it is.
+    """
     chain, size, metric, goals, words = (part.strip() for part in line.split("|"))
     rows, dtype, *width = size.split()
     options: dict[str, Any] = {"dtype": dtype, "width": int(width[0]) if width else 0}

@@ -1,5 +1,4 @@
-"""Workloads: one line of text is a chain of layers, and every provider builds the same chain from
-it.
+"""Workloads: a line of text is a chain of layers, and every provider builds that chain from it.
 
 ``"linear:1024x4096 gelu linear:4096x1024"`` is an MLP. ``matmul`` is a linear layer without a bias,
 ``product`` its matrix product alone, of operands that are quantized already. ``add`` takes an extra
@@ -105,8 +104,9 @@ def clamped(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Cast(nn.Module):
-    """Round to FP8, and collect the largest magnitude, as delayed scaling does; fp64, the
-    reference, passes.
+    """Round to FP8, and collect the largest magnitude, as delayed scaling does.
+
+    The reference, in fp64, passes unchanged.
     """
 
     def __init__(self, transpose: bool = False) -> None:
@@ -184,8 +184,9 @@ def plain(chain: str, table: Mapping[str, Callable[..., Any]] = PLAIN) -> nn.Mod
 
 
 class Work:
-    """A chain's parameters and inputs on a device, drawn once for all providers: normal, never
-    zeros.
+    """A chain's parameters and inputs on a device, drawn once for all providers.
+
+    The numbers are normal, never zeros.
 
     Args:
         chain: The chain.
@@ -241,8 +242,9 @@ class Work:
     def results(
         self, model: Callable[..., Any], params: list[Tensor], inputs: list[Tensor], backward: bool
     ) -> list[Tensor]:
-        """The outputs, and with a backward the gradients of inputs and parameters; else as
-        gradients are on or off.
+        """The outputs, and with a backward the gradients of inputs and parameters.
+
+        Without a backward, gradients stay on or off as they are.
         """
         if not backward:
             return [
@@ -275,8 +277,9 @@ def comparable(y: Any) -> Tensor:
 
 
 def error(results: list[Tensor], reference: list[Tensor]) -> float:
-    """The largest relative Frobenius error; infinite with NaN, another shape than the reference, or
-    too few results.
+    """The largest relative Frobenius error.
+
+    It is infinite with NaN, with another shape than the reference, and with too few results.
     """
     pairs = list(zip(results, reference, strict=False))  # a cast gives more than the reference
     if len(results) < len(reference) or any(a.shape != b.shape for a, b in pairs):

@@ -1,5 +1,4 @@
-"""Single ops as somebody would write them by hand: autograd functions by the formulas of opfuse's
-ops.
+"""Single ops as you would write them by hand: autograd functions by the formulas of opfuse's ops.
 
 Each saves what the op saves, and computes in fp32 where the op does, on whole tensors.
 """
@@ -128,8 +127,9 @@ class Pointwise(torch.autograd.Function):
 
 
 class LayerNorm(torch.autograd.Function):
-    """torch's kernels, with the backward in fp32, which half precision needs for an exact gradient
-    of the weight.
+    """torch's kernels, with the backward in fp32.
+
+    Half precision needs that for an exact gradient of the weight.
     """
 
     @staticmethod

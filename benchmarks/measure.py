@@ -61,11 +61,10 @@ def around(built: Built, metric: str):
 
 
 def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None = None) -> Step:
-    """CPU time of this process, which with one thread does not count the time that other programs
-    get.
+    """CPU time of this process.
 
-    With more threads it is the time on the clock: CPU time would be the sum of theirs, as if
-        nothing ran at once.
+    With one thread it does not count the time that other programs get. With more threads it is the
+    time on the clock: CPU time would be the sum of theirs, as if nothing ran at once.
 
     Args:
         passes: What to call; one set of inputs is enough.
@@ -93,11 +92,10 @@ def cpu_timer(passes: Sequence[Step], seconds: float = 0.01, before: Step | None
 
 
 def cuda_timer(passes: Sequence[Step]) -> Step:
-    """Time on the GPU: ``do_bench``, or a CUDA graph over several sets of inputs for calls below a
-    millisecond.
+    """Time on the GPU: ``do_bench``, or a CUDA graph for calls below a millisecond.
 
-    That is well above ``SHORT_US``, where it begins to matter, so that two programs of one ratio
-    are timed alike.
+    The graph runs over several sets of inputs. A millisecond is well above ``SHORT_US``, where it
+    begins to matter, so that two programs of one ratio are timed alike.
     """
     from triton.testing import do_bench
 
@@ -115,13 +113,11 @@ def cuda_timer(passes: Sequence[Step]) -> Step:
 
 
 def capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
-    """A replay of at least ``calls`` calls in one CUDA graph; None where they cannot be captured."""
+    """A replay of at least ``calls`` calls in one CUDA graph; None if they cannot be captured."""
     graph, times = torch.cuda.CUDAGraph(), math.ceil(calls / len(passes))
     try:
-        for mode in (
-            "default",
-            "error",
-        ):  # a capture that fails spoils random numbers, so see before that nothing waits
+        # a capture that fails spoils random numbers, so see before that nothing waits
+        for mode in ("default", "error"):
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode(mode)
             for step in passes:
@@ -156,7 +152,7 @@ def timer(device: torch.device) -> Callable[[Sequence[Step]], Step]:
 
 
 def host_us(step: Step, calls: int = 50) -> float:
-    """Wall time of a call on a GPU, launches counted: what a program that launches eagerly waits."""
+    """Wall time of a call on a GPU with its launches: how long an eager program waits for it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -185,10 +181,10 @@ def sample_rounds(
     deadline: float = math.inf,
     failed: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Round-robin over the samplers, each in its context: name -> one sample a round; five rounds
-    past the deadline.
+    """Round-robin over the samplers, each in its context: name -> one sample a round.
 
-    One that raises an error leaves the round-robin, its reason in ``failed`` if that is given.
+    Past the deadline it stops after five rounds. A sampler that raises an error leaves the
+    round-robin; its reason is in ``failed`` if that is given.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for round_ in range(-warmup, rounds):
@@ -228,16 +224,19 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
 
 
 def noise(first: Sequence[float], again: Sequence[float]) -> float:
-    """How far a provider is from itself: half the width of the middle 60 % of its rounds' ratios,
-    and their median.
+    """How far a provider is from itself.
+
+    It is half the width of the middle 60 % of its rounds' ratios, or how far their median is from
+    1, whichever is more.
     """
     low, middle, high = spread([a / b for a, b in zip(first, again, strict=True)])
     return max((high - low) / 2, abs(middle - 1))
 
 
 def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """How far the rounds' ratios are from each other: half the width of their middle 60 %, as a
-    share of the median.
+    """How far the rounds' ratios are from each other.
+
+    It is half the width of their middle 60 %, as a share of the median.
     """
     if not all(denominator):
         return 0.0
@@ -251,9 +250,8 @@ def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     owned = {param.untyped_storage().data_ptr() for param in built.params}
 
     def count(tensor: Any) -> None:
-        if hasattr(
-            tensor, "__tensor_flatten__"
-        ):  # a subclass around others, as a quantized tensor may be
+        # a subclass around others, as a quantized tensor may be
+        if hasattr(tensor, "__tensor_flatten__"):
             for name in tensor.__tensor_flatten__()[0]:
                 count(getattr(tensor, name))
         elif (storage := tensor.untyped_storage()).data_ptr() not in owned:
@@ -293,8 +291,9 @@ def poison(device: torch.device, megabytes: int = 512) -> None:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Rounded to FP8 as a real cast does, scaled first: of numbers left small most bits would be
-    zero, and faster.
+    """Rounded to FP8 as a real cast does, scaled first.
+
+    Without the scale most bits of small numbers would be zero, and products of them faster.
     """
     return (x * (448 / x.abs().amax())).to(torch.float8_e4m3fn)
 

@@ -1,5 +1,4 @@
-"""The Python of small chains in this checkout against another one, in processes that take turns on
-one core.
+"""The Python of small chains in this checkout against another one, in turns on one core.
 
 python benchmarks/pairs.py OTHER_CHECKOUT
 python benchmarks/pairs.py OTHER_CHECKOUT --ops
@@ -59,7 +58,8 @@ def main() -> None:
         for number in range(options.pairs)
     ]
     print(
-        f"{options.pairs} pairs of processes on core {core}, {cpu()}, Python {platform.python_version()}"
+        f"{options.pairs} pairs of processes on core {core}, {cpu()}, "
+        f"Python {platform.python_version()}"
     )
     for name in pairs[0][ROOT]:
         ratios = sorted(pair[ROOT][name] / pair[other][name] for pair in pairs)
@@ -91,7 +91,7 @@ def cpu() -> str:
 def run_pair(
     checkouts: Sequence[pathlib.Path], core: int, what: str
 ) -> dict[pathlib.Path, dict[str, float]]:
-    """The numbers of two checkouts, each from a process of its own: microseconds a call, by case."""
+    """The numbers of two checkouts, each from its own process: microseconds a call, by case."""
     children = {checkout: start_child(checkout, core, what) for checkout in checkouts}
     numbers: dict[pathlib.Path, dict[str, Any]] = {checkout: {} for checkout in checkouts}
     while not all("opfuse" in found for found in numbers.values()):
@@ -123,7 +123,8 @@ def measure(what: str) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    gc.freeze()  # torch's objects: to look through them before each sample would take longer than the samples
+    # torch's objects: to look through them before each sample would take longer than the samples
+    gc.freeze()
     for title, plugins, chain, x in small_chains() if what == "chains" else single_ops():
         with opfuse.plugins.using(plugins):
             grad = torch.randn_like(chain(x))
@@ -154,8 +155,9 @@ def small_chains() -> Iterator[tuple[str, str | None, Any, Any]]:
 
 
 def single_ops() -> Iterator[tuple[str, str | None, Any, Any]]:
-    """The ops of L3 alone on 16 rows of 64 numbers, for which a call in Python takes most of the
-    time.
+    """The ops of L3 alone on 16 rows of 64 numbers.
+
+    A call in Python takes most of their time.
     """
     import torch
 
@@ -172,8 +174,9 @@ def single_ops() -> Iterator[tuple[str, str | None, Any, Any]]:
 
 
 def timed(call: Callable[[], Any]) -> Iterator[float]:
-    """Microseconds a call takes: the least of the samples so far, since others only wait for
-    something else.
+    """Microseconds a call takes: the least of the samples so far.
+
+    The others only wait for something else.
     """
     for _ in range(200):
         call()  # the first one plans
@@ -199,7 +202,8 @@ CHECKS = {
     "forward: 4 ops have no hooks, wherever their dictionaries of hooks are now": (
         """
 for op in dicts:
-    if op["_forward_hooks"] or op["_forward_pre_hooks"] or op["_backward_hooks"] or op["_backward_pre_hooks"]:
+    if op["_forward_hooks"] or op["_forward_pre_hooks"] \
+or op["_backward_hooks"] or op["_backward_pre_hooks"]:
         break
 """,
         "dicts = [vars(op) for op in chain]",
@@ -216,14 +220,17 @@ for op in dicts:
     "forward: nothing special about the program": ("program.is_plain", ""),
     "forward: an op gave a tensor": (
         "type(x) is not Tensor and not isinstance(x, kinds)",
-        "Tensor = torch.Tensor; kinds = Tensor, opfuse.quantization.QuantizedTensor; x = torch.ones(4)",
+        "Tensor = torch.Tensor; kinds = Tensor, opfuse.quantization.QuantizedTensor; "
+        "x = torch.ones(4)",
     ),
     "forward: a fused op gave a tuple that begins with one": (
-        "try:\n  y, extra = result if type(result) is tuple else None\nexcept ValueError: pass\nisinstance(y, kinds)",
+        "try:\n  y, extra = result if type(result) is tuple else None\n"
+        "except ValueError: pass\nisinstance(y, kinds)",
         "result = x, [()]; kinds = torch.Tensor, opfuse.quantization.QuantizedTensor",
     ),
     "forward: 4 ops that declare to save nothing saved nothing": (
-        "for i in unsaved:\n  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
+        "for i in unsaved:\n"
+        "  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
         "unsaved, contexts = program.saved.nothing, program.pool.new()",
     ),
     "forward: no numbers to hand on, no gradients to put away": (
@@ -240,7 +247,8 @@ for op in dicts:
     ),
     "backward: there is a gradient": ("x is None", ""),
     "backward: an op gave a pair": (
-        "try:\n  y, grads = result if type(result) is tuple else None\nexcept ValueError: pass\nx is None and 1 > 2",
+        "try:\n  y, grads = result if type(result) is tuple else None\n"
+        "except ValueError: pass\nx is None and 1 > 2",
         "result = x, ()",
     ),
     "backward: 4 ops without parameters gave no gradients": (

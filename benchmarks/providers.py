@@ -1,5 +1,6 @@
-"""Who runs a workload: opfuse, PyTorch, and the peers, each built from the same chain, or left out
-with a reason.
+"""Who runs a workload: opfuse, PyTorch, and the peers.
+
+Each is built from the same chain, or left out with a reason.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ def _medium():
 
 
 def eager(work: Work, case: Any, compiling: bool = False, medium: bool = False) -> Built:
-    """PyTorch's own modules; under ``torch.compile`` as it comes; with matrix products of medium
-    precision.
+    """PyTorch's own modules.
+
+    With ``compiling`` they run under ``torch.compile`` as it comes. With ``medium`` their matrix
+    products have medium precision.
     """
     if medium and case.dtype != "fp32":
         raise Skip("medium precision is for fp32")
@@ -101,8 +104,9 @@ _tuned: set[str] = set()
 
 
 def compile_max(work: Work, case: Any) -> Built:
-    """``torch.compile`` in its strongest honest form: tuned, with TMA and mixed reductions, without
-    CUDA graphs.
+    """``torch.compile`` in its strongest honest form.
+
+    It is tuned, with TMA and mixed reductions, without CUDA graphs.
     """
     from torch._inductor import config, list_mode_options
 
@@ -157,8 +161,9 @@ def recipe_of(name: str) -> opfuse.Recipe:
 
 
 def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
-    """Chains of opfuse with every plugin installed, if one of them fuses something here; or with
-    the selected ones.
+    """Chains of opfuse with every plugin installed, or with the selected ones.
+
+    Without a selection, one of the plugins must fuse something here.
     """
     recipe = recipe_of(case.recipe) if case.recipe else None
     *body, last = parse(work.chain)
@@ -221,8 +226,9 @@ def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
 def product(
     work: Work, quantize: Any, multiply: Any, weight: Tensor, dequantize: Callable[[Any], Tensor]
 ) -> Built:
-    """A product by a quantized weight alone: inputs are quantized beforehand, and stand for what is
-    left of them.
+    """A product by a quantized weight alone.
+
+    Inputs are quantized beforehand; the arguments of the model only say which one is meant.
     """
     ready = {id(x): quantize(x.detach()) for (x,) in work.inputs}
     first = dequantize(ready[id(work.inputs[0][0])]).double()
@@ -232,8 +238,9 @@ def product(
 
 
 def liger(work: Work, case: Any) -> Built:
-    """Liger's Triton kernels in place of norms, residual norms and SwiGLU; not in place, so that
-    passes repeat.
+    """Liger's Triton kernels in place of norms, residual norms and SwiGLU.
+
+    They do not overwrite their inputs, so that passes repeat.
     """
     if work.device.type != "cuda":
         raise Skip("its kernels need a GPU")
@@ -311,9 +318,7 @@ def te(work: Work, case: Any) -> Built:
 
 
 def library(work: Work, case: Any) -> Built:
-    """What PyTorch itself calls for it, by hand: a GEMM with GELU in its epilogue, or a scaled FP8
-    GEMM.
-    """
+    """What PyTorch calls itself, by hand: a GEMM with GELU in its epilogue, or scaled in FP8."""
     names, params = [layer.name for layer in parse(work.chain)], work.params
     if names == ["linear", "gelu"] and case.metric == "inference":
         weight, bias = params
@@ -354,10 +359,8 @@ def _blockwise(work: Work) -> Built:
 
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         y, scale = blocks(x, 1)
-        return (
-            y,
-            scale.t().contiguous().t(),
-        )  # the library wants the scales of a column next to each other
+        # the library wants the scales of a column next to each other
+        return y, scale.t().contiguous().t()
 
     def multiply(x: tuple[Tensor, Tensor]) -> Tensor:
         return step(x[0], w.t(), x[1], kinds.BlockWise1x128, scale_w.t(), kinds.BlockWise128x128)

@@ -1,4 +1,4 @@
-"""What a run's file says besides the numbers: the machine, the versions, the state of the checkout."""
+"""What a run's file says besides the numbers: the machine, versions, the state of the checkout."""
 
 from __future__ import annotations
 

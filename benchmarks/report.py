@@ -1,6 +1,4 @@
-"""What runs say: two of them compared, a folder of them with plots, and the page of the
-documentation.
-"""
+"""What runs say: two of them compared, a folder of them with plots, and the page in the docs."""
 
 from __future__ import annotations
 
@@ -22,7 +20,10 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 COLORS = {True: "#3b6ea5", False: "#d9822b"}
-STYLE = "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style><h1>Benchmarks</h1>"
+STYLE = (
+    "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style>"
+    "<h1>Benchmarks</h1>"
+)
 LABELS = {  # by whether a ratio is a cost
     False: "times as fast: right is better; orange misses its goal",
     True: "cost over the other's: left is better; orange misses its goal",
@@ -42,8 +43,9 @@ def load(path: str | pathlib.Path) -> Run:
 
 
 def runs_in(folder: pathlib.Path) -> dict[pathlib.Path, Run]:
-    """The runs of a folder; what else is there, such as the numbers of probes, is left out and
-    told.
+    """The runs of a folder.
+
+    Other files, such as the numbers of probes, are left out, and a message says so.
     """
     found = {}
     for path in sorted(folder.glob("*.json")):
@@ -104,9 +106,7 @@ def compare(before: str, after: str) -> int:
 
 
 def change(then: Row, now: Row) -> str:
-    """How a ratio changed, and whether that is more than the noise; or why one of the two has no
-    number.
-    """
+    """How a ratio changed, and whether by more than the noise; or why one of them has no number."""
     for when, row in (("before", then), ("after", now)):
         if row["value"] is None:
             return f"{'':8}  {when}: {row['reason']}"
@@ -143,14 +143,16 @@ def table(rows: Iterable[Row]) -> list[str]:
         met += ", within the noise" * near(row)
         bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
         lines.append(
-            f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} | {bound} | {met} |"
+            f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} "
+            f"| {bound} | {met} |"
         )
     return lines
 
 
 def bars(axis: Any, rows: list[Row], label: str) -> None:
-    """A bar from 1 to each ratio, on a logarithmic scale, its goal as a line and its bound as a
-    ring.
+    """A bar from 1 to each ratio, on a logarithmic scale.
+
+    A line is its goal, and a ring is its bound.
     """
     at = range(len(rows))
     style = {
@@ -206,9 +208,8 @@ def plot(rows: list[Row], title: str) -> str:
         return ""
     heights = [len(half) + 1.5 for half, _ in halves]
     with matplotlib.rc_context({"svg.hashsalt": "opfuse", "font.size": 8, "svg.fonttype": "none"}):
-        wide = 5 + 0.056 * max(
-            len(row["case"] + against(row)) for row in shown
-        )  # inches: bars, and what names them
+        # inches: bars, and their names
+        wide = 5 + 0.056 * max(len(row["case"] + against(row)) for row in shown)
         options = {
             "figsize": (wide, 0.24 * sum(heights) + 0.6),
             "squeeze": False,
@@ -240,14 +241,16 @@ def where(run: Run) -> str:
     )
     state = (run["git_sha"][:10] or "an unknown commit") + (" with changes" if run["dirty"] else "")
     return (
-        f"{device(run)}; {run['time'][:10]}; torch {versions['torch']}, Python {versions['python']}, opfuse "
-        f"{versions['opfuse']} at {state}, {plugins}; load {host['load'] or 0:.1f} when it began; `{run['command']}`"
+        f"{device(run)}; {run['time'][:10]}; torch {versions['torch']}, "
+        f"Python {versions['python']}, opfuse {versions['opfuse']} at {state}, {plugins}; "
+        f"load {host['load'] or 0:.1f} when it began; `{run['command']}`"
     )
 
 
 def report(folder: str) -> int:
-    """Write ``report.md`` and ``report.html`` beside the runs of a folder, with a plot for each
-    family of goals.
+    """Write ``report.md`` and ``report.html`` beside the runs of a folder.
+
+    Each family of goals has a plot.
     """
     home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
     if not (runs := runs_in(home)):
@@ -281,8 +284,9 @@ PAGE = pathlib.Path(__file__).parent / "page.md"
 
 
 def committed() -> list[Run]:
-    """The runs in ``benchmarks/results``, newest first, each without what a newer one of its suite
-    measured again.
+    """The runs in ``benchmarks/results``, newest first.
+
+    Each is without what a newer one of its suite measured again.
     """
     runs: list[Run] = []
     seen: set[tuple[str, ...]] = set()
@@ -356,9 +360,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
 
 
 def alone(rows: list[Row]) -> list[str]:
-    """A table of single ops: over eager, over an autograd function by hand, and whether the goal is
-    met.
-    """
+    """A table of single ops: over eager, over a function by hand, and whether the goal is met."""
     lines = ["| op | over PyTorch | over by hand | noise | goal | |", "|---|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: row["case"]):
         beside = row.get("beside") or {}

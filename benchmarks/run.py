@@ -68,15 +68,15 @@ class Harness:
         """The rows of a case's providers and the ratios of its goals."""
         rows: dict[str, Row] = {}
         try:
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # every case compiles the same few modules anew, and there is a limit
+            # every case compiles the same few modules anew, and there is a limit
+            if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             samples = self._special(case, rows) if case.special else self._measure(case, rows)
-        except Exception as reason:  # out of memory, or a GPU that an earlier kernel broke: what was measured stays
+        except Exception as reason:
+            # out of memory, or a GPU that an earlier kernel broke: what was measured stays
             status = {"status": f"failed: {measure.failure(reason)}"}
             samples, rows = {}, {name: status for name in self._wanted(case)}
         same = {
@@ -225,7 +225,7 @@ class Harness:
         return found
 
     def _shares(self, case: Case, name: str, samples: list[float]) -> Row:
-        """Of what the machine reaches: bandwidth where a case says its bytes, else matrix products."""
+        """The share of the copy's bandwidth if a case says its bytes, else of matrix products."""
         seconds, copy = measure.spread(samples)[1] * 1e-6, self.ceilings.get("copy_TBps")
         dtype = (
             "fp8"
@@ -287,7 +287,8 @@ class Harness:
         again = next((name for name in samples if name.endswith(AGAIN)), None)
         if again:
             floor = measure.noise(samples[again.removesuffix(AGAIN)], samples[again])
-        else:  # a count has none; of times it is not known where who was to be measured twice failed
+        else:
+            # a count has none; of times it is not known where who was to be measured twice failed
             floor = 0.0 if len(mine) == 1 else None
         reached = (
             value == goal.goal
@@ -298,16 +299,16 @@ class Harness:
         )
         if floor is not None and not alone:  # the other may be noisier than who is measured twice
             floor = max(floor, measure.unrest(mine, samples[goal.versus]))
-        beyond = (
-            None if alone or floor is None else abs(value - 1) > 2 * floor
-        )  # what a claim needs
+        # a claim needs this
+        beyond = None if alone or floor is None else abs(value - 1) > 2 * floor
         return made | {"value": value, "noise": floor, "pass": reached, "beyond_noise": beyond}
 
     def _either(
         self, case: Case, goal: Goal, rows: dict[str, Row], samples: dict[str, list[float]]
     ) -> Row:
-        """A goal against the first of two, or the second where that does not reach it; with all
-        three numbers.
+        """A goal against the first of two, or the second where that does not reach it.
+
+        The row has all three numbers.
         """
         first, second = goal.versus.split("/")
         pairs = {(goal.subject, first), (goal.subject, second), (second, first)}
@@ -355,7 +356,8 @@ def select(suite: str, ids: Iterable[str] | None = None) -> list[Case]:
         )
     if absent := wanted - here:
         raise ValueError(
-            f"{', '.join(in_order(absent))}: not in the suite {suite}, which has {', '.join(in_order(here))}"
+            f"{', '.join(in_order(absent))}: not in the suite {suite}, "
+            f"which has {', '.join(in_order(here))}"
         )
     return [case for case in chosen if case.ids & wanted]
 

@@ -1,8 +1,7 @@
-"""Cases that are no timed pass of a chain: counts, captures, cold starts, and one step of a plan
-alone.
+"""Cases that are no timed pass of a chain: counts, captures, cold starts, one step of a plan.
 
 Each function takes the case and the device, and gives the numbers by provider: samples, or one
-    value.
+value.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ Numbers = dict[str, list[float] | Skip]
 
 
 def in_place(case: Case, device: torch.device) -> Numbers:
-    """The backward of bias + GELU where the incoming gradient may be overwritten, as inside a
-    chain; C2.
+    """The backward of bias + GELU where it may overwrite the incoming gradient; C2.
+
+    It may do so inside a chain.
     """
     work = Work(case.chain, case.rows, case.width, case.dtype, device)
     dy, (grad,) = torch.empty_like(work.grads[0]), work.grads
@@ -65,9 +65,7 @@ def in_place(case: Case, device: torch.device) -> Numbers:
 
 
 def over_hand(case: Case, device: torch.device) -> Numbers:
-    """What the forward and backward of an op take more than those of an autograd function by hand;
-    L3.
-    """
+    """What an op's forward and backward take more than an autograd function by hand; L3."""
     work = Work(case.chain, case.rows, case.width, case.dtype, device)
     built = {
         "opfuse": with_opfuse(work, dataclasses.replace(case, unfused=True), ""),
@@ -104,10 +102,10 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
 
 
 def declared_bytes(fuser: opfuse.OperationFuser, work: Work, again: Collection[int] = ()) -> int:
-    """What the ops declare: a tensor that several save, or that passes through an op unchanged,
-    counts once.
+    """What the ops declare.
 
-    The inputs of the ops ``again`` are not kept but computed again.
+    A tensor that several save, or that passes through an op unchanged, counts once. The inputs of
+    the ops ``again`` are not kept but computed again.
     """
     width, size = work.inputs[0][0].shape[-1], work.dtype.itemsize
     tensor, total, counted = 0, 0, set()
@@ -181,7 +179,8 @@ from benchmarks.chains import parse
 from benchmarks.providers import table
 chain, rows, device = sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3])
 with device:
-    model = opfuse.Sequential(*[table(opfuse.ops)[name](*sizes) for name, sizes in parse(chain)]).bfloat16()
+    model = opfuse.Sequential(\
+*[table(opfuse.ops)[name](*sizes) for name, sizes in parse(chain)]).bfloat16()
     x = torch.randn(rows, parse(chain)[0].sizes[0]).bfloat16()
 x @ x.t()
 start = time.perf_counter()
@@ -191,8 +190,9 @@ print(time.perf_counter() - start)
 
 
 def first_forward(case: Case, device: torch.device, processes: int) -> float:
-    """Seconds of the first forward of the last of some processes with the same caches, which were
-    empty.
+    """Seconds of the first forward of the last of some processes.
+
+    They have the same caches, which are empty at first.
     """
     with tempfile.TemporaryDirectory() as folder:
         caches = {

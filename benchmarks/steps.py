@@ -1,5 +1,6 @@
-"""One step of an opfuse plan on its own, as a kernel is measured: with its contexts, without the
-chain around it.
+"""One step of an opfuse plan on its own, as a kernel is measured.
+
+It has its contexts, without the chain around it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class _Saved:
 
 
 class Alone(NamedTuple):
-    """A step: what it does to an incoming tensor, the quantizer its result leaves in, or None, and
+    """A step on its own.
+
+    It is what the step does to an incoming tensor, the quantizer its result leaves in, or None, and
     its contexts.
     """
 

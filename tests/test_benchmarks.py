@@ -329,9 +329,8 @@ def test_a_ratio_says_how_many_times_faster(no_plugins, register, fused):
 
 def test_the_noise_is_also_that_of_the_other(no_plugins):
     def make(passes):
-        values = iter(
-            [1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        )  # the first one warms up
+        # the first one warms up
+        values = iter([1.0] * 9 if len(made) != 1 else [9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
         made.append(1)
         return lambda: next(values)
 
@@ -403,9 +402,8 @@ def test_what_is_not_built_has_no_pass_and_counts_once_it_is(register, fused):
     assert {row["provider"]: row["status"] for row in rows}["eager"] == "ok"
     register(backward_fusions=[opfuse.Fusion((ops.RMSNorm,), fused())])
     assert harness().run(each)[1][0]["pass"] is False
-    assert (
-        harness().run(case("rmsnorm:8", "forward"))[1][0]["pass"] is None
-    )  # it fuses the other pass
+    # it fuses the other pass
+    assert harness().run(case("rmsnorm:8", "forward"))[1][0]["pass"] is None
 
 
 def test_a_wrong_answer_is_not_timed(register):
@@ -764,7 +762,7 @@ def pretend(each):
 
     class OnGpu(chains.Work):
         fill = lambda self, model: opened(self.device, lambda: chains.Work.fill(self, model))  # noqa: E731
-        reference = lambda self, backward: opened(
+        reference = lambda self, backward: opened(  # noqa: E731
             self.device, lambda: chains.Work.reference(self, backward)
         )
 
@@ -932,9 +930,8 @@ def test_the_gpu_timer_replays_short_calls(monkeypatch, milliseconds):
     monkeypatch.setitem(sys.modules, "triton", Testing)
     monkeypatch.setitem(sys.modules, "triton.testing", Testing)
     monkeypatch.setattr(measure, "capture", lambda passes: lambda: 7.0)
-    assert measure.cuda_timer([lambda: None])() == (
-        5000.0 if milliseconds == 5 else 7.0
-    )  # launches may be the time
+    # launches may be the time
+    assert measure.cuda_timer([lambda: None])() == (5000.0 if milliseconds == 5 else 7.0)
     monkeypatch.setattr(measure, "capture", lambda passes: None)  # it waits for the GPU
     assert measure.cuda_timer([lambda: None])() == milliseconds * 1000
 
@@ -1172,12 +1169,8 @@ ROW |= {
         ({}, 1.5, 1.2, "   1.500   1.200  -20.0%  WORSE"),
         ({}, 1.0, 1.03, "   1.000   1.030   +3.0%"),
         ({"cost": True}, 1.5, 1.2, "-20.0%  better"),
-        (
-            {"cost": True, "goal": 0, "noise": 0.0},
-            0,
-            3,
-            "   0.000   3.000      +3  WORSE",
-        ),  # hook calls
+        # hook calls
+        ({"cost": True, "goal": 0, "noise": 0.0}, 0, 3, "   0.000   3.000      +3  WORSE"),
         ({"exact": True, "noise": 0.0}, 1.0, 1.1, "+10.0%  WORSE"),
         ({"exact": True, "noise": 0.0}, 0.9, 1.0, "+11.1%  better"),
         ({"reason": "wrong answer"}, 1.5, None, "   1.500                  after: wrong answer"),

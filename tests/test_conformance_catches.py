@@ -244,9 +244,8 @@ def test_the_suite_under_pytest(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
     }
     environ["OPFUSE_FUSION_LIMIT"] = "0"  # no check is about that
-    once = (
-        "not test_plugin or TestSound or TestAbsent"  # the checks of a plugin start many processes
-    )
+    # the checks of a plugin start many processes
+    once = "not test_plugin or TestSound or TestAbsent"
     command = [
         sys.executable,
         "-m",

@@ -221,14 +221,10 @@ def test_paths(register):
     )
     assert paths(GELU()) == [""]
     assert paths(nn.Sequential(nn.Sequential(chain), Identity())) == ["0.0", "1"]
-    assert paths(nn.Sequential(chain, chain)) == [
-        "0",
-        "0",
-    ]  # one module: its first name, as named_modules has it
-    assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == [
-        "",
-        "",
-    ]  # the nested chain's ops are the outer one's
+    # one module: its first name, as named_modules has it
+    assert paths(nn.Sequential(chain, chain)) == ["0", "0"]
+    # the nested chain's ops are the outer one's
+    assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["", ""]
     handle = chain.register_forward_hook(lambda *args: None)
     assert paths(opfuse.Sequential(chain, nn.ReLU(), GELU())) == ["0", ""]
     handle.remove()
@@ -460,10 +456,8 @@ def test_nested(linear):
 
     outer = opfuse.explain(Curious(), torch.randn(2, 8))
     assert [call.path for call in inner[0].calls] == [""]
-    assert [call.path for call in outer.calls] == [
-        "chain",
-        "chain",
-    ]  # the inner run is a call of the model too
+    # the inner run is a call of the model too
+    assert [call.path for call in outer.calls] == ["chain", "chain"]
 
 
 def test_several_threads(linear):

@@ -640,9 +640,8 @@ def test_a_shallow_copy_uses_its_own_parameters(linear):
         [module._cache for module in m.modules() if hasattr(module, "_cache")]
         for m in (twin, linear)
     )
-    assert ours and not set(ours) & set(
-        theirs
-    )  # or one thread would run what another one made for the original
+    # or one thread would run what another one made for the original
+    assert ours and not set(ours) & set(theirs)
 
 
 def test_resetting_every_module_draws_like_torch():

@@ -168,12 +168,8 @@ class ByFuser(Passes):
         (OwnFuser(), ops.SiLU, ("op_forward",), True),
         (OwnSplit(), ops.SwiGLU, (), False),
         (ByFuser(), Passes, PASS_METHODS, True),  # both passes are abstract
-        (
-            ops.AddExtraInput(),
-            opfuse.BasicOperation,
-            (),
-            True,
-        ),  # which says nothing about the arithmetic
+        # BasicOperation says nothing about the arithmetic
+        (ops.AddExtraInput(), opfuse.BasicOperation, (), True),
         (nn.Linear(2, 2), ops.SiLU, (), False),
     ],
 )

@@ -756,9 +756,8 @@ def test_rows_are_told_only_where_they_are_known():
         opfuse.Sequential(ops.Reshape((-1, 64)), ops.GELU())(torch.randn(16, 4))
         assert set(told) == {(1, None)}
         told.clear()
-        opfuse.Sequential(Plain(), ops.GELU())(
-            torch.randn(16, 4)
-        )  # does not say that it keeps them
+        # Plain does not say that it keeps them
+        opfuse.Sequential(Plain(), ops.GELU())(torch.randn(16, 4))
         assert set(told) == {(1, None)}
     finally:
         handle.unregister()

@@ -112,9 +112,8 @@ def test_a_box_spans_its_ops(explanation, tmp_path):
     assert (grad[2], grad[4]) == (ops[6][2], ops[7][4])
     casts = [box for box in found if box[0] == "cast"]
     (forward,) = [box for box in casts if box[1] == long[1]]  # before the linear that reads it
-    first, last = [
-        box for box in casts if box[1] == grad[1]
-    ]  # behind the linears whose gradient it is
+    # behind the linears whose gradient it is
+    first, last = [box for box in casts if box[1] == grad[1]]
     for box, index in ((forward, 4), (last, 5), (first, 1)):
         assert ops[index][4] < box[2] and box[4] < ops[index + 1][2]
 

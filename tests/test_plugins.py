@@ -287,10 +287,8 @@ def test_provenance(register):
 def test_recipes(register):
     register(name="b", recipes={"quarter": Half, "half": Half})
     register(name="a", recipes={"quarter": Quarter})
-    assert plugins.recipes() == {
-        "quarter": Quarter,
-        "half": Half,
-    }  # of two with one name the first plugin's
+    # of two with one name it is the first plugin's
+    assert plugins.recipes() == {"quarter": Quarter, "half": Half}
     with plugins.using("b,a"):
         assert plugins.recipes()["quarter"] is Half
     with plugins.using("-b"):
@@ -579,9 +577,8 @@ def site(tmp_path_factory):
     install(site, "opfuse-plugin-twin", entry_point("good", "twin"), twin=PLUGIN)
     install(site, "unrelated", "\n[console_scripts]\nx = nowhere:x\n")
     install(source, "opfuse-plugin-editable", entry_point("editable", "editable"), editable=PLUGIN)
-    install(
-        source, "opfuse-plugin-good", entry_point("old", "old"), "0.1"
-    )  # shadowed by the other folder
+    # the other folder shadows this one
+    install(source, "opfuse-plugin-good", entry_point("old", "old"), "0.1")
     return site, source
 
 

@@ -145,9 +145,8 @@ def test_some_outputs_are_not_used(name):
             chains.backward([outputs[n] for n in chosen], [weights[n] for n in chosen])
         chains.backward([expected[n] for n in chosen], [weights[n] for n in chosen])
         for number, (leaf, other) in enumerate(zip(drawn.leaves(), wanted, strict=True)):
-            zero = torch.zeros_like(
-                leaf
-            )  # one autograd function gives zeros where torch gives None
+            # one autograd function gives zeros where torch gives None
+            zero = torch.zeros_like(leaf)
             assert other.grad is None or leaf.grad is not None
             same(
                 zero if leaf.grad is None else leaf.grad,

@@ -125,9 +125,8 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
-    have = {
-        dist.name for dist in importlib.metadata.distributions()
-    }  # to look for the module pip changes distutils
+    # to look for the module pip changes distutils
+    have = {dist.name for dist in importlib.metadata.distributions()}
     if not {"pip", "hatchling"} <= have:
         pytest.skip("without pip and hatchling nothing can be installed")
     root = tmp_path_factory.mktemp("new")

@@ -1,8 +1,8 @@
 """Run probes on a GPU, or compile their kernels without one.
 
-python -m benchmarks.probes --out probes.json            # all, in the order in which they decide
-something python -m benchmarks.probes fp8 norm --out probes.json python -m benchmarks.probes compile
-# no GPU: registers, spills, shared memory, instructions
+python -m benchmarks.probes --out probes.json  # all, in the order in which they decide something
+python -m benchmarks.probes fp8 norm --out probes.json
+python -m benchmarks.probes compile  # no GPU: registers, spills, shared memory, instructions
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def triton_gemm(a, b, config, *, gelu=False, save=False, imprecise=None, rows_of
 def tried(
     make: Callable[[], tuple[Callable[[], Any], torch.Tensor]], expected: torch.Tensor
 ) -> dict[str, Any]:
-    """A step that was run and is right, or what is wrong with it; and how long its first call took."""
+    """A step that ran and is right, or what is wrong with it; and how long its first call took."""
     start = time.perf_counter()
     try:
         step, c = make()
@@ -106,11 +106,10 @@ def attempted(probe: Callable[..., Rows], shape: tuple[int, ...]) -> Rows:
 
 
 def probe_gemm(m: int, k: int, n: int) -> Rows:
-    """A persistent bf16 product against cuBLAS: below 0.92 at K=4096, epilogues belong to the
-    library there.
+    """A persistent bf16 product against cuBLAS.
 
-    Then with a GELU, and with the store of what was before it: whether warp specialization, or
-    halves, hide them. The
+    Below 0.92 at K=4096, epilogues belong to the library there. The product then runs with a GELU,
+    and with the store of what was before it: whether warp specialization, or halves, hide them. The
     first call of each says whether kernels compiled elsewhere, in TRITON_CACHE_DIR, are found.
     """
     a, b = randn(m, k), randn(n, k)
@@ -144,7 +143,7 @@ def probe_addmm(m: int, k: int, n: int) -> Rows:
 
 
 def probe_fp8(size: int) -> Rows:
-    """FP8 products: the library's, with and without fast accumulation, and the kernel's variants."""
+    """FP8 products: the library's, with and without fast accumulation, and kernel variants."""
     x, w = (rounded(randn(size, size)) for _ in range(2))
     one, expected = torch.ones((), device="cuda"), x.float() @ w.float().t()
     product = partial(
@@ -165,9 +164,7 @@ def probe_fp8(size: int) -> Rows:
 
 
 def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-    """The library's product with a scale for each 1x128 of the input and each 128x128 of the
-    weight.
-    """
+    """The library's product with a scale per 1x128 of the input and per 128x128 of the weight."""
     (m, k), n, kinds = x.shape, w.shape[0], F.ScalingType
     scale_x = torch.ones(k // 128, m, device="cuda").t()
     scale_w = torch.ones(n // 128, k // 128, device="cuda").t()
@@ -177,9 +174,7 @@ def blockwise(x: torch.Tensor, w: torch.Tensor) -> tuple[Callable[[], Any], torc
 
 
 def probe_norm(h: int) -> Rows:
-    """RMSNorm's backward by programs a multiprocessor, as a share of what the same bytes take to
-    copy.
-    """
+    """RMSNorm's backward by programs a multiprocessor, as a share of a copy of the same bytes."""
     x, dy, weight = randn(8192, h), randn(8192, h), 1 + randn(h)
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
     n, g = x.float() * rstd[:, None], dy.float() * weight.float()
@@ -248,10 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("probes need a CUDA GPU, and there is none; compile runs anywhere")
     device = torch.device("cuda")
-    with (
-        torch.cuda.stream(torch.cuda.Stream()),
-        torch.no_grad(),
-    ):  # a CUDA graph cannot be captured on the default one
+    # a CUDA graph cannot be captured on the default one
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
         result = about("probes", device) | {"ceilings": ceilings(device)}
         result["cache"] = os.environ.get("TRITON_CACHE_DIR", "")
         for name in options.names or PROBES:

@@ -28,8 +28,9 @@ def compiled(
     constants: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a kernel for given constants needs, sizes being multiples of 16; or why it does not
-    compile.
+    """What a kernel for given constants needs, or why it does not compile.
+
+    Sizes are multiples of 16.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns
     from triton import compile as triton_compile

@@ -84,8 +84,9 @@ def norm_backward(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """RMSNorm's backward over every PROGRAMS-th row; the weight's gradient stays in registers until
-    the end.
+    """RMSNorm's backward over every PROGRAMS-th row.
+
+    The weight's gradient stays in registers until the end.
     """
     at = tl.arange(0, BLOCK)
     inside = at < H

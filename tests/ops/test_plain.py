@@ -28,9 +28,8 @@ def test_the_backward_uses_the_number_of_the_forward(op, others):
         x = torch.rand(4, 8, requires_grad=True) + 1
         y = chain(x)
         setattr(op, name, 0.75)
-        torch.testing.assert_close(
-            torch.autograd.grad(y.sum(), x)[0], (y / x).detach()
-        )  # all of them are linear
+        # all of them are linear
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y / x).detach())
     setattr(op, name, before)
 
 

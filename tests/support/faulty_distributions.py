@@ -29,9 +29,8 @@ def opfuse_forward_fusions():
 """
 """A plugin with a fusion function, which has no pattern."""
 
-DISTRIBUTIONS: dict[
-    str, tuple[str, str, str, str]
-] = {  # name -> check, message, entry points, module
+# name -> check, message, entry points, module
+DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {
     "imports_triton": (
         "imports",
         "imports triton",

@@ -168,10 +168,8 @@ print(*[holds(rows) for rows in (4, 10**6) for holds, _ in variants])
         )
         assert not done.returncode, done.stderr
         seen.append(done.stdout.split())
-    assert seen[0][2:] == [
-        "True",
-        "False",
-    ]  # for many rows, the gradient of the weight is summed in another way
+    # for many rows, the gradient of the weight is summed in another way
+    assert seen[0][2:] == ["True", "False"]
     assert seen[1] == ["2", "0", "True", "False"]
 
 
@@ -195,9 +193,8 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
         (copy.deepcopy(first), (4,)),
     ):
         step(chain, torch.randn(*rows, 12))
-    type(
-        "Another", (ops.SiLU,), {"value": lambda self, x: x}
-    )  # which is no change to what these compute
+    # another class is no change to what these compute
+    type("Another", (ops.SiLU,), {"value": lambda self, x: x})
     step(opfuse.Sequential(ops.RMSNorm(12, eps=1e-3), ops.SiLU()), torch.randn(3, 12))
     assert len(plans()) == count
     step(other, torch.randn(3, 12))
@@ -313,9 +310,8 @@ def test_what_is_kept_for_the_backward():
     assert kept(chain, x, extra) == [(3, 16), (3, 1), (16,)]
     with opfuse.options(**TRACED):
         _, h = chain(x, extra)
-    assert (
-        h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()
-    )  # the sum is an output, and is not kept twice
+    # the sum is an output, and is not kept twice
+    assert h.grad_fn.saved_tensors[0].data_ptr() == h.data_ptr()
 
 
 def test_a_gradient_of_another_dtype_and_none_at_all():
@@ -456,12 +452,9 @@ RECOMPUTED = {  # what is kept: the input, one number a row, ...
     "glu": (lambda: [ops.SwiGLU()], 0, [80]),
     "norm, scale": (lambda: [ops.RMSNorm(16), ops.ConstantScale(2.0)], 0, [5, 80]),
     "dropout": (lambda: [ops.RMSNorm(16), ops.Dropout(0.5)], 0, [5, 80, 80]),
-    "add behind": (
-        lambda: [ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput()],
-        1,
-        [80, 80],
-    ),  # the sum is kept
-    "residual": (residual, 0, [5, 80, 80]),  # the same
+    # the sum is kept, here and in the next one
+    "add behind": (lambda: [ops.GELU(), ops.ConstantScale(2.0), ops.AddExtraInput()], 1, [80, 80]),
+    "residual": (residual, 0, [5, 80, 80]),
 }
 
 
@@ -600,11 +593,8 @@ def test_others_choose_first():
     )
     registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
     try:
-        with (
-            using(None),
-            torch.no_grad(),
-            opfuse.options(**TRACED),
-        ):  # by name, the plugin would have precedence
+        # by name, the plugin would have precedence
+        with using(None), torch.no_grad(), opfuse.options(**TRACED):
             plan = opfuse.explain(chain, x).calls[0].plan
     finally:
         registration.unregister()
@@ -638,10 +628,8 @@ UNDER_AUTOCAST = {
     "a linear behind": (lambda: [ops.RMSNorm(16), ops.Linear(16, 8)], torch.bfloat16),
     "an activation behind": (lambda: [ops.RMSNorm(16), ops.SwiGLU()], torch.bfloat16),
     "nothing behind": (lambda: [ops.Bias(16), ops.L2Normalization()], torch.float32),
-    "pre-norm": (
-        lambda: [FORK(), ops.RMSNorm(16), ops.Linear(16, 16), ops.GELU(), JOIN()],
-        None,
-    ),  # the input's
+    # None: the input's
+    "pre-norm": (lambda: [FORK(), ops.RMSNorm(16), ops.Linear(16, 16), ops.GELU(), JOIN()], None),
     "post-norm": (
         lambda: [FORK(), ops.Linear(16, 16), ops.GELU(), JOIN(), ops.RMSNorm(16)],
         torch.float32,

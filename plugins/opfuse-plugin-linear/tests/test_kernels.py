@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS, IN, OUT = 1024, 32, 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.6e-2, torch.float16: 1e-3, torch.float64: 1e-7}
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TF32 acceleration:UserWarning"
-)  # torch's own, of mkldnn.flags
+# the warning is torch's own, of mkldnn.flags
+pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
 )

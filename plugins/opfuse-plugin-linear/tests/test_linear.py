@@ -198,9 +198,8 @@ def test_gradients_go_to_main_grad(case, autocast):
     weights = [op.weight for op in chain.modules() if isinstance(op, ops.BasicLinear)]
     expected = run(under_autocast(chain) if autocast else chain, weights, inputs, "")
     for op in chain.modules():
-        if isinstance(
-            op, ops.BasicLinear
-        ):  # what its constructor does with accumulate_into_main_grad=True
+        # what its constructor does with accumulate_into_main_grad=True
+        if isinstance(op, ops.BasicLinear):
             op.accumulates_grads, op.weight.main_grad = (
                 True,
                 torch.zeros_like(op.weight, dtype=torch.float64),
@@ -482,9 +481,8 @@ def test_what_is_not_known_to_be_deterministic_is_not_computed_again(act):
     assert sizes == [30, 40] + [40] * (not known)
     assert (f"since {act.__name__} does not declare itself deterministic" in text) != known
     (dw,) = torch.autograd.grad(y[:, 0].sum(), chain[2].weight)
-    torch.testing.assert_close(
-        dw[0], (y - chain[2].bias).sum(0).detach()
-    )  # the sum of what came into the linear
+    # the sum of what came into the linear
+    torch.testing.assert_close(dw[0], (y - chain[2].bias).sum(0).detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -534,12 +532,8 @@ def test_compile_over_row_counts_makes_few_graphs():
     torch._dynamo.utils.counters.clear()
     chain = CASES["owned"].chain()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    for rows in (
-        3,
-        5,
-        2100,
-        4,
-    ):  # 2100 rows are enough for oneDNN, which is not asked while tracing
+    # 2100 rows are enough for oneDNN, which is not asked while tracing
+    for rows in (3, 5, 2100, 4):
         x = torch.randn(rows, IN)
         check([compiled(x).detach()], [chain(x).detach()], torch.float32)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
@@ -688,10 +682,8 @@ def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
 def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     chain, x = mlp(ops.GELU(), (8, 128, 8)), torch.randn(4, 8)
     fused = [["linear+bias", "linear+bias+activation"], []]
-    apart = [
-        ["linear+bias", "linear+bias"],
-        [BACK, BACK],
-    ]  # the backward of linear + bias, without the activation
+    # the backward of linear + bias, without the activation
+    apart = [["linear+bias", "linear+bias"], [BACK, BACK]]
     monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: False)
     with torch.no_grad():
         assert [*fused_steps(chain, x)] == fused

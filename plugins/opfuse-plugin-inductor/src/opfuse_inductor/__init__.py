@@ -9,8 +9,9 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs that
-    nothing else takes.
+    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs.
+
+    It takes what no other fusion takes.
     """
     from . import fused
 
@@ -19,7 +20,7 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """From which size on it compiles, how much the separate ops must do, and by what it compiles."""
+    """From which size on it compiles, how much the separate ops must do, and what compiles."""
     return {
         "inductor.min_elements": 1 << 14,
         "inductor.min_passes": 2,

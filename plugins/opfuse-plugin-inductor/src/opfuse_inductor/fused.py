@@ -46,7 +46,7 @@ class CompiledRun(FusedOperation):
     """A run of ops in two compiled functions, one per pass.
 
     Its output is computed again in the backward, if the next op needs it there: reading and writing
-        once more is cheap.
+    once more is cheap.
 
     Small inputs, and those that no kernel takes, go through the ops one by one, as if there were no
     fusion.
@@ -171,9 +171,8 @@ class CompiledRun(FusedOperation):
         y, *others = results = plan.forward(items, rows)
         if plan.needs_grad:
             first = basic_op_ctxs[0]
-            first.to_save = [
-                given[i] if is_input else results[i] for is_input, i in plan.keeps
-            ]  # no copy of an input
+            # no copy of an input
+            first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]
             first.compiled = plan, shape, numbers
         result: Any = [()] * len(self._ops)
         for (i, _), tensor in zip(plan.outputs, others):  # noqa: B905  # what is kept comes after them
@@ -237,7 +236,8 @@ class CompiledRun(FusedOperation):
                 )
             except Unreadable as error:  # it does what it should, and cannot be done once for all
                 return str(error)
-            except Exception as error:  # an op that cannot be traced, or that refuses this input: then it does so again
+            except Exception as error:
+                # an op that cannot be traced, or that refuses this input: then it does so again
                 names = ", ".join(type(op).__name__ for op in self._ops)
                 outcome = (
                     f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced"
@@ -325,7 +325,8 @@ class CompiledRun(FusedOperation):
 
     def _saved(self, ctxs: Sequence[Any], plan: kernels.Plan, rows: int) -> list[Tensor]:
         return [
-            fit(tensor, spec, rows) for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)
+            fit(tensor, spec, rows)
+            for tensor, spec in zip(ctxs[0].saved_tensors, plan.specs_saved)  # noqa: B905
         ]
 
     @property
@@ -373,9 +374,7 @@ def fit(tensor: Tensor, spec: kernels.Spec, rows: int) -> Tensor:
 
 
 def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The mask of a dropout, drawn as the op draws it: the same seed gives the same one, fused or
-    not.
-    """
+    """The mask of a dropout, drawn as the op draws it: a seed gives the same one, fused or not."""
     if like.device.type == "cpu":
         return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p)
     return torch.native_dropout(like.new_empty(shape), p, True)[1]
@@ -398,8 +397,9 @@ def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def grad_input_of(ops: Sequence[Any]) -> str:
-    """How the gradient that the backward returns relates to others, see
-    :class:`opfuse.FusibleOperation`.
+    """How the gradient that the backward returns relates to others.
+
+    See :class:`opfuse.FusibleOperation`.
     """
     for op in ops:
         if op.grad_input != "same":
@@ -418,11 +418,17 @@ def option(env: Environment, name: str) -> Any:
 def _unavailable(env: Environment) -> str | None:
     kind = env.device.type
     if option(env, "inductor.backend") not in ("inductor", "eager"):
-        return f"the option inductor.backend is {option(env, 'inductor.backend')!r}, expected 'inductor' or 'eager'"
+        return (
+            f"the option inductor.backend is {option(env, 'inductor.backend')!r}, "
+            "expected 'inductor' or 'eager'"
+        )
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
     if env.recipe is not None:
-        return f"{type(env.recipe).__name__} may quantize between the ops, and a compiled function does not"
+        return (
+            f"{type(env.recipe).__name__} may quantize between the ops, "
+            "and a compiled function does not"
+        )
     if kind not in ("cpu", "cuda"):
         return f"it compiles for cpu and cuda, the input is on {kind}"
     if env.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -434,11 +440,17 @@ def _unavailable(env: Environment) -> str | None:
         and (compiler := cpp_compiler()) is not None
         and shutil.which(compiler) is None
     ):
-        return f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found (CXX names another one)"
+        return (
+            f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found "
+            "(CXX names another one)"
+        )
     if kind == "cuda" and importlib.util.find_spec("triton") is None:
         return "Inductor needs Triton on a GPU, and it is not installed"
     if kind == "cuda" and env.capability is not None and env.capability < (7, 0):
-        return f"Triton needs compute capability 7.0, this GPU has {env.capability[0]}.{env.capability[1]}"
+        return (
+            "Triton needs compute capability 7.0, "
+            f"this GPU has {env.capability[0]}.{env.capability[1]}"
+        )
     return None
 
 
@@ -462,8 +474,9 @@ def _unfit(ops: Sequence[Any]) -> str | None:
 
 
 def passes(op: Any, device: str = "cpu") -> int:
-    """How many passes over a tensor the op makes by itself, in each direction, or what takes as
-    long as that.
+    """How many passes over a tensor the op makes by itself, in each direction.
+
+    What takes as long as some passes counts as that many.
     """
     if isinstance(op, (Identity, MakeExtraOutput)):
         return 0
@@ -486,7 +499,10 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
     if count >= least:
         return None
     made = "one pass" if count == 1 else f"{count} passes"
-    return f"the separate ops make {made} over memory, and PyTorch has a kernel for that: {least} are worth compiling"
+    return (
+        f"the separate ops make {made} over memory, and PyTorch has a kernel for that: "
+        f"{least} are worth compiling"
+    )
 
 
 def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
@@ -499,7 +515,10 @@ def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
         least *= 4  # what PyTorch has for these is good
     if env.rows * env.features >= least and (env.rows > 1 or not least):
         return None
-    return f"with {env.rows} rows or a few more of {env.features} features the separate ops are as fast"
+    return (
+        f"with {env.rows} rows or a few more of {env.features} features "
+        "the separate ops are as fast"
+    )
 
 
 def pays(ops: Any, env: Environment) -> bool | str:

@@ -79,8 +79,7 @@ class NotCompiled(RuntimeError):
 
 
 class Kernel:
-    """A function of tensors, traced once, and compiled when it is first called, from what was
-    traced.
+    """A function of tensors, traced once, whose graph is compiled when it is first called.
 
     Args:
         title: What messages call it.
@@ -217,7 +216,10 @@ class Kernel:
 def announced(title: str, kernel: Kernel) -> Iterator[None]:
     """Count the time on ``kernel``, and say what is going on when it takes long."""
     started = time.perf_counter()
-    message = "opfuse-plugin-inductor is compiling %s, or loading it; the log level ERROR of %r silences this"
+    message = (
+        "opfuse-plugin-inductor is compiling %s, or loading it; "
+        "the log level ERROR of %r silences this"
+    )
     timer = threading.Timer(PATIENCE, logger.warning, (message, title, logger.name))
     timer.daemon = True
     timer.start()
@@ -297,9 +299,8 @@ class Run:
         self.ops = []
         for i, op in enumerate(ops):
             twin = twin_of(op)
-            if isinstance(
-                op, ScaledActivation
-            ):  # traced tensors do not tell; those out of a channel count as wanted
+            # traced tensors do not tell; those out of a channel count as wanted
+            if isinstance(op, ScaledActivation):
                 vars(twin)["wants_gradient"] = lambda scales, answer=i in wanted: answer
             self.ops.append(twin)
 
@@ -311,8 +312,9 @@ class Run:
         stop: int | None = None,
         made: dict[Any, Any] | None = None,
     ) -> Passed:
-        """Run the ops from ``start`` to ``stop``, each in a context of its own; ``made``: extra
-        outputs before.
+        """Run the ops from ``start`` to ``stop``, each in a context of its own.
+
+        ``made`` are the extra outputs of the ops before.
         """
         passed = Passed()
         passed.extras |= made or {}
@@ -357,9 +359,7 @@ class Run:
         grads: dict[tuple[int, int], Any],
         given: Given,
     ) -> tuple[Any, dict[int, list[Any]], dict[tuple[int, int], Any]]:
-        """The gradients of the input, of parameters by op, and of extra inputs that come from
-        outside.
-        """
+        """The gradients of the input, of parameters by op, and of extra inputs from outside."""
         grads, param_grads, extra_grads = dict(grads), {}, {}
         for i in reversed(range(len(self.ops))):
             op, ctx = self.ops[i], contexts[i]
@@ -395,8 +395,9 @@ def twin_of(op: Any) -> Any:
 def joined_gradient(
     op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """``op.backward_value(grad_output, x)``, which in eager mode writes into the halves of its
-    result.
+    """``op.backward_value(grad_output, x)``, with the halves of its result joined.
+
+    In eager mode that method writes into the halves.
     """
     dtype = wide(x.dtype)
     a, b = op.split(x)
@@ -421,8 +422,8 @@ class Plan:
     """The kernels of a run of ops, for tensors of certain dtypes and widths.
 
     The forward keeps as little as the backward needs to compute the rest again: the input of the
-    first op that saves
-    something, tensors that enter the run behind it, and the norms' number per row.
+    first op that saves something, tensors that enter the run behind it, and the norms' number per
+    row.
 
     Args:
         run: The ops.
@@ -570,8 +571,9 @@ class Plan:
     def _backward(
         self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False
     ) -> Kernel:
-        """The kernel for incoming gradients like these; ``in_place``: where that can be, it
-        overwrites ``dy``.
+        """The kernel for incoming gradients like these.
+
+        With ``in_place`` it overwrites ``dy``, where that can be.
         """
         if in_place and not any(isinstance(op, (RMSNorm, L2Normalization)) for op in self._run.ops):
             kernel = self._backward(dy, grads)
@@ -612,8 +614,9 @@ class Plan:
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
-        """Make the kernel that computes the output again, and say what it reads that the backward
-        does not.
+        """Make the kernel that computes the output again.
+
+        The result says what it reads that the backward does not.
         """
         behind = {
             source for (i, _), source in self._run.sources.items() if i >= self._start > source[0]
@@ -633,8 +636,9 @@ class Plan:
         return more if self.recomputes else ()
 
     def _output_again(self, *tensors: Any) -> dict[Any, Any]:
-        """With the numbers per row, which makes it the forward of a run that begins here: compiled
-        once for both.
+        """The output, with the numbers per row.
+
+        These make it the forward of a run that begins here, so that both are compiled once.
         """
         kept, given = (
             tensors[: len(self._kept_specs)],
@@ -691,8 +695,9 @@ class Plan:
         rows: int,
         owns_dy: bool = False,
     ) -> dict[Any, Any]:
-        """The gradients: ``"x"``, ``("param", op, number)``, ``("extra", op, number)``; those that
-        are there.
+        """The gradients that are there.
+
+        Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``.
         """
         kernel = self._latest[1]
         key = owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]

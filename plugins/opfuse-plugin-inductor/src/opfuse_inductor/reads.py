@@ -263,8 +263,9 @@ class Reads:
             self._object(place, ("",), f"{who} reads the variable {name}")
 
     def _object(self, place: Place, attributes: Sequence[str], what: str) -> None:
-        """Go through something that a function reads, and which of its attributes; no attribute:
-        all of them.
+        """Go through attributes of something that a function reads.
+
+        ``""`` among ``attributes`` stands for the object itself, with all of them.
         """
         value = place.value
         if is_plain(value):
@@ -286,7 +287,8 @@ class Reads:
             self._follow(place, getattr(value, "__qualname__", what))
         else:
             raise Unreadable(
-                f"{what}, which is no plain number, and a compiled function would take it for a constant"
+                f"{what}, which is no plain number, "
+                "and a compiled function would take it for a constant"
             )
 
 
@@ -327,8 +329,9 @@ def is_trusted(value: Any) -> bool:
 
 
 def _is_there(cls: type) -> bool:
-    """Whether a class is found where it says; one that a call of ``type`` makes says the module of
-    its metaclass.
+    """Whether a class is found where it says.
+
+    One that a call of ``type`` makes says the module of its metaclass.
     """
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
@@ -397,8 +400,9 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def undisturbed(make: Callable[[], Any]) -> Any:
-    """What a function gives that calls those of others, unless these draw random numbers of Python
-    or numpy.
+    """What a function gives that calls those of others, if these draw no random numbers.
+
+    That is about random numbers of Python or numpy.
 
     Raises:
         Unreadable: They do.

@@ -25,8 +25,9 @@ process.
 
 
 class Spec(NamedTuple):
-    """An input of a graph: a matrix of some width, a value per row (width None), or of a fixed
-    shape.
+    """An input of a graph: a matrix of some width, a value per row, or a tensor of fixed shape.
+
+    A value per row has the width None.
     """
 
     dtype: torch.dtype
@@ -42,8 +43,9 @@ def trace(
     *,
     decompose: bool = False,
 ) -> tuple[torch.fx.GraphModule, list[Any], Any]:
-    """The graph of ``function``, the fake tensors it was traced with, and what their sizes had to
-    obey.
+    """The graph of ``function``, the fake tensors it was traced with, and its guards.
+
+    The guards are what the sizes of these tensors had to obey.
 
     Args:
         function: Gives a list of tensors.
@@ -75,8 +77,9 @@ def trace(
 
 
 def _first(ours: Callable[..., Any], known: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A decomposition, and what it leaves by another one: Inductor refuses to meet what it would
-    decompose.
+    """A decomposition that leaves to another one what it does not do.
+
+    Inductor refuses to meet what it would decompose.
     """
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
@@ -93,8 +96,9 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Any:
-    """The tanh form of GELU by a sigmoid, for ``(1 + tanh(u)) / 2 = sigmoid(2 u)``, which a CPU
-    computes faster.
+    """The tanh form of GELU by a sigmoid, which a CPU computes faster.
+
+    For ``(1 + tanh(u)) / 2 = sigmoid(2 u)``.
     """
     if approximate != "tanh":
         return NotImplemented
@@ -114,8 +118,9 @@ def gelu_backward(grad_output: Tensor, x: Tensor, *, approximate: str = "none") 
 
 
 def sigmoid(x: Tensor) -> Any:
-    """The sigmoid by powers of two, which a CPU computes faster; rounding the exponent costs
-    ``2^-24 |x|`` of it.
+    """The sigmoid by powers of two, which a CPU computes faster.
+
+    Rounding the exponent costs ``2^-24 |x|`` of it.
     """
     return (
         1 / (1 + torch.exp2(x * -math.log2(math.e))) if x.dtype is torch.float32 else NotImplemented
@@ -138,8 +143,9 @@ FOR_HALF_PRECISION = {torch.ops.aten.sigmoid.default: sigmoid}
 
 @contextlib.contextmanager
 def faked(hint: int) -> Iterator[tuple[Any, Any]]:
-    """A block in which tensors are fake: the symbolic number of rows, and the environment of the
-    symbol.
+    """A block in which tensors are fake.
+
+    It gives the symbolic number of rows, and the environment of the symbol.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -147,9 +153,8 @@ def faked(hint: int) -> Iterator[tuple[Any, Any]]:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    mode.cache_enabled = (
-        False  # it is there for models of many layers alike, and takes as long as the rest
-    )
+    # the cache is there for models of many layers alike, and takes as long as the rest
+    mode.cache_enabled = False
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         rows = mode.from_tensor(torch.empty(hint, device="cpu"), symbolic_context=dynamic).shape[0]

@@ -17,8 +17,10 @@ def opfuse_forward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_backward_fusions() -> list[Fusion]:
-    """The backward of linear [+ bias] [+ activation], bias + activation, linear + scale, extra
-    output + linear.
+    """The backward of a linear with what is around it, and of bias + activation.
+
+    The runs with a linear are linear [+ bias] [+ activation], linear + scale, and extra output +
+    linear.
     """
     from . import fused
 
@@ -27,7 +29,5 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether the output of an activation is computed again, instead of being kept for the linear
-    behind it.
-    """
+    """Whether an activation's output is computed again, not kept for the linear behind it."""
     return {"linear.recompute": False}

@@ -111,9 +111,8 @@ class ForwardLinearBiasActivation(FusedOperation):
             name = type(act).__name__
             self.notes = f"its output is kept, since {name} does not declare itself deterministic"
         self._small, self._linear = kernels.for_small(env)
-        if (
-            self.recomputes or env.device.type != "cpu"
-        ):  # one kernel is faster on a GPU, however small
+        # one kernel is faster on a GPU, however small
+        if self.recomputes or env.device.type != "cpu":
             self._small = 0
 
     def fuser_forward(
@@ -233,9 +232,7 @@ class BackwardLinear(FusedOperation):
 
 
 class BackwardLinearScale(FusedOperation):
-    """The backward of linear + scale: one pass over the gradient, or a scale in each matrix
-    product.
-    """
+    """The backward of linear + scale: one pass over the gradient, or a scale in each product."""
 
     grad_input = "fresh"
 
@@ -268,8 +265,9 @@ class BackwardLinearAdd(FusedOperation):
 
 
 class BackwardActivationBias(FusedOperation):
-    """The backward of bias + activation: one gradient, in place if the chain owns it, and its
-    column sum.
+    """The backward of bias + activation: one gradient, and its column sum.
+
+    It overwrites the incoming gradient if the chain owns it.
     """
 
     grad_input = "fresh"
@@ -290,7 +288,10 @@ class BackwardActivationBias(FusedOperation):
 def _plain_linear(ops: Any, env: Environment) -> bool | str:
     if env.recipe is None:
         return True
-    return f"{type(env.recipe).__name__} quantizes the linear, and this fusion multiplies plain tensors"
+    return (
+        f"{type(env.recipe).__name__} quantizes the linear, "
+        "and this fusion multiplies plain tensors"
+    )
 
 
 def _recomputes(env: Environment) -> bool:
@@ -308,15 +309,24 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
             and kernels.has_gelu_epilogue(env)
         ):
             return True
-        return "on a GPU only bias + GELU (tanh), in half precision and without a backward, go into the product"
+        return (
+            "on a GPU only bias + GELU (tanh), in half precision and without a backward, "
+            "go into the product"
+        )
     if not env.requires_grad or max(ops[0].in_features, ops[0].out_features) < MIN_FEATURES_APART:
         return True
-    return "on a CPU the backward needs the activation's input, so the activation cannot go into the product"
+    return (
+        "on a CPU the backward needs the activation's input, "
+        "so the activation cannot go into the product"
+    )
 
 
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
     if adds_nothing(env):
-        return f"on this {env.device.type.upper()}, in {str(env.dtype)[6:]}, it would do what the ops do one by one"
+        return (
+            f"on this {env.device.type.upper()}, in {str(env.dtype)[6:]}, "
+            "it would do what the ops do one by one"
+        )
     pays = _pays(ops, env)
     return _plain_linear(ops, env) if pays is True else pays
 
@@ -372,9 +382,8 @@ BACKWARD = [
         _activation_pays,
         name="linear+bias+activation",
     ),
-    Fusion(
-        (Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"
-    ),  # others first
+    # the others go first
+    Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),
     Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _scale_pays, name="linear+scale"),
     Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
 ]

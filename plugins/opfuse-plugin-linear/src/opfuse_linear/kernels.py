@@ -1,5 +1,6 @@
-"""The arithmetic, in PyTorch primitives: what runs on a CPU, and what GPU kernels will be compared
-with.
+"""The arithmetic, in PyTorch primitives.
+
+A CPU runs it, and GPU kernels are compared with it.
 
 On x86 CPUs that are not Intel's, PyTorch's default library for fp32 matrix products takes a generic
 path, while oneDNN uses the chip's vector units at the same fp32 accuracy.
@@ -72,8 +73,9 @@ def onednn_has_bf16() -> bool:
 
 
 def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The elements of an input below which it takes too long to find the best product, and the one
-    to take then.
+    """How many elements make an input large, and the product to take for a smaller one.
+
+    For a smaller one it takes too long to find the best product.
     """
     afterwards = env.dtype is torch.bfloat16 and env.device.type == "cpu"
     return 0 if env.compiling else ONEDNN_MIN_SIZE, linear_then_add if afterwards else F.linear
@@ -85,15 +87,17 @@ def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def added(product: Tensor, addend: Tensor) -> Tensor:
-    """Their sum, in place of the product unless the addend is of a subclass of Tensor, which
-    decides itself.
+    """Their sum, written into the product.
+
+    An addend of a subclass of Tensor decides itself.
     """
     return product.add_(addend) if type(addend) in PLAIN else product + addend
 
 
 def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool:
-    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN. While tracing, the compiler
-    decides.
+    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN.
+
+    While tracing, the compiler decides.
     """
     return (
         type(x) is Tensor
@@ -141,8 +145,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a product with ``x`` is over before a better way to do it is found. No for tensors
-    without a size.
+    """Whether a product with ``x`` is over before a better way to do it is found.
+
+    It is false for tensors without a size.
     """
     return type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
 
@@ -155,7 +160,7 @@ def has_gelu_epilogue(env: Environment) -> bool:
     """Whether cuBLASLt, or hipBLASLt, can apply a GELU to the product before it is stored.
 
     No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the
-        library for.
+    library for.
     """
     return (
         env.device.type == "cuda"
@@ -166,8 +171,9 @@ def has_gelu_epilogue(env: Environment) -> bool:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU of ``x @ weight.T + bias``: on a GPU the tanh form in one kernel; on a CPU the erf form
-    in two.
+    """GELU of ``x @ weight.T + bias``.
+
+    On a GPU it is the tanh form in one kernel, on a CPU the erf form in two.
     """
     y = torch._addmm_activation(bias.to(x.dtype), _rows(x), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -176,8 +182,9 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def linear_activation(
     x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str
 ) -> Tensor | None:
-    """``act(x @ weight.T + bias)`` in one call of a library; None where none has it, or that does
-    not pay off.
+    """``act(x @ weight.T + bias)`` in one call of a library.
+
+    None where no library has it, or where it does not pay off.
 
     Args:
         x: The input.
@@ -201,7 +208,7 @@ def linear_activation(
 
 
 def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-    """Gradient of ``scale * linear`` with respect to its input: ``scale * grad_output @ weight``."""
+    """Gradient of ``scale * linear`` for its input: ``scale * grad_output @ weight``."""
     if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight):
         return _onednn(grad_output, weight.t())
     if scale != 1.0:
@@ -211,9 +218,7 @@ def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Ten
 
 
 def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
-    """Gradient of ``scale * linear`` with respect to its weight: ``scale * grad_output.T @ x`` over
-    all rows.
-    """
+    """Gradient of ``scale * linear`` for its weight: ``scale * grad_output.T @ x``, all rows."""
     if x.ndim != 2:
         grad_output, x = _rows(grad_output), _rows(x)
     if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, x):
@@ -234,8 +239,7 @@ def linear_grads(
     scale: float = 1.0,
     addend: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``scale * linear`` with respect to its input, plus ``addend``, and to its
-    weight.
+    """Gradients of ``scale * linear`` for its input, plus ``addend``, and for its weight.
 
     Args:
         grad_output: Gradient of the output; it is cast to the operands' dtype.
@@ -245,9 +249,8 @@ def linear_grads(
         addend: Of the input's shape.
     """
     operand = weight if x is None else x
-    if (
-        operand is not None and grad_output.dtype is not operand.dtype
-    ):  # under autocast, the output may be wider
+    # under autocast, the output may be wider
+    if operand is not None and grad_output.dtype is not operand.dtype:
         grad_output = grad_output.to(operand.dtype)
     if (
         x is not None
@@ -276,7 +279,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """``addend + scale * (x @ weight.T + bias)``; the addend has the shape and dtype of the result."""
+    """``addend + scale * (x @ weight.T + bias)``, with the shape and dtype of the addend."""
     direct = _use_onednn(x, weight, bias)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
