@@ -150,7 +150,7 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: list[i
         recompute(program, ctxs, start, dropped)
         ctxs[index].saved_tensors = (
             *saved[:place],
-            op.fuserrecompute(ctxs[start:index]),
+            op.fuser_recompute(ctxs[start:index]),
             *saved[place + 1 :],
         )
 
