@@ -198,6 +198,7 @@ def lint(session: nox.Session) -> None:
     """Ruff. Needs no torch, so it has a plain environment."""
     session.install("--quiet", "-c", str(CONSTRAINTS), *group("lint"))
     session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
 
 
 @nox.session(venv_params=ALONE, reuse_venv=True)

@@ -200,6 +200,8 @@ class PluginManager:
                     sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
                 )
                 raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
+            for impl in mine:
+                _check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
 
     def _read_hooks(self, record: PluginRecord) -> None:
@@ -374,6 +376,14 @@ def _check_plugin(plugin: Any) -> None:
             f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
             f"{plugin!r}"
         )
+
+
+def _check_hookimpl(hook: str, impl: Any) -> None:
+    """Refuse what pluggy would do with an implementation, and opfuse does not."""
+    asked = [name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)]
+    if asked:
+        why = "opfuse calls plugins one by one, in the order of the selection"
+        raise TypeError(f"{hook} is marked {' and '.join(asked)}, which has no effect: {why}")
 
 
 def _check_option(owner: str, name: str, value: Any, default: Any) -> None:

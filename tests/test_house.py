@@ -1,7 +1,10 @@
 """How the house stands: who may know whom, and how large a file and a function may be."""
 
 import ast
+import functools
+import io
 import pathlib
+import tokenize
 
 import pytest
 
@@ -67,6 +70,7 @@ def imports_of(path, package):
             yield from ((base, alias.name) for alias in node.names)
 
 
+@functools.cache
 def arrows():
     """Pairs of modules of the core, the first of which imports the second."""
     found = set()
@@ -137,3 +141,53 @@ def test_a_plugin_imports_nothing_private(path):
                     or base.partition(".")[0] == file.parent.name
                 )
                 assert mine, f"{file.name} imports another plugin: {base}"
+
+
+# Sizes, in lines of code: without docstrings, comments and blank lines
+
+MOST = {"engine": 2000, "ops": 1700, "report": 450, "testing": 2700}
+LONGER = {  # functions of more than 40 lines, and why
+    "run_forward": "the loop of every call",
+    "run_backward": "the loop of every call",
+    "_replace": "the functions that it puts in place of Triton's",
+    "draw": "a picture from top to bottom",
+    "_chain": "a picture from top to bottom",
+    "make_chains": "the order in which cases are made is the point",
+    "_compare_context": "one comparison for each thing that a forward leaves",
+}
+
+
+@functools.cache
+def code_of(path):
+    """The numbers of a file's lines of code, and its functions as ``(name, lines)``."""
+    source = path.read_text(encoding="utf-8")
+    tree, lines = ast.parse(source), set()
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*skipped, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        for child in (
+            getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+        ):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                lines -= set(range(child.lineno, child.end_lineno + 1))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    spans = [(node.name, set(range(node.lineno, node.end_lineno + 1))) for node in functions]
+    return lines, [(name, len(lines & span)) for name, span in spans]
+
+
+def test_files_and_functions_are_short():
+    long = []
+    for module, path in SOURCES.items():
+        lines, functions = code_of(path)
+        if len(lines) > 350:
+            long.append((module, len(lines)))
+        long += [(name, size) for name, size in functions if size > 40 and name not in LONGER]
+    assert not long
+
+
+@pytest.mark.parametrize("folder", MOST)
+def test_a_folder_keeps_to_its_budget(folder):
+    sizes = [len(code_of(p)[0]) for module, p in SOURCES.items() if within(module, folder)]
+    assert sum(sizes) <= MOST[folder]

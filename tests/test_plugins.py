@@ -440,6 +440,18 @@ def test_what_is_no_plugin_is_refused_at_the_door():
     assert "mine" not in states()
 
 
+@pytest.mark.parametrize("mark", ["tryfirst", "trylast", "wrapper", "hookwrapper"])
+def test_marks_of_pluggy_without_effect_are_refused(register, mark):
+    def forward_fusions():
+        yield
+
+    plugin = type("Plugin", (), {})()
+    plugin.opfuse_forward_fusions = opfuse.hookimpl(**{mark: True})(forward_fusions)
+    register(plugin)
+    with pytest.warns(PluginWarning, match=f"opfuse_forward_fusions is marked {mark}, which has no"):
+        plugins.listing()
+
+
 def test_register_and_remove(register):
     manager = plugins.manager
     generation = manager.generation

@@ -49,7 +49,7 @@ def uninstall() -> None:
         delattr(builder, _MARK)
 
 
-def _replace(builder: Any, originals: dict[str, Any]) -> None:
+def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901
     np: Any = importlib.import_module("numpy")
     tl: Any = importlib.import_module("triton.language")
     TensorHandle = importlib.import_module("triton.runtime.interpreter").TensorHandle

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 import torch
-from opfuse_inductor import fused, kernels
+from opfuse_inductor import conditions, kernels
 from torch import nn
 
 import opfuse
@@ -378,7 +378,7 @@ def test_a_subclass_of_tensor_runs_one_by_one(monkeypatch):
 
 def refusal(*chain, **changes):
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32, requires_grad=True)
-    return fused.pays(chain, env._replace(**changes))
+    return conditions.pays(chain, env._replace(**changes))
 
 
 def test_refusals(monkeypatch):
@@ -400,10 +400,10 @@ def test_refusals(monkeypatch):
     assert "Untraceable.table is no plain number" in refusal(norm, untidy)
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert "'no-such-compiler' is not found" in refusal(norm)
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(conditions.importlib.util, "find_spec", lambda name: None)
     assert "Inductor needs Triton on a GPU" in refusal(norm, **cuda)
     monkeypatch.undo()
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(conditions.importlib.util, "find_spec", lambda name: object())
     assert refusal(norm, **cuda) is True
     assert "one pass over memory" in refusal(ops.GELU(), **cuda)
     assert "this GPU has 6.1" in refusal(norm, **{**cuda, "capability": (6, 1)})
@@ -579,7 +579,7 @@ def test_an_output_is_computed_again_with_the_scale_of_its_forward():
 def test_no_width_and_no_compiler_named(monkeypatch):
     compare(opfuse.Sequential(ops.SiLU(), ops.GELU()), torch.randn(4, 0))
     monkeypatch.setenv("CXX", "")
-    assert fused.cpp_compiler() in ("g++", "clang++", None)
+    assert conditions.cpp_compiler() in ("g++", "clang++", None)
 
 
 def test_others_choose_first():

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from opfuse_inductor import fused, kernels, reads
+from opfuse_inductor import conditions, kernels, reads
 from torch import nn
 from torch.nn import functional as F
 
@@ -373,7 +373,7 @@ def test_a_subclass_with_its_own_formulas_computes_them(cls):
 
 def refusal(*chain):
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32, requires_grad=True)
-    return fused.pays(chain, env)
+    return conditions.pays(chain, env)
 
 
 def of(slope, **attributes):
