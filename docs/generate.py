@@ -230,15 +230,9 @@ class Fast:
 @contextmanager
 def only(plugin, **names):
     """No plugin but this one."""
-    manager = opfuse.plugins.manager
-    before = manager.records, manager._registered
-    manager.records, manager._registered = [], []
-    record = opfuse.plugins.register(plugin, **names)
-    with opfuse.plugins.using(None), opfuse.options(fusion_limit=100):
+    with opfuse.plugins.isolated(), opfuse.options(fusion_limit=100):
+        opfuse.plugins.register(plugin, **names)
         yield
-    opfuse.plugins.remove(record)
-    manager.records, manager._registered = before
-    manager._changed()
 
 
 def picture():

@@ -33,8 +33,9 @@ def opfuse_forward_fusions() -> list[FusionLike]:
         class BiasReLU(opfuse.FusedOperation):
             def fuser_forward(self, basic_op_ctxs, input_, **unused):
                 bias, relu = basic_op_ctxs
-                hidden = self.basic_ops[1].operand(relu, input_ + bias.params[0])  # leaves what the
-                backward reads return hidden.relu(), [(), ()]
+                act = self.basic_ops[1]
+                hidden = act.operand(relu, input_ + bias.params[0])  # leaves what backward reads
+                return hidden.relu(), [(), ()]
 
 
         @opfuse.hookimpl
@@ -118,9 +119,9 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 def opfuse_options() -> dict[str, Any]:
     """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
 
-    Who sets one with :class:`opfuse.options` finds it in ``env.options`` of every fusion; a name
-    that the plugin does not declare, or a value of another type than the default's (None: any), is
-    refused when a plan is made.
+    If you set one with :class:`opfuse.options`, every fusion finds it in ``env.options``. A name
+    that the plugin does not declare is refused when a plan is made, and so is a value of another
+    type than the default's (None: any).
 
     Example:
         @opfuse.hookimpl

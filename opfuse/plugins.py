@@ -9,6 +9,7 @@ never caught.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -25,7 +26,17 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
-from .records import FusionSource, PluginRecord, Selection, is_strict, normalize
+from .records import (
+    FusionSource,
+    PluginRecord,
+    Selection,
+    check_hookimpl,
+    check_option,
+    check_plugin,
+    checked_recipes,
+    is_strict,
+    normalize,
+)
 from .settings import Options, Setting, ThreadSettings, current
 
 if sys.version_info >= (3, 12):
@@ -110,7 +121,7 @@ class PluginManager:
         Raises:
             TypeError: ``plugin`` is no module or object with hooks, or ``name`` no string.
         """
-        _check_plugin(plugin)
+        check_plugin(plugin)
         if not isinstance(name, str):
             raise TypeError(
                 f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}"
@@ -128,6 +139,24 @@ class PluginManager:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin = None
+            self._changed()
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """No plugin, and no fusion registered in code, for a ``with`` block: for tests.
+
+        What is registered inside is gone afterwards. Other threads are isolated too.
+        """
+        before = self.records, self._registered
+        self.records, self._registered = [], []
+        self._changed()
+        try:
+            with using(None):
+                yield
+        finally:
+            for record in list(self.records):
+                self.remove(record)
+            self.records, self._registered = before
             self._changed()
 
     def _changed(self) -> None:
@@ -180,7 +209,7 @@ class PluginManager:
 
     def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
         """Register a plugin with pluggy; refuse one registered before, and unknown hooks."""
-        _check_plugin(plugin)
+        check_plugin(plugin)
         for other in self.records:
             if other.plugin is plugin:
                 raise ValueError(
@@ -201,7 +230,7 @@ class PluginManager:
                 )
                 raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
             for impl in mine:
-                _check_hookimpl(caller.name, impl)
+                check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
 
     def _read_hooks(self, record: PluginRecord) -> None:
@@ -210,7 +239,7 @@ class PluginManager:
             (passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes)
         )
         for recipes in self._call(record, "opfuse_recipes"):
-            record.recipes.update(_checked_recipes(recipes))
+            record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
             if not isinstance(options, dict) or not all(
                 str(o).partition(".")[0] in record.names for o in options
@@ -292,7 +321,7 @@ class PluginManager:
                 raise ValueError(
                     f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
                 )
-            _check_option(owner, name, value, known.get(name))
+            check_option(owner, name, value, known.get(name))
             if (
                 not any(owner in record.names for record in self.records)
                 and name not in self._warned
@@ -370,41 +399,6 @@ class PluginManager:
         return rows
 
 
-def _check_plugin(plugin: Any) -> None:
-    if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
-        raise TypeError(
-            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
-            f"{plugin!r}"
-        )
-
-
-def _check_hookimpl(hook: str, impl: Any) -> None:
-    """Refuse what pluggy would do with an implementation, and opfuse does not."""
-    asked = [name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)]
-    if asked:
-        why = "opfuse calls plugins one by one, in the order of the selection"
-        raise TypeError(f"{hook} is marked {' and '.join(asked)}, which has no effect: {why}")
-
-
-def _check_option(owner: str, name: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the default's; None as default: any."""
-    accepted = (int, float) if type(default) is float else (type(default),)
-    if default is not None and type(value) not in accepted:
-        expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"
-        raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
-
-
-def _checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
-    if not isinstance(recipes, dict):
-        raise TypeError(
-            f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
-        )
-    for name, recipe in recipes.items():
-        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
-            raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
-    return recipes
-
-
 def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
     """Smaller chooses first: the user's list, prepended registrations, then priority."""
     priority = fusion.priority if isinstance(fusion, Fusion) else 0
@@ -433,6 +427,7 @@ module level.
 """
 ThreadSettings.quantizer = staticmethod(manager.quantizer)
 
+isolated = manager.isolated
 listing = manager.listing
 recipes = manager.recipes
 register = manager.register

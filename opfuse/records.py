@@ -129,3 +129,40 @@ class Selection(NamedTuple):
         if self.only is None:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
+
+
+def check_plugin(plugin: Any) -> None:
+    if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
+        raise TypeError(
+            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
+            f"{plugin!r}"
+        )
+
+
+def check_hookimpl(hook: str, impl: Any) -> None:
+    """Refuse what pluggy would do with an implementation, and opfuse does not."""
+    asked = [
+        name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)
+    ]
+    if asked:
+        why = "opfuse calls plugins one by one, in the order of the selection"
+        raise TypeError(f"{hook} is marked {' and '.join(asked)}, which has no effect: {why}")
+
+
+def check_option(owner: str, name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the default's; None as default: any."""
+    accepted = (int, float) if type(default) is float else (type(default),)
+    if default is not None and type(value) not in accepted:
+        expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"
+        raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
+
+
+def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
+    if not isinstance(recipes, dict):
+        raise TypeError(
+            f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
+        )
+    for name, recipe in recipes.items():
+        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+            raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
+    return recipes

@@ -16,12 +16,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def no_plugins():
     """No plugin and no fusion registered in code."""
-    before, plugins.manager._registered = plugins.manager._registered, []
-    plugins.manager._changed()
-    with plugins.using(""):
+    with plugins.isolated(), plugins.using(""):
         yield
-    plugins.manager._registered = before
-    plugins.manager._changed()
 
 
 @pytest.fixture
@@ -30,25 +26,13 @@ def register():
 
     Instead of a plugin object, hooks can be given by name: ``register(forward_fusions=[...])``.
     """
-    manager = plugins.manager
-    before = manager.records, manager._registered
-    manager.records, manager._registered = [], []
-    manager._changed()
-    added = []
 
     def add(plugin=None, *, name="test", distribution="opfuse-plugin-test", version="1.0", **hooks):
-        record = plugins.register(
-            plugin or make_plugin(**hooks), name=name, distribution=distribution, version=version
-        )
-        added.append(record)
-        return record
+        plugin = plugin or make_plugin(**hooks)
+        return plugins.register(plugin, name=name, distribution=distribution, version=version)
 
-    with plugins.using(None):
+    with plugins.isolated():
         yield add
-    for record in added:
-        plugins.remove(record)
-    manager.records, manager._registered = before
-    manager._changed()
 
 
 @pytest.fixture

@@ -42,17 +42,9 @@ def files(page):
 
 
 @pytest.fixture
-def nothing_installed(monkeypatch):
-    manager = opfuse.plugins.manager
-    monkeypatch.setattr(manager, "records", [])
-    monkeypatch.setattr(manager, "_registered", [])
-    manager._changed()
-    with opfuse.plugins.using(None):
+def nothing_installed():
+    with opfuse.plugins.isolated():
         yield
-    for record in list(manager.records):  # what a page registered and left
-        opfuse.plugins.remove(record)
-    monkeypatch.undo()
-    manager._changed()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -448,7 +448,9 @@ def test_marks_of_pluggy_without_effect_are_refused(register, mark):
     plugin = type("Plugin", (), {})()
     plugin.opfuse_forward_fusions = opfuse.hookimpl(**{mark: True})(forward_fusions)
     register(plugin)
-    with pytest.warns(PluginWarning, match=f"opfuse_forward_fusions is marked {mark}, which has no"):
+    with pytest.warns(
+        PluginWarning, match=f"opfuse_forward_fusions is marked {mark}, which has no"
+    ):
         plugins.listing()
 
 

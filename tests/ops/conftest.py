@@ -6,13 +6,7 @@ import pytest
 import torch
 
 import opfuse
-
-TOLERANCES = {
-    torch.float64: (1e-7, 1e-7),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-}
+from opfuse.testing import tolerance
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +23,7 @@ def assert_near(actual, expected, dtype=None, *, gemm=False, what="output"):
     if actual is None:
         return
     dtype = dtype or actual.dtype
-    rtol, atol = TOLERANCES[torch.float16 if gemm and dtype is torch.float32 else dtype]
+    rtol, atol = tolerance(dtype, gemm=gemm)
     torch.testing.assert_close(
         actual.double(), expected.double(), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
     )

@@ -398,11 +398,7 @@ def backward(outputs, weights, **kwargs):
 
 def plan_in_some_order(seed, **limit):
     """The plan of a fixed chain with fusions of three plugins, registered in an order of ``seed``."""
-    rng, any_op, manager = (
-        random.Random(seed),
-        opfuse.Subclasses(opfuse.BasicOperation),
-        opfuse.plugins.manager,
-    )
+    rng, any_op = random.Random(seed), opfuse.Subclasses(opfuse.BasicOperation)
     plugins = {
         "c": {
             "joint_fusions": [opfuse.Fusion([ops.GELU, any_op], Joint, name="joint", priority=1)]
@@ -425,10 +421,6 @@ def plan_in_some_order(seed, **limit):
             rng.shuffle(hooks[f"{kind}_fusions"])
     order = list(plugins)
     rng.shuffle(order)
-    before, manager.records = manager.records, []
-    records = [
-        manager.register(make_plugin(**plugins[n]), name=n, distribution=f"dist-{n}") for n in order
-    ]
     basic = [
         ops.Linear(4, 4),
         ops.GELU(),
@@ -438,12 +430,9 @@ def plan_in_some_order(seed, **limit):
         ops.SiLU(),
     ]
     chain = opfuse.Sequential(*basic, ops.Identity(), ops.GELU(), ops.Identity())
-    try:
-        with opfuse.plugins.using(None), opfuse.options(**limit):
-            (call,) = opfuse.explain(chain, torch.ones(2, 4, requires_grad=True)).calls
-        return call.plan
-    finally:
-        for record in records:
-            manager.remove(record)
-        manager.records = before
-        manager._changed()
+    with opfuse.plugins.isolated(), opfuse.options(**limit):
+        for name in order:
+            plugin = make_plugin(**plugins[name])
+            opfuse.plugins.register(plugin, name=name, distribution=f"dist-{name}")
+        (call,) = opfuse.explain(chain, torch.ones(2, 4, requires_grad=True)).calls
+    return call.plan
