@@ -132,6 +132,7 @@ class Selection(NamedTuple):
 
 
 def check_plugin(plugin: Any) -> None:
+    """Refuse what can be no plugin."""
     if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
         raise TypeError(
             f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
@@ -158,6 +159,7 @@ def check_option(owner: str, name: str, value: Any, default: Any) -> None:
 
 
 def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
+    """What ``opfuse_recipes`` gave, if it is what that may give."""
     if not isinstance(recipes, dict):
         raise TypeError(
             f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
