@@ -476,7 +476,8 @@ class FusedOperation(FusibleOperation):
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
         """The basic ops, with ``op_forward`` and ``op_backward`` where these are all there is."""
-        changes, found = self._cache.separate
+        tracing = is_dynamo_compiling()  # which allows no side effects
+        changes, found = (-1, None) if tracing else self._cache.separate
         if changes == FusibleOperation.changes:
             return found  # type: ignore[no-any-return]
         found = []
@@ -494,7 +495,8 @@ class FusedOperation(FusibleOperation):
             found.append(
                 (op, op.op_forward if forward else None, op.op_backward if backward else None)
             )
-        self._cache.separate = FusibleOperation.changes, found
+        if not tracing:
+            self._cache.separate = FusibleOperation.changes, found
         return found
 
     def forward(
