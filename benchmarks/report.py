@@ -9,7 +9,7 @@ import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .cases import CASES, TITLES
@@ -140,7 +140,7 @@ def table(rows: Iterable[Row]) -> list[str]:
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
         met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
-        met += ", within the noise" * near(row)
+        met += ", within the noise" * (near(row) and row["pass"] is not None)
         bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
         lines.append(
             f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} "
@@ -306,57 +306,82 @@ def committed() -> list[Run]:
     return runs
 
 
+HEADLINE = (  # a row of the page's first table: id, what its case contains, against whom
+    ("C1", "fp32 of 4096", "eager"),
+    ("C1", "bf16 of 4096", "eager"),
+    ("C3", "add fork rmsnorm:1024, bf16 of 4096x1024; tuned allocator", "eager"),
+    ("P1", "bf16 of 128", "eager"),
+    ("G8", "NVIDIA", "liger"),
+)
+SWARMS = ("L1", "L3", "C4")
+"""Goals with so many cases that the page sums them up."""
+
+TOO_NOISY = 0.25
+"""The noise from which on a row says neither that a goal is met nor that it is missed."""
+
+
 def written(runs: list[Run]) -> tuple[str, str]:
     """The page, and the fingerprint of the rows in its picture."""
-    rows, listed = (
-        [row for run in runs for row in run["ratios"]],
-        lambda ids: [f"- {n}: {TITLES[n]}" for n in in_order(ids)],
-    )
-    seen = {
-        row["id"] for run in runs if run["gpu"] for row in run["ratios"] if row["value"] is not None
-    }
-    on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
-    absent = {
-        row["id"] for row in rows if row["value"] is None and row["reason"].startswith("not built")
-    }
-    absent -= {row["id"] for row in rows if row["value"] is not None}
-    unknown = [
-        "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured.",
-        "",
-        *listed(on_gpu),
-    ]
-    unknown += (
-        ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)]
-        if absent
-        else []
-    )
-    single = [row for row in rows if row["id"] not in ("L1", "L3", "C4")]
-    behind, met = (
-        table(row for row in single if row["pass"] is wanted) for wanted in (False, True)
-    )
-    many = [row for row in rows if row["id"] in ("L1", "L3", "C4") and row["value"] is not None]
-    for name in sorted({row["id"] for row in many}):
-        of = [row for row in many if row["id"] == name]
-        values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
-        line = f"{name}, {TITLES[name]}: {len(of)} cases, median {statistics.median(values):.3g}, "
-        line += (
-            f"worst {max(values) if of[0]['cost'] else min(values):.3g}, goal {of[0]['goal']:.3g}"
-        )
-        (behind if missed else met).extend(
-            ["", f"{line}, missed by {missed}." if missed else f"{line}."]
-        )
-    pairs = [pair for run in runs for pair in unfused(run)]
-    slow = [f"| {name} | {value:.2f} |" for name, value in sorted(pairs, key=lambda pair: pair[1])]
+    rows = [row for run in runs for row in run["ratios"]]
+    single = [row for row in rows if row["id"] not in SWARMS]
+    noisy = [row for row in single if (row["noise"] or 0) >= TOO_NOISY]
+    clear = [row for row in single if row not in noisy]
+    behind, met = (table(row for row in clear if row["pass"] is wanted) for wanted in (False, True))
+    for missed, line in swarms(rows):
+        (behind if missed else met).extend(["", line])
+    pairs = sorted((pair for run in runs for pair in unfused(run)), key=lambda pair: pair[1])
     parts = {
-        "unknown": unknown,
+        "headline": table(filter(None, (first(rows, *wanted) for wanted in HEADLINE))),
         "behind": behind,
         "met": met,
+        "noisy": table(row | {"pass": None, "reason": "too noisy"} for row in noisy),
         "runs": [f"- {where(run)}" for run in runs],
+        "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in pairs)],
+        "alone": alone([row for row in rows if row["id"] == "L3"]),
+        "unknown": unknown(runs, rows),
     }
-    parts["unfused"] = ["| chain | ratio |", "|---|---|", *slow]
-    parts["alone"] = alone([row for row in rows if row["id"] == "L3"])
-    parts = {name: "\n".join(lines) for name, lines in parts.items()}
-    return PAGE.read_text(encoding="utf-8").format(**parts), digest(pictured(runs))
+    text = PAGE.read_text(encoding="utf-8")
+    return text.format(**{name: "\n".join(lines) for name, lines in parts.items()}), digest(
+        pictured(runs)
+    )
+
+
+def first(rows: list[Row], name: str, of: str, den: str) -> Row | None:
+    """The first row of an id whose case contains a text, and which is measured against ``den``."""
+    found = (r for r in rows if (r["id"], r["den"]) == (name, den) and of in r["case"])
+    return next((row for row in found if row["value"] is not None), None)
+
+
+def swarms(rows: list[Row]) -> Iterator[tuple[int, str]]:
+    """How many cases of a goal are missed, and a sentence about all of them."""
+    for name in SWARMS:
+        of = [row for row in rows if row["id"] == name and row["value"] is not None]
+        if not of:
+            continue
+        values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
+        worst = max(values) if of[0]["cost"] else min(values)
+        line = f"{name}, {TITLES[name]}: {len(of)} cases, median {statistics.median(values):.3g}, "
+        line += f"worst {worst:.3g}, goal {of[0]['goal']:.3g}"
+        yield missed, f"{line}, missed by {missed}." if missed else f"{line}."
+
+
+def unknown(runs: list[Run], rows: list[Row]) -> list[str]:
+    """What was not measured, and what was measured and is not built."""
+
+    def listed(ids: set[str]) -> list[str]:
+        return [f"- {name}: {TITLES[name]}" for name in in_order(ids)]
+
+    measured = {row["id"] for row in rows if row["value"] is not None}
+    of_gpu = [row for run in runs if run["gpu"] for row in run["ratios"]]
+    seen = {row["id"] for row in of_gpu if row["value"] is not None}
+    on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
+    told = "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured."
+    reasons = {row["id"]: row["reason"] for row in rows if row["value"] is None}
+    absent = {name for name, reason in reasons.items() if reason.startswith("not built")}
+    lines = [told, "", *listed(on_gpu)]
+    if absent := absent - measured:
+        lines += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)]
+    return lines
 
 
 def alone(rows: list[Row]) -> list[str]:

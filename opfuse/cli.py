@@ -138,7 +138,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 @click.option("--details", is_flag=True, help="Every step in order and every candidate refused.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
 def explain_command(target: str, details: bool, as_json: bool) -> None:
-    """Run a model once and tell what is fused, by whom, and why the rest is not.
+    """Run a model once and tell what is fused, by which plugin, and why the rest is not.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
     (model, input, ...), or a function without arguments that returns one.

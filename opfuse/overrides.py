@@ -88,8 +88,8 @@ def computes_as(op: nn.Module, cls: type, *methods: str) -> bool:
     makes a new plan.
 
     What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or
-    FSDP override nothing. Nor is it of importance what ``torch.nn.Module`` defines: ``forward`` is
-    the affair of the fuser.
+    FSDP override nothing. What ``torch.nn.Module`` defines makes no difference: the fuser looks at
+    ``forward`` itself.
 
     Args:
         op: The op.

@@ -1,4 +1,4 @@
-"""What a thread has set: options, the selection of plugins, the recipe, and who is told of calls.
+"""What a thread has set: options, the selection of plugins, the recipe, and a recorder.
 
 The settings are part of a plan's key. They are read in forward only: a plan carries what its
 backward needs.
@@ -41,7 +41,7 @@ class ThreadSettings(threading.local):
 
     Attributes:
         values: Options, plugin selection and recipe.
-        recorder: Who is told of the calls of this thread.
+        recorder: Hears of every call in this thread, or None.
         recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
         quantizer: ``quantizer(recipe, role)`` makes a new quantizer; the plugin manager puts its
             own here.
@@ -82,7 +82,7 @@ def checkpoint_frames() -> int:
 
 
 class Recorder:
-    """Told of every call of a fuser in its thread, inside a ``with`` block of its own.
+    """Hears of every call of a fuser in its thread, inside a ``with`` block of its own.
 
     Attributes:
         restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a

@@ -84,7 +84,7 @@ def test_names_that_do_not_do(name, tmp_path):
     result = new("--into", str(tmp_path), "--", name)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
-        f"Error: {name!r} does not do as the name of a plugin: "
+        f"Error: {name!r} cannot be the name of a plugin; expected "
         "lower-case letters and digits, beginning with a letter, words joined by single hyphens, such as 'fast-gelu'"
     ]
     assert not list(tmp_path.iterdir())

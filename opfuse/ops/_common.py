@@ -98,7 +98,7 @@ def shows(*names: str) -> Callable[[Any], str]:
 
 
 class PassThrough(BasicOperation):
-    """An op that gives on what it gets: the input itself, and the gradient itself."""
+    """An op that returns its input as it is, and its gradient too."""
 
     saved_names = ()
     feature_ratio = 1

@@ -24,13 +24,13 @@ def write(name: str, into: Path) -> Path:
         The new folder.
 
     Raises:
-        ValueError: The name does not do, or a plugin that answers to it is installed.
+        ValueError: The name is no name for a plugin, or a plugin that answers to it is installed.
         FileExistsError: The folder exists already; nothing is written.
     """
     short = name.removeprefix(PREFIX)
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", short):
         raise ValueError(
-            f"{name!r} does not do as the name of a plugin: "
+            f"{name!r} cannot be the name of a plugin; expected "
             "lower-case letters and digits, beginning with a letter, "
             "words joined by single hyphens, such as 'fast-gelu'"
         )
