@@ -477,10 +477,10 @@ class FusedOperation(FusibleOperation):
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
         """The basic ops, with ``op_forward`` and ``op_backward`` where these are all there is."""
         tracing = is_dynamo_compiling()  # which allows no side effects
-        changes, found = (-1, None) if tracing else self._cache.separate
+        changes, known = (-1, []) if tracing else self._cache.separate
         if changes == FusibleOperation.changes:
-            return found  # type: ignore[no-any-return]
-        found = []
+            return known
+        found: list[tuple[Any, Any, Any]] = []
         default = {
             name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")
         }

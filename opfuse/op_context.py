@@ -68,7 +68,7 @@ class ModuleCache:
     def __init__(self) -> None:
         self.key: Any = None
         self.value: Any = None
-        self.separate: tuple[int, Any] = (-1, None)  # see FusedOperation.run_separately
+        self.separate: tuple[int, list[Any]] = (-1, [])  # see FusedOperation.run_separately
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()

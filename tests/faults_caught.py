@@ -23,7 +23,7 @@ def caught_by(fault):
     """The first check that finds something wrong with the fusion, and what it says; None if none does."""
     chains = testing.make_chains(testing.Subject("faulty", fault.kind, fault.fusion))
     for check in testing.CHECKS.values():
-        if fault.kind in check.kinds:
+        if fault.kind in check.passes:
             outcome = testing.run_all(check, chains)
             if outcome.failure is not None:
                 return check.name, outcome.failure

@@ -36,7 +36,7 @@ def first_failure(subject, **given):
     chains = testing.make_chains(subject, **given)
     assert chains.all, chains.declined
     for check in testing.CHECKS.values():
-        outcome = testing.run_all(check, chains) if subject.kind in check.kinds else None
+        outcome = testing.run_all(check, chains) if subject.passes in check.passes else None
         if outcome is not None and outcome.failure is not None:
             return outcome
     return None

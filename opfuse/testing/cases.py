@@ -90,7 +90,7 @@ class Subject(NamedTuple):
     """
 
     plugin: str
-    kind: str
+    passes: str
     fusion: FusionLike
     makers: tuple[tuple[type, Callable[[int], Any]], ...] = ()
 
@@ -100,7 +100,7 @@ class Subject(NamedTuple):
         return fusion_name(self.fusion)
 
     def __repr__(self) -> str:
-        return f"testing.find({self.plugin!r}, {self.kind!r}, {self.name!r})"
+        return f"testing.find({self.plugin!r}, {self.passes!r}, {self.name!r})"
 
 
 def subjects(plugin: str) -> list[Subject]:
@@ -111,22 +111,22 @@ def subjects(plugin: str) -> list[Subject]:
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         return [
-            Subject(plugin, kind, fusion)
+            Subject(plugin, passes, fusion)
             for record in manager.active(plugin)
-            for kind, fusion in record.fusions
+            for passes, fusion in record.fusions
         ]
 
 
-def find(plugin: str, kind: str, name: str) -> Subject:
+def find(plugin: str, passes: str, name: str) -> Subject:
     """A fusion of a plugin.
 
     Raises:
-        LookupError: The plugin offers none of that kind and name.
+        LookupError: The plugin offers none of that name and pass.
     """
     for subject in subjects(plugin):
-        if (subject.kind, subject.name) == (kind, name):
+        if (subject.passes, subject.name) == (passes, name):
             return subject
-    raise LookupError(f"plugin {plugin!r} offers no {kind} fusion {name!r}")
+    raise LookupError(f"plugin {plugin!r} offers no {passes} fusion {name!r}")
 
 
 class Built(NamedTuple):

@@ -37,7 +37,7 @@ class Outcome:
         if self.failure is None or self.case is None:
             return f"{self.check}: {self.ran} cases passed"
         subject = self.case.subject
-        who = f"{subject.kind} fusion {subject.name!r} of plugin {subject.plugin!r}"
+        who = f"{subject.passes} fusion {subject.name!r} of plugin {subject.plugin!r}"
         return (
             f"{who} fails the check {self.check!r}: {self.failure}\n\n"
             f"{snippet(self.check, self.case)}"

@@ -47,7 +47,7 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     current.values = tuple(option for option in settings[0] if "." in option[0]), "", None
     manager._changed()
     for subject in filter(None, fusions):
-        manager.register_fusion(subject.kind, subject.fusion, False)
+        manager.register_fusion(subject.passes, subject.fusion, False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PluginWarning)
@@ -79,9 +79,9 @@ class Plans(Recorder):
             forward, backward = (
                 {step.fusion for step in steps} for steps in (plan.forward, plan.backward)
             )
-            if subject.name in (backward if subject.kind == "backward" else forward):
+            if subject.name in (backward if subject.passes == "backward" else forward):
                 return
-            if subject.kind == "backward" and not plan.backward:
+            if subject.passes == "backward" and not plan.backward:
                 raise Declined("there is no backward")
             reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == subject.name]
             if reasons:

@@ -60,12 +60,12 @@ class FusionSuite:
             found = subjects(self.plugin)
             params = [
                 pytest.param(
-                    tier, subject, name, id=f"{tier.name}-{subject.kind} {subject.name}-{name}"
+                    tier, subject, name, id=f"{tier.name}-{subject.passes} {subject.name}-{name}"
                 )
                 for tier in runnable
                 for subject in found
                 for name, check in CHECKS.items()
-                if subject.kind in check.kinds and not (check.slow and tier.name == "interpret")
+                if subject.passes in check.passes and not (check.slow and tier.name == "interpret")
             ]
             metafunc.parametrize(("tier", "subject", "fusion_check"), params)
 

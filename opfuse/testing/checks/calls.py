@@ -222,7 +222,7 @@ def keeps_numbers(case: Case) -> None:
         ) from failure
 
 
-@check(plain, kinds=("forward", "joint"))
+@check(plain, passes=("forward", "joint"))
 def versions(case: Case) -> None:
     """A tensor changed in place before the backward is an error, or changes no gradient."""
     expected, truth = separate(case), separate(case, torch.float64)

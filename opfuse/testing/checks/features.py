@@ -28,7 +28,7 @@ from ..running import Failure, Result, backward, both, forward, fused, only, sep
 from .registry import check, first, joined, plain, surrounded
 
 
-@check(plain, kinds=("forward", "joint"))
+@check(plain, passes=("forward", "joint"))
 def without_grad(case: Case) -> None:
     """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved."""
     saved: list[Any] = []

@@ -120,7 +120,7 @@ def aliasing(case: Case) -> None:
     _unchanged(kept, "second call")
 
 
-@check(surrounded, kinds=("backward", "joint"))
+@check(surrounded, passes=("backward", "joint"))
 def grad_input(case: Case) -> None:
     """The gradient that the backward returns shares memory only as ``grad_input`` declares."""
     found: list[str] = []

@@ -22,7 +22,7 @@ class Check(NamedTuple):
         run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the
             case.
         cases: The cases to run it on, plainest first.
-        kinds: For which fusions.
+        passes: For fusions of which passes.
         slow: Whether it compiles, or calls from several threads, and is left out where kernels are
             interpreted.
     """
@@ -30,7 +30,7 @@ class Check(NamedTuple):
     name: str
     run: Callable[[Case], None]
     cases: Callable[[Chains], Iterable[Case]]
-    kinds: tuple[str, ...] = PASSES
+    passes: tuple[str, ...] = PASSES
     slow: bool = False
 
 
@@ -41,13 +41,13 @@ FOUND: dict[str, Check] = {}
 def check(
     cases: Callable[[Chains], Iterable[Case]],
     *,
-    kinds: tuple[str, ...] = PASSES,
+    passes: tuple[str, ...] = PASSES,
     slow: bool = False,
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
     """Add a function to the checks, under its name."""
 
     def add(run: Callable[[Case], None]) -> Callable[[Case], None]:
-        FOUND[run.__name__] = Check(run.__name__, run, cases, kinds, slow)
+        FOUND[run.__name__] = Check(run.__name__, run, cases, passes, slow)
         return run
 
     return add

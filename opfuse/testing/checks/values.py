@@ -73,7 +73,7 @@ def _saving(chains: Chains) -> Iterator[Case]:
         yield case.with_(rows=MANY_ROWS)
 
 
-@check(_saving, kinds=("forward",))
+@check(_saving, passes=("forward",))
 def saved_state(case: Case) -> None:
     """A forward leaves in contexts what the ops would: names, order, values, dtypes, aliases."""
     kept, reference = Kept(), Kept()
@@ -208,7 +208,7 @@ def _followed(chains: Chains) -> Iterator[Case]:
         yield case.with_(rows=MANY_ROWS)
 
 
-@check(_followed, kinds=("forward", "joint"))
+@check(_followed, passes=("forward", "joint"))
 def recompute(case: Case) -> None:
     """If a fused op computes its output again for the next op, gradients are and stay right."""
     ops = case.basic_ops()[: len(case.ops)]
