@@ -82,8 +82,8 @@ def plugins(as_json: bool) -> None:
     """List every installed plugin.
 
     The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in
-    this precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit
-    status 1.
+    this precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status
+    1.
     """
     with _quiet_stdout():
         rows = _listing()

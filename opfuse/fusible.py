@@ -303,7 +303,7 @@ _DECLARED: dict[str, Any] = {
 """What a class declares about its passes, and what holds where nothing is declared.
 
 A class that overrides a pass says anew what is true of it: what it inherits was said of another
-    one.
+one.
 """
 
 

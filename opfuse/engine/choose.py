@@ -292,8 +292,7 @@ def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     """The non-overlapping candidates of one pass with the largest total benefit.
 
     Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone
-        or takes a
-    candidate that starts there. Ties: more ops covered by fewer fusions, then names.
+    or takes a candidate that starts there. Ties: more ops covered by fewer fusions, then names.
     """
     empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (
         0.0,

@@ -46,9 +46,8 @@ class OperationFuser:
     """Runs a run of fusible ops, with the fusions that plugins offer.
 
     A plan is made once per key: the ops, which of them carry hooks, the names of keyword arguments
-    given,
-    the recipe, which tensors need gradients, dtype, device, training, options and the plugins in
-    force. The last 64 plans are kept. Parameters are read by attribute at every call.
+    given, the recipe, which tensors need gradients, dtype, device, training, options and the
+    plugins in force. The last 64 plans are kept. Parameters are read by attribute at every call.
 
     Args:
         ops: Basic ops, or fused ops that stand for several.

@@ -264,7 +264,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
     Returns:
         The report: ``str()`` fits a screen, ``details`` has everything, ``to_dict()`` the same for
-            programs.
+        programs.
 
     Raises:
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.

@@ -37,8 +37,7 @@ MIN_FEATURES_APART = 128
 """Features from which an activation stays a step of its own in training on a CPU.
 
 Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of
-Python, no time of the
-arithmetic, and a compiler of activations saves more.
+Python, no time of the arithmetic, and a compiler of activations saves more.
 """
 
 

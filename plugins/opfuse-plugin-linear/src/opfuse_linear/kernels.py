@@ -26,9 +26,8 @@ ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
 
 In bf16 the default library is oneDNN too, but without epilogue: only products with something after
-them are called
-directly, and small ones add their bias afterwards, since a kernel of their own costs more than an
-addition.
+them are called directly, and small ones add their bias afterwards, since a kernel of their own
+costs more than an addition.
 """
 
 ONEDNN_MIN_WIDTH = 8
