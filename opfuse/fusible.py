@@ -96,8 +96,9 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
-    ``is_fused_op`` says whether an op stands for a run of basic ops. Class attributes that an op
-    may set:
+    ``is_fused_op`` says whether an op stands for a run of basic ops.
+
+    Class attributes that an op may set:
         grad_input: How the gradient that the backward returns relates to other tensors.
             ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
             fresh. ``"shared"`` (default): may alias something the caller sees. Decides
