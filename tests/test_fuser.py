@@ -237,7 +237,7 @@ def test_a_context_is_an_open_bag_and_backward_gets_a_new_one():
     assert forward.saved_tensors is None and first.saved_tensors[0] is not None
 
 
-def test_requires_grad_flags_and_the_boundary():
+def test_requires_grad_flags_and_where_the_backward_ends():
     a, b, c = Spy(), Spy(), Spy()
     linear = ops.BasicLinear(2, 2)
     chain = opfuse.Sequential(a, linear, b, c)

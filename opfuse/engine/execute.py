@@ -100,7 +100,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         gave.
     """
     program: Program = func_ctx.program
-    # by compiled autograd too, which then meets a program that was not made for it
+    # compiled autograd traces too, a program that was not made for it
     tracing = is_dynamo_compiling()
     if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
         with torch.autocast(program.autocast_device, enabled=False):
@@ -266,20 +266,19 @@ def _begin_late(
 ) -> tuple[Any, Sequence[Step], int]:
     """Where the backward begins if no gradient comes to the main output.
 
-    Steps that get no gradient at all are skipped.
+    Steps that get no gradient at all are skipped. If the shape is not known where the last gradient
+    arrives, it begins at the next step behind whose shape is known, with zeros; what these give is
+    forgotten.
 
     Returns:
         The gradient to begin with, which is zero; the steps that are left; and the last op that a
-        gradient reaches, or -1. What begins behind it, since shapes in between are not known, is
-        forgotten afterwards.
+        gradient reaches, or -1.
     """
     program: Program = func_ctx.program
     reached = -1 if extras is None else extras.last_given()
     if reached < 0:
         return None, (), reached
-    last = (
-        reached if reached in func_ctx.outputs else min(i for i in func_ctx.outputs if i > reached)
-    )
+    last = reached if reached in func_ctx.shapes else min(i for i in func_ctx.shapes if i > reached)
     position, step = next(
         (p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop
     )
@@ -290,7 +289,7 @@ def _begin_late(
         first = [separate(program.chain, i, step) for i in reversed(range(step.start, last + 1))]
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
-    shape, dtype, device = func_ctx.outputs[last]
+    shape, dtype, device = func_ctx.shapes[last]
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     return zeros, (*first, *program.backward[position + 1 :]), reached
 

@@ -45,9 +45,8 @@ _ELSEWHERE: dict[str, Any] = {"_parameters": {}}
 class OperationFuser:
     """Runs a run of fusible ops, with the fusions that plugins offer.
 
-    A plan is made once per key: the ops, which of them carry hooks, the names of keyword arguments
-    given, the recipe, which tensors need gradients, dtype, device, training, options and the
-    plugins in force. The last 64 plans are kept. Parameters are read by attribute at every call.
+    A plan is made once per key, see :data:`opfuse.engine.planner.Key`. The plans of the last 64
+    keys are kept. Parameters are read by attribute at every call.
 
     Args:
         ops: Basic ops, or fused ops that stand for several.
@@ -236,7 +235,7 @@ class OperationFuser:
             check_checkpoint(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
             check_constants(self._chain, kwargs)
-        for op, requires_grad in program.prepared_ops:
+        for op, requires_grad in program.called_before:
             op.pre_fuser_forward(requires_grad=requires_grad)
         if current.recorder is not None:
             current.recorder.record(self, program.plan)

@@ -1,4 +1,4 @@
-"""Planning: from the key of a call to its program."""
+"""From the key of a call to its program."""
 
 from __future__ import annotations
 

@@ -41,15 +41,15 @@ class SavedState:
     undeclared: tuple[int, ...]
 
     @classmethod
-    def of(cls, chain: Chain, first_backward: int, free: set[int]) -> SavedState:
-        """That of a chain; ``free``: the ops whose fusion may leave what it likes."""
+    def of(cls, chain: Chain, first_backward: int, undeclared: set[int]) -> SavedState:
+        """Of a chain; ``undeclared``: the ops whose declarations do not hold in this program."""
         ranges: list[tuple[int, int, int]] = []
         attributes: list[tuple[int, str]] = []
-        nothing, undeclared, position = [], [], 0
+        nothing, open_ops, position = [], [], 0
         for i, op in enumerate(chain.ops):
             names = declared(op, "saved_names")
-            if names is None or i in free:
-                undeclared.append(i)
+            if names is None or i in undeclared:
+                open_ops.append(i)
                 continue
             if i >= first_backward:
                 attributes += [(i, name) for name in declared(op, "context_names")]
@@ -58,7 +58,7 @@ class SavedState:
                 continue
             ranges.append((i, position, position + len(names)))
             position += len(names)
-        return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(undeclared))
+        return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(open_ops))
 
 
 class Program:
@@ -69,8 +69,10 @@ class Program:
         first_backward: The first op that takes part in the backward.
         last_without_gradient: The ops behind this one must give a gradient of their input.
         params: ``(op, first, last)``: which tensors are its parameters, where it has some.
-        without_params: The ops that have none, and must give no gradients for any.
-        accumulating: The same for the ops that store the gradients of their parameters.
+        without_params: The ops with a backward that have none, and must give no gradients for any.
+        accumulating: As ``params``, for the ops that store the gradients of their parameters.
+        called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
+        leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> who can compute its input again: the fused op before it, where that
             starts, and the input's place among what the basic op saves, and among all that is
@@ -93,7 +95,7 @@ class Program:
         contexts: Sequence[dict[str, Any]],
         *,
         first_backward: int,
-        free: set[int],
+        undeclared: set[int],
         row_facts: tuple[str, ...],
     ) -> None:
         self.chain, self.plan = chain, plan
@@ -113,15 +115,15 @@ class Program:
         self.has_silent_outputs = any(i < first_backward for i, _ in chain.public_outputs)
         sources = set(chain.sources.values()) if env.requires_grad else set()
         self.gradient_channels = frozenset(s for s in sources if s[0] >= first_backward)
-        self.saved = SavedState.of(chain, first_backward, free)
+        self.saved = SavedState.of(chain, first_backward, undeclared)
         self.recomputing = self._recomputing()
         more = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
         self.leaves_more = self.has_extras or any(map(bool, more))
-        self.pool = self._contexts(contexts)
+        self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self.prepared_ops = _prepared(chain, contexts)
+        self.called_before = _called_before(chain, contexts)
         self.has_quantizer_state = _has_state(contexts)
-        self.is_plain = not any((env.recipe, self.double_backward, self.prepared_ops, autocast))
+        self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def _recomputing(self) -> dict[int, tuple[Any, int, int, int]]:
         starts = {i: start for i, start, _ in self.saved.ranges}
@@ -133,7 +135,7 @@ class Program:
                 found[step.start] = ops_at[first], first, place, starts[step.start] + place
         return found
 
-    def _contexts(self, values: Sequence[dict[str, Any]]) -> ContextPool:
+    def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
         undeclared = self.saved.undeclared
         classes = [
             OperationContext
@@ -168,20 +170,20 @@ def compile_program(
     forward, backward = _steps(chain, choice, env, first_backward)
     written = _negotiate_casts(forward, backward, env)
     # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
-    free = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
-    free |= set(range(len(chain.ops))) if env.recipe is not None else set()
+    undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
+    undeclared |= set(range(len(chain.ops))) if env.recipe is not None else set()
     for step in forward:
         _finish(step, "forward", chain, kwargs, env)
     before: Step | None = None
     for step in backward:
         step.owns = step.cast is not None or (before is not None and _leaves_owned(before))
         _finish(step, "backward", chain, kwargs, env)
-        _let_recompute(step, chain, forward, free)
+        _let_recompute(step, chain, forward, undeclared)
         before = step
     contexts = _context_values(chain, env, autocast, backward, written, first_backward, grads)
     plan = FusionPlan(_describe(forward, chain), _describe(backward, chain), choice.refused)
     options: dict[str, Any] = dict(
-        first_backward=first_backward, free=free, row_facts=choice.row_facts
+        first_backward=first_backward, undeclared=undeclared, row_facts=choice.row_facts
     )
     return Program(chain, plan, env, autocast, forward, backward, contexts, **options)
 
@@ -269,7 +271,7 @@ def _has_state(contexts: Sequence[dict[str, Any]]) -> bool:
     return any(quantizer.state_names for quantizer in quantizers)
 
 
-def _prepared(
+def _called_before(
     chain: Chain, contexts: Sequence[dict[str, Any]]
 ) -> list[tuple[BasicOperation, bool]]:
     """The ops that are called before every forward, and whether they take part in a backward."""
@@ -359,12 +361,12 @@ def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
     return run
 
 
-def _let_recompute(step: Step, chain: Chain, forward: Sequence[Step], free: set[int]) -> None:
+def _let_recompute(step: Step, chain: Chain, forward: Sequence[Step], undeclared: set[int]) -> None:
     """Say in a backward step if a fused op before it can compute its input again."""
     names = declared(chain.ops[step.start], "saved_names") or ()
     for before in forward:
         fused = before.stop == step.start and isinstance(before.op, FusedOperation)
-        if fused and before.op.recomputes and "input" in names and step.start not in free:
+        if fused and before.op.recomputes and "input" in names and step.start not in undeclared:
             step.prepares, step.recompute = True, before.start
 
 

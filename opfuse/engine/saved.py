@@ -52,7 +52,7 @@ def leave(
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if extras is not None:
             extras.refuse_overwritten(x, saved)
-            func_ctx.outputs = extras.shapes
+            func_ctx.shapes = extras.shapes
         if program.accumulating:
             func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
     func_ctx.save_for_backward(*saved)

@@ -15,14 +15,15 @@ class Step:
     """One call of one op over ``ops[start:stop]``.
 
     Attributes:
-        source: The :class:`~opfuse.plugins.FusionSource` that gave the fusion; None for a basic op
+        source: The :class:`~opfuse.records.FusionSource` that gave the fusion; None for a basic op
             by itself.
         start, stop: Which basic ops.
         benefit: How many reads and writes of tensors the fusion saves.
         op: The basic op, or the fused op; None while it is not built.
         run: The bound method that a loop calls.
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
-        prepares: Whether anything happens to the incoming tensor first, as follows.
+        prepares: Whether something happens before the call: the incoming tensor is cast, made plain
+            or looked at, or an input is computed again.
         cast: The quantizer to cast it with.
         takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
         width: Last dimension to insist on.
