@@ -38,8 +38,9 @@ def opfuse_forward_fusions() -> list[FusionLike]:
                 return hidden.relu(), [(), ()]
 
 
-        @opfuse.hookimpl def opfuse_forward_fusions(): return [opfuse.Fusion((opfuse.ops.Bias,
-        opfuse.ops.ReLU), BiasReLU)]
+        @opfuse.hookimpl
+        def opfuse_forward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLU)]
     """
 
 
@@ -52,14 +53,18 @@ def opfuse_backward_fusions() -> list[FusionLike]:
     of each op's extra inputs.
 
     Example:
-        class BiasReLUGrad(opfuse.FusedOperation): def fuser_backward(self, basic_op_ctxs,
-        grad_output, **unused): bias, relu = basic_op_ctxs (x,) = relu.saved_tensors dx =
-        grad_output.masked_fill(x <= 0, 0) rows = dx.reshape(-1, dx.shape[-1]) return dx,
-        [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+        class BiasReLUGrad(opfuse.FusedOperation):
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                bias, relu = basic_op_ctxs
+                (x,) = relu.saved_tensors
+                dx = grad_output.masked_fill(x <= 0, 0)
+                rows = dx.reshape(-1, dx.shape[-1])
+                return dx, [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
 
 
-        @opfuse.hookimpl def opfuse_backward_fusions(): return [opfuse.Fusion((opfuse.ops.Bias,
-        opfuse.ops.ReLU), BiasReLUGrad)]
+        @opfuse.hookimpl
+        def opfuse_backward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLUGrad)]
     """
 
 
@@ -77,12 +82,13 @@ def opfuse_joint_fusions() -> list[FusionLike]:
                 basic_op_ctxs[0].twice = scale  # the backward uses the numbers of the forward
                 return input_ * scale, [(), ()]
 
-            def fuser_backward(self, basic_op_ctxs, grad_output, **unused): return grad_output *
-            basic_op_ctxs[0].twice, [(), ()], [(), ()]
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                return grad_output * basic_op_ctxs[0].twice, [(), ()], [(), ()]
 
 
-        @opfuse.hookimpl def opfuse_joint_fusions(): return
-        [opfuse.Fusion((opfuse.ops.ConstantScale,) * 2, TwiceScaled)]
+        @opfuse.hookimpl
+        def opfuse_joint_fusions():
+            return [opfuse.Fusion((opfuse.ops.ConstantScale,) * 2, TwiceScaled)]
     """
 
 
@@ -98,10 +104,14 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
         import dataclasses
 
 
-        @dataclasses.dataclass(frozen=True) class Rounding(opfuse.Recipe): step: float = 0.25
+        @dataclasses.dataclass(frozen=True)
+        class Rounding(opfuse.Recipe):
+            step: float = 0.25
 
 
-        @opfuse.hookimpl def opfuse_recipes(): return {"rounding": Rounding}
+        @opfuse.hookimpl
+        def opfuse_recipes():
+            return {"rounding": Rounding}
     """
 
 
@@ -114,7 +124,9 @@ def opfuse_options() -> dict[str, Any]:
     type than the default's (None: any).
 
     Example:
-        @opfuse.hookimpl def opfuse_options(): return {"example.min_rows": 64}
+        @opfuse.hookimpl
+        def opfuse_options():
+            return {"example.min_rows": 64}
     """
 
 
@@ -129,14 +141,18 @@ def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
         from opfuse.quantization import QuantizedTensor
 
 
-        class RoundingQuantizer(opfuse.Quantizer): def __init__(self, step): self.step = step
+        class RoundingQuantizer(opfuse.Quantizer):
+            def __init__(self, step):
+                self.step = step
 
-            def quantize(self, tensor): return QuantizedTensor((tensor / self.step).round(), None,
-            self, tensor.dtype)
+            def quantize(self, tensor):
+                return QuantizedTensor((tensor / self.step).round(), None, self, tensor.dtype)
 
-            def dequantize(self, quantized): return quantized.data * self.step
+            def dequantize(self, quantized):
+                return quantized.data * self.step
 
 
-        @opfuse.hookimpl def opfuse_quantizer(recipe, role): return RoundingQuantizer(recipe.step)
-        if isinstance(recipe, Rounding) else None
+        @opfuse.hookimpl
+        def opfuse_quantizer(recipe, role):
+            return RoundingQuantizer(recipe.step) if isinstance(recipe, Rounding) else None
     """

@@ -26,7 +26,8 @@ class FusionSuite:
 
         from opfuse.testing import FusionSuite
 
-        class TestConformance(FusionSuite): plugin = "linear"
+        class TestConformance(FusionSuite):
+            plugin = "linear"
 
     Attributes:
         plugin: Name of the plugin's entry point.
