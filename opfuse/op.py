@@ -330,8 +330,8 @@ def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[st
     parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
     if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
         return (), named
-    required = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return (_QUANTIZERS, ()) if len(required) == 2 else ((), ())
+    first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return (_QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
 
 
 class FusedOperation(FusibleOperation):

@@ -329,6 +329,18 @@ def test_quantizers_are_given_to_who_asks_for_them(register, fused, forward, fus
             chain(x, op_kwargs={op: {"too": 3.0}})
 
 
+def test_two_required_arguments_of_an_op_are_its_own():
+    def forward(self, ctx, input_, gain, offset):
+        return input_ * gain + offset
+
+    given = dict(op_forward=forward, op_backward=lambda self, ctx, dy: (2 * dy, ()), saved_names=())
+    op = type("Op", (opfuse.BasicOperation,), given)()
+    x, chain = torch.ones(2, 3, requires_grad=True), opfuse.Sequential(op)
+    torch.testing.assert_close(chain(x, op_kwargs={op: {"gain": 2.0, "offset": 1.0}}), 2 * x + 1)
+    with pytest.raises(TypeError, match="'gain' and 'offset'"):
+        chain(x)
+
+
 def test_pre_forward_callbacks():
     class Prepared(ops.Identity):
         def __init__(self):
