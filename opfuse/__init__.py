@@ -17,6 +17,7 @@ from .plugins import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .prepare import prepare
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .report.explain import explain
 from .sequential import Sequential
@@ -50,6 +51,7 @@ __all__ = [
     "ops",
     "options",
     "plugins",
+    "prepare",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

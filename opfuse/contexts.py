@@ -9,7 +9,10 @@ from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
+from .plugins import manager
 from .quantization import Quantizer, Recipe
+from .quantization.state import quantizer_names
+from .quantization.updates import Block
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, "debug": bool}
@@ -59,52 +62,92 @@ class options(Setting):
 
 
 class autocast(Setting):
-    """Quantize inside a ``with`` block, by ``recipe``, in this thread.
+    """Quantize inside a ``with`` block, by a recipe, in this thread.
+
+    ``autocast(recipe)``, ``autocast("name")`` and ``autocast(recipe=recipe)`` mean the same. State
+    of a recipe, such as the scales that follow from earlier maxima, advances at the exit of the
+    outermost block (:meth:`Recipe.update`): if grad mode is on, nothing was raised, and this is no
+    recomputation in a backward.
 
     Args:
-        enabled: False turns quantization off inside an enclosing block.
-        recipe: The recipe, a value of a class that a plugin offers.
-        calibrating: Reserved for the FP8 recipes; not supported yet.
-        amax_reduction_group: Reserved for the FP8 recipes; not supported yet.
+        enabled: False turns quantization off inside an enclosing block. What is no bool is the
+            recipe.
+        calibrating: Comes with the FP8 recipes; not supported yet.
+        recipe: The recipe, a value of a class that a plugin offers, or the name under which it
+            does.
+        amax_reduction_group: The process group over which the maxima of a step are taken. The model
+            must be prepared, see :func:`opfuse.prepare`.
+        weights: ``"fresh"`` casts each weight anew. ``"cached"`` uses the last cast again where the
+            Parameter and its version are the same. For several microbatches between two optimizer
+            steps: the first is to be "fresh", since fused optimizers change weights and raise no
+            version. One cast of each weight stays in memory.
 
     Raises:
-        TypeError: ``recipe`` is not a :class:`Recipe`.
-        ValueError: Enabled without a recipe.
-        NotImplementedError: A reserved argument was given.
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice.
+        ValueError: Enabled without a recipe; a recipe that no installed plugin offers; other
+            ``weights``.
+        NotImplementedError: ``calibrating``.
     """
 
     def __init__(
         self,
-        enabled: bool = True,
+        enabled: bool | Recipe | str = True,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         amax_reduction_group: Any = None,
+        *,
+        weights: str = "fresh",
     ) -> None:
-        if calibrating or amax_reduction_group is not None:
-            raise NotImplementedError(
-                "autocast: calibrating and amax_reduction_group come with the FP8 recipes"
-            )
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"autocast: recipe must be an opfuse.Recipe, got {type(recipe).__name__}"
-            )
-        if enabled and recipe is None:
+        if not isinstance(enabled, bool):
+            if recipe is not None:
+                raise TypeError(f"autocast: got two recipes, {enabled!r} and {recipe!r}")
+            enabled, recipe = True, enabled
+        if calibrating:
+            raise NotImplementedError("autocast: calibrating comes with the FP8 recipes")
+        if weights not in ("fresh", "cached"):
+            raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
+        if recipe is None and enabled:
             raise ValueError(
-                "autocast: the core has no default recipe, pass recipe=... (offered by a plugin)"
+                "autocast: the core has no default recipe, pass one (offered by a plugin)"
             )
-        super().__init__(2, recipe if enabled else None)
-        self._depths: list[int] = []
+        super().__init__(2, _offered(recipe) if enabled else None)
+        self._weights, self._group = weights, amax_reduction_group
+        self._outside: list[tuple[int, str, Block | None]] = []
 
     def __enter__(self) -> None:
+        if not is_compiling() and current.block is not None and self._group is not None:
+            if self._group is not current.block.group:
+                raise ValueError(
+                    "autocast: amax_reduction_group is for the outermost block, at whose exit "
+                    "state advances"
+                )
         super().__enter__()
-        if not is_compiling():
-            self._depths.append(current.recipe_depth)
-            current.recipe_depth = checkpoint_frames()
+        if is_compiling():
+            return
+        self._outside.append((current.recipe_depth, current.weights, current.block))
+        current.recipe_depth, current.weights = checkpoint_frames(), self._weights
+        if current.block is None:
+            current.block = Block(self._group)
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
-        if not is_compiling():
-            current.recipe_depth = self._depths.pop()
+        if is_compiling():
+            return
+        block = current.block
+        current.recipe_depth, current.weights, current.block = self._outside.pop()
+        if current.block is None:
+            block.end(failed=exc_info[0] is not None)
+
+
+def _offered(recipe: Any) -> Recipe:
+    """A recipe that an installed plugin offers, as a value."""
+    if isinstance(recipe, str):
+        return manager.recipe_class(recipe)()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"autocast: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
+        )
+    return recipe
 
 
 class _Forward(Recorder):
@@ -119,7 +162,12 @@ class _Forward(Recorder):
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the state of the chain's quantizers."""
         super().record(fuser, plan)
-        quantizers = [q for op in fuser._chain.ops for q in op._quantizers.of(current.recipe)[0]]
+        quantizers = [
+            quantizer
+            for op in fuser._chain.ops
+            for name, quantizer in op._quantizers.of(current.recipe).items()
+            if name in quantizer_names(op, "forward")
+        ]
         self.states.append(
             [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import threading
@@ -32,6 +33,7 @@ class _OperationMeta(ABCMeta):
         init = inspect.signature(cls.__init__)  # type: ignore[misc]
         return init.replace(parameters=list(init.parameters.values())[1:])
 
+
     def __init__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> None:
@@ -43,6 +45,9 @@ class _OperationMeta(ABCMeta):
             )
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        name = "" if _takes_name(cls) else kwargs.pop("name", "")
+        if not isinstance(name, str):
+            raise TypeError(f"{cls.__name__} expected a string as name, got {name!r}")
         try:
             op = super().__call__(*args, **kwargs)
         except TypeError:
@@ -53,6 +58,8 @@ class _OperationMeta(ABCMeta):
             names = [name for name, _ in op.named_parameters(recurse=True)]
             taken = cls.takes_params  # type: ignore[attr-defined]
             op.param_names = tuple(name for name in names if taken is None or name in taken)
+        if name:
+            op._name = name
         op._constructed()
         return op
 
@@ -64,6 +71,13 @@ class _OperationMeta(ABCMeta):
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
         _class_changed(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_name(cls: type) -> bool:
+    """Whether ``__init__`` takes ``name`` itself; else every op takes it, by keyword."""
+    parameters = inspect.signature(cls).parameters.values()
+    return any(p.name == "name" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _class_changed(name: str) -> None:
@@ -117,6 +131,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     changes: ClassVar[int] = 0
     param_names: tuple[str, ...] | None = None
     _captured = False
+    _name = _path = ""
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -129,6 +144,18 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         for name, default in _DECLARED.items():
             if _defined(cls, name) > overridden:
                 type.__setattr__(cls, name, default)
+
+    @property
+    def name(self) -> str:
+        """What the constructor got as ``name``, else what :func:`opfuse.prepare` wrote, or ``""``.
+
+        Every op takes ``name`` by keyword.
+        """
+        return self._name or self._path
+
+    def _rename(self, path: str) -> None:
+        """Take a name from :func:`opfuse.prepare`."""
+        self._path = path
 
     # What a plan was made for may change: then it is made anew
 
@@ -208,14 +235,6 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """The quantizer this op wants its output's gradient quantized with."""
         return None
 
-    def writes_output(self, quantizer: Quantizer) -> bool:
-        """Whether the forward quantizes its output with ``quantizer``; if not, the core casts."""
-        return False
-
-    def writes_grad_input(self, quantizer: Quantizer) -> bool:
-        """Whether the backward quantizes its result with ``quantizer``; if not, the core casts."""
-        return False
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -234,8 +253,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is
                 inside.
             prev_op_grad_output_quantizer: See :class:`OperationContext`.
-            next_op_input_quantizer: See :class:`OperationContext`; None if ``writes_output``
-                declined.
+            next_op_input_quantizer: See :class:`OperationContext`.
             basic_op_kwargs: Keyword arguments per basic op.
 
         Returns:

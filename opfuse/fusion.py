@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from .environment import Environment
 from .op import BasicOperation, FusedOperation
+from .ops.cast import Cast
 from .overrides import PASS_METHODS, op_class, overridden
 
 Ops: TypeAlias = tuple[BasicOperation, ...]
@@ -83,6 +84,9 @@ class Fusion:
         needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
         needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
             ask it again with ``env.rows``.
+        casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
+            then is of the ops alone; without it, a pattern fits where its casts stand, and a joint
+            fusion, whose pattern is of the ops alone, is not used where there are any.
 
     Raises:
         ValueError: The pattern is empty, or can match nothing.
@@ -97,6 +101,7 @@ class Fusion:
     name: str = ""
     needs_row_alignment: bool = False
     needs_rows: bool = False
+    casts: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):
@@ -130,6 +135,16 @@ class Fusion:
             )
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
+        if self.casts and self.names_casts:
+            raise ValueError(
+                f"fusion {self.name}: with casts=True its pattern is of the ops alone, and "
+                f"{self.pattern!r} names Cast"
+            )
+
+    @property
+    def names_casts(self) -> bool:
+        """Whether the pattern names :class:`opfuse.ops.Cast`."""
+        return Cast in _classes(self.pattern)
 
     def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
         """Where matches that begin at ``start`` end (exclusive), in ascending order."""
@@ -219,9 +234,10 @@ def _classes(elements: Sequence[Any]) -> list[Any]:
 def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
     if isinstance(element, OneOf):
         return any(_matches(inner, op, strict) for inner in element.elements)
-    of_class = (
-        isinstance(op, element.cls) if isinstance(element, Subclasses) else op_class(op) is element
-    )
+    if isinstance(element, Subclasses):  # a cast is no op of the user's: only its name matches it
+        of_class = isinstance(op, element.cls) and not isinstance(op, Cast)
+    else:
+        of_class = op_class(op) is element
     return of_class and not (strict and _override(element, op))
 
 

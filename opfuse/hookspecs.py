@@ -12,6 +12,7 @@ from typing import Any
 
 import pluggy
 
+from .environment import Environment
 from .fusion import FusionLike
 from .quantization import Quantizer, QuantizerRole, Recipe
 
@@ -131,25 +132,30 @@ def opfuse_options() -> dict[str, Any]:
 
 
 @hookspec(firstresult=True)
-def opfuse_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
+def opfuse_quantizer(
+    recipe: Recipe, role: QuantizerRole, env: Environment | None
+) -> Quantizer | None:
     """A new quantizer for a tensor of ``role``; None for a recipe of somebody else.
 
-    The first answer counts. Asked once for each tensor that an op quantizes, when the op meets the
-    recipe first; the quantizer lives as long as the op.
+    The first answer counts, in the order in which fusions choose. Asked once for each tensor that
+    an op quantizes, when the op meets the recipe first; the quantizer lives as long as the op.
+    ``env`` says where the op runs then, such as on which device.
 
     Example:
-        from opfuse.quantization import QuantizedTensor
+        import torch
+        from opfuse.quantization.formats import ScaledTensor
 
 
         class RoundingQuantizer(opfuse.Quantizer):
             def __init__(self, step):
                 self.step = step
 
-            def quantize(self, tensor):
-                return QuantizedTensor((tensor / self.step).round(), None, self, tensor.dtype)
-
-            def dequantize(self, quantized):
-                return quantized.data * self.step
+            def quantize(self, tensor, usage, out=None):
+                data = (tensor / self.step).round().to(torch.int8)
+                scale = torch.full((1,), self.step, device=tensor.device)
+                return ScaledTensor(
+                    tensor.shape, tensor.dtype, self, rowwise_data=data, scale_inv=scale
+                )
 
 
         @opfuse.hookimpl

@@ -21,8 +21,9 @@ from torch.compiler import is_dynamo_compiling
 from .environment import Environment
 from .fusible import FusibleOperation
 from .op_context import OperationContext
-from .quantization import Quantizer, QuantizerRole, Recipe
+from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.state import QuantizerStates
+from .quantization.updates import PreparedOps
 
 if TYPE_CHECKING:
     Grads = Iterable[Tensor | None] | None
@@ -83,6 +84,8 @@ class BasicOperation(FusibleOperation):
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._quantizers = QuantizerStates()
+        self._weights = WeightCache()
+        self._prepared = PreparedOps()
 
     # Parameters that live on another module
 
@@ -206,9 +209,19 @@ class BasicOperation(FusibleOperation):
         """Make ``recipe`` current; the first time, create this op's quantizers for it."""
         self._quantizers.use(self, recipe)
 
+    def _rename(self, path: str) -> None:
+        before = self.name
+        super()._rename(path)
+        if self.name != before and self._quantizers.in_use:
+            raise RuntimeError(
+                f"{type(self).__name__} is called {self.name!r} in this model, and has quantizers "
+                f"that know it as {before!r}: call opfuse.prepare before the first call under a "
+                f"recipe"
+            )
+
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe."""
-        return self._quantizers.get(mode, index)
+        return self._quantizers.get(self, mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The first forward quantizer, if there is one."""
@@ -217,6 +230,24 @@ class BasicOperation(FusibleOperation):
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The first backward quantizer, if there is one."""
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    def get_usage(self, name: str, *, dgrad: bool, wgrad: bool, backward: bool = True) -> Usage:
+        """Which copies of a quantized tensor this op reads: those that its GEMMs reduce over.
+
+        An input is read rowwise by the forward, and columnwise for the gradient of a parameter. A
+        weight is read rowwise by the forward, and columnwise for the gradient of the input. A
+        gradient is read rowwise for the gradient of the input, and columnwise for that of a
+        parameter.
+
+        Args:
+            name: ``"input"``, ``"weight"`` (or a name that begins so) or ``"grad_output"``.
+            dgrad: Whether the gradient of the input is needed.
+            wgrad: Whether the gradient of a parameter is needed.
+            backward: Whether the backward reads quantized tensors of its own.
+        """
+        if name.startswith("grad_output"):
+            return Usage(dgrad, wgrad)
+        return Usage(True, backward and (dgrad if name.startswith("weight") else wgrad))
 
     # The operation itself
 
@@ -288,6 +319,9 @@ class BasicOperation(FusibleOperation):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._quantizers.apply(fn)
+        self._weights.clear()
+        if self._quantizers.has_state:
+            self._count_change()  # plans hold quantizers whose state is elsewhere now
         return self
 
     def _save_to_state_dict(
@@ -347,6 +381,8 @@ class FusedOperation(FusibleOperation):
             op behind it that saves this very tensor as its ``"input"`` then does not keep it, and
             finds it in its backward all the same; ``fuser_forward`` agrees to that at each call,
             see :attr:`OperationContext.may_recompute`.
+        casts: Whether it does the casts itself that a recipe wants between its ops. A fusion that
+            is a plain function says so here; :class:`opfuse.Fusion` has an argument for it.
         notes: What reports add about this op, such as the time it spent compiling; an attribute or
             a property.
 
@@ -363,6 +399,7 @@ class FusedOperation(FusibleOperation):
     param_names: tuple[str, ...] | None = ()
     notes: str = ""
     recomputes: bool = False
+    casts: bool = False
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()

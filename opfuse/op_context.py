@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .quantization import Quantizer
+    from .quantization import QuantizedTensor, Quantizer, Usage, WeightCache
 
 
 class OperationContext:
@@ -32,7 +32,11 @@ class OperationContext:
         prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized
             with.
         next_op_input_quantizer: What the next op wants its input quantized with.
-        quantizers: This op's own quantizers as ``(forward, backward)`` tuples.
+        quantizers: This op's own quantizers by name: ``"input"``, ``"weight"``, ``"grad_output"``,
+            or as its roles say; empty without a recipe.
+        weights: The casts of its weights; see :meth:`quantized_weight`.
+        cast_input: The input of a cast and what it gave, where the input of this op may be computed
+            again (forward only).
         saved_tensors: What :meth:`save_for_backward` was given (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
@@ -50,7 +54,9 @@ class OperationContext:
         self.backward_override: str | None = None
         self.prev_op_grad_output_quantizer: Quantizer | None = None
         self.next_op_input_quantizer: Quantizer | None = None
-        self.quantizers: tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]] = ((), ())
+        self.quantizers: dict[str, Quantizer] = {}
+        self.weights: WeightCache | None = None
+        self.cast_input: tuple[Tensor, Any] | None = None
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
@@ -60,6 +66,19 @@ class OperationContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
         self.to_save = tensors
+
+    def quantized_weight(
+        self, usage: Usage, *, name: str = "weight", index: int = 0
+    ) -> QuantizedTensor:
+        """A weight of this op, as its quantizer casts it; as it was cast last, where that holds.
+
+        Args:
+            usage: Which copies are needed.
+            name: The name of its quantizer.
+            index: Which of ``params`` it is.
+        """
+        assert self.weights is not None, "there is no recipe"
+        return self.weights.quantized(name, self.params[index], self.quantizers[name], usage)
 
 
 class ModuleCache:

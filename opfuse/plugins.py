@@ -23,6 +23,7 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
+from .environment import Environment
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Quantizer, QuantizerRole, Recipe
@@ -335,15 +336,39 @@ class PluginManager:
         """The recipes of the active plugins by name; of two with one name, the first plugin's."""
         return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
 
-    def quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer:
+    def recipe_class(self, name: str) -> type[Recipe]:
+        """The recipe of a name, of the plugins in use first.
+
+        Raises:
+            ValueError: No installed plugin offers one.
+        """
+        known = self.recipes()
+        everywhere = {name: cls for r in self.active(None) for name, cls in r.recipes.items()}
+        if name not in (known := {**everywhere, **known}):
+            offered = ", ".join(sorted(known)) or "none"
+            raise ValueError(
+                f"no installed plugin offers a recipe {name!r}; those installed offer {offered}"
+            )
+        return known[name]
+
+    def recipe_name(self, recipe: Recipe) -> str:
+        """The name that a plugin registered the class of a recipe under, or where it is defined."""
+        cls = type(recipe)
+        found = (name for r in self.records for name, known in r.recipes.items() if known is cls)
+        return next(found, f"{cls.__module__}.{cls.__qualname__}")
+
+    def quantizer(self, recipe: Recipe, role: QuantizerRole, env: Environment | None) -> Quantizer:
         """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.
+
+        The order is that in which fusions choose: the user's list, then by distribution.
 
         Raises:
             RuntimeError: None has.
         """
-        for record in self.active(current.selection):
+        asked = dict(recipe=recipe, role=role, env=env)
+        for record in self._by_precedence(current.selection):
             try:
-                for quantizer in self._call(record, "opfuse_quantizer", recipe=recipe, role=role):
+                for quantizer in self._call(record, "opfuse_quantizer", **asked):
                     if isinstance(quantizer, Quantizer):
                         return quantizer
                     if quantizer is not None:
@@ -356,6 +381,12 @@ class PluginManager:
                 self._changed()
         raise RuntimeError(
             f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does"
+        )
+
+    def _by_precedence(self, text: str | None) -> list[PluginRecord]:
+        selection = Selection.parse(text)
+        return sorted(
+            self.active(text), key=lambda r: (selection.position(r), normalize(r.distribution))
         )
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
@@ -426,6 +457,7 @@ manager = PluginManager()
 module level.
 """
 ThreadSettings.quantizer = staticmethod(manager.quantizer)
+ThreadSettings.recipe_name = staticmethod(manager.recipe_name)
 
 isolated = manager.isolated
 listing = manager.listing

@@ -28,10 +28,14 @@ def _options_from_environ() -> Options:
     )  # text is refused by the first plan
 
 
-def _no_quantizer(recipe: Any, role: Any) -> Any:
+def _no_quantizer(recipe: Any, role: Any, env: Any) -> Any:
     raise RuntimeError(
         f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported"
     )
+
+
+def _class_name(recipe: Any) -> str:
+    return type(recipe).__name__
 
 
 class ThreadSettings(threading.local):
@@ -43,14 +47,23 @@ class ThreadSettings(threading.local):
         values: Options, plugin selection and recipe.
         recorder: Hears of every call in this thread, or None.
         recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
-        quantizer: ``quantizer(recipe, role)`` makes a new quantizer; the plugin manager puts its
-            own here.
+        weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
+            ``"cached"``.
+        block: The outermost :class:`opfuse.autocast` block, or None.
+        environment: What a plan is being made for, while it is made.
+        quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
+            its own here.
+        recipe_name: ``recipe_name(recipe)`` says what a recipe is registered as; likewise.
     """
 
     values: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
     recorder: Recorder | None = None
     recipe_depth: int = 0
+    weights: str = "fresh"
+    block: Any = None
+    environment: Any = None
     quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
+    recipe_name: ClassVar[Any] = staticmethod(_class_name)
 
     @property
     def options(self) -> Options:

@@ -91,6 +91,13 @@ def tie(candidate):
     return candidate.source.distribution or "", candidate.source.name
 
 
+BENEFITS = [0, 1, 1, 2, 2.5, 4]
+
+
+def candidate(where, start, stop, benefit):
+    return Step(where, 2 * start + 1, 2 * stop, (A(),) * (stop - start), benefit)
+
+
 def test_best_cover_is_what_brute_force_finds():
     rng = random.Random(0)
     for _ in range(300):
@@ -101,7 +108,7 @@ def test_best_cover_is_what_brute_force_finds():
             fusion = Fusion([A], Op, name=rng.choice("abc"))
             where = source(fusion, distribution=rng.choice(["x", "y", None]))
             candidates.append(
-                Step(where, start, rng.randint(start + 1, length), rng.choice([0, 1, 1, 2, 2.5, 4]))
+                candidate(where, start, rng.randint(start + 1, length), rng.choice(BENEFITS))
             )
         best = min(
             (
@@ -119,7 +126,7 @@ def test_best_cover_is_what_brute_force_finds():
                 [tie(c) for c in subset],
             ),
         )
-        found = best_cover(candidates, length)
+        found = best_cover(candidates, 2 * length + 1)
         assert [(tie(c), c.start, c.stop, c.benefit) for c in found] == [
             (tie(c), c.start, c.stop, c.benefit) for c in best
         ]

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..fusible import FusibleOperation
 from ..op import BasicOperation, FusedOperation
+from ..ops.cast import Cast
 from ..overrides import op_class
 
 Slot = tuple[int, int]
@@ -31,6 +32,8 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
                 f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: "
                 f"{remedy}"
             )
+        if isinstance(op, Cast):
+            raise TypeError("a Cast is put into a chain by the engine: Quantize is for you")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
@@ -49,7 +52,7 @@ class Chain:
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input's width only the running chain knows.
-        widths: Last dimension of each op's input, or None where the chain does not tell.
+        widths: Last dimension on each edge, or None where the chain does not tell.
 
     Args:
         ops: The ops as the user wrote them.
@@ -158,6 +161,7 @@ class Chain:
                 raise ValueError(f"{splits}, but gets {value} of them")
             else:
                 value //= op.feature_ratio
+        known.append((value, anchor, ratio))
         self.widths = [
             v if v is not None or a not in demands else demands[a] // r for v, a, r in known
         ]

@@ -163,16 +163,20 @@ def check_attributes(chain: Chain, index: int) -> None:
 
 
 def check_checkpoint(program: Program) -> None:
-    """Refuse a recipe in a checkpoint that would recompute without it, or update state twice."""
+    """Refuse a recipe in a checkpoint that would recompute without it, or with other scales."""
     recorder = current.recorder
     if (recorder is not None and recorder.restoring) or not (depth := checkpoint_frames()):
         return
-    if depth != current.recipe_depth or program.has_quantizer_state:
+    if depth != current.recipe_depth:
         raise RuntimeError(
-            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would "
-            "not know the recipe, "
-            "or would update its state twice; pass use_reentrant=False, "
-            "context_fn=opfuse.checkpoint_contexts"
+            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
+            "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
+        )
+    if program.has_quantizer_state and program.recorded:
+        raise RuntimeError(
+            f"autocast of {program.recipe}, which has state, inside of torch.utils.checkpoint: the "
+            f"recomputation would use other scales, and cannot update them; put autocast around "
+            f"checkpoint, or use_reentrant=False with context_fn=opfuse.checkpoint_contexts"
         )
 
 

@@ -23,6 +23,7 @@ from ..fusion import PASSES, Fusion
 from ..op import BasicOperation, FusedOperation
 from ..overrides import kwarg_names, op_class
 from ..records import FusionSource
+from .edges import Edges, View
 from .plan import Refusal
 from .step import Step
 
@@ -67,6 +68,7 @@ def choose(
     kwargs: Sequence[tuple[str, ...]],
     excluded: frozenset[tuple[Any, int, int]] = frozenset(),
     widths: Sequence[int | None] = (),
+    edges: Edges = Edges(),  # noqa: B008  (a constant)
 ) -> Choice:
     """Decide which fusions replace what.
 
@@ -76,8 +78,9 @@ def choose(
         env: Where the plan is made for.
         first_backward: The first op that takes part in the backward.
         kwargs: Names of the keyword arguments given to each op.
-        excluded: ``(source, start, stop)`` of candidates whose build failed.
-        widths: Last dimension of each op's input, where that is known.
+        excluded: ``(source, begin, end)`` of candidates whose build failed.
+        widths: Last dimension on each edge, where that is known.
+        edges: Where each pass casts.
     """
     limit = env.options.get("fusion_limit")
     if isinstance(limit, str):
@@ -86,22 +89,23 @@ def choose(
         )
     keeping = [declared(op, "keeps_rows") for op in ops]
     rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
-    widths = widths or (None,) * len(ops)
-    finder = _Finder(tuple(ops), env, first_backward, kwargs, excluded, widths, rows_kept)
+    widths = widths or (None,) * (len(ops) + 1)
+    chain = tuple(ops)
+    finder = _Finder(chain, env, first_backward, kwargs, excluded, widths, rows_kept, edges)
     candidates: list[Step] = []
     taken = Taken()
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
         for source in group:
             candidates += finder.candidates(source, taken)
-        taken.take(best_cover([c for c in candidates if not taken.overlapping(c)], len(ops)))
-    taken.sort(key=lambda c: (PASSES.index(c.passes), c.start))
+        taken.take(best_cover([c for c in candidates if not taken.overlapping(c)], 2 * len(ops) + 1))
+    taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
     won = {*map(id, kept)}
     for loser in candidates:
         if id(loser) not in won:
             limited = id(loser) in beyond
             reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
-            finder.refuse(loser.source, loser.start, loser.stop, reason)
+            finder.refuse(loser, reason)
     refused = tuple(sorted(finder.refused, key=_place))
     return Choice(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
@@ -127,13 +131,17 @@ class _Finder:
     excluded: frozenset[tuple[Any, int, int]]
     widths: Sequence[int | None]
     rows_kept: Sequence[bool]
+    edges: Edges
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
 
-    def refuse(self, source: FusionSource, start: int, stop: int, reason: str) -> None:
-        names = tuple(op_class(op).__name__ for op in self.ops[start:stop])
+    def __post_init__(self) -> None:
+        self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
+
+    def refuse(self, step: Step, reason: str) -> None:
+        source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
         self.refused.append(
-            Refusal(source.name, source.passes, names, start, reason, source.distribution)
+            Refusal(source.name, source.passes, names, step.start, reason, source.distribution)
         )
         logger.debug("refused %s: %s", source.name, reason)
 
@@ -141,38 +149,66 @@ class _Finder:
         """Where a fusion could be; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
-        for start, stop, op in _matches(source, self.ops, self.env):
-            found = Step(source, start, stop, 0, op)
-            benefit = 0 if taken.overlapping(found) else self._benefit(source, start, stop, op)
+        if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
+            source.warn("a joint fusion makes its casts itself, its pattern must not name Cast")
+            return
+        for found in self._found(source):
+            benefit = 0 if taken.overlapping(found) else self._benefit(found)
             if isinstance(benefit, str):
-                self.refuse(source, start, stop, benefit)
+                self.refuse(found, benefit)
             else:
                 yield dataclasses.replace(found, benefit=benefit)
         if isinstance(source.fusion, Fusion):
             self._refuse_uncovered(source, source.fusion)
 
+    def _found(self, source: FusionSource) -> Iterator[Step]:
+        """Where the fusion matches: the ops with the casts of its pass, or the ops alone.
+
+        A pattern that names no cast is looked for in both: where it fits the ops alone only, casts
+        stand between them.
+        """
+        alone = self.views["joint"]
+        if not isinstance(source.fusion, Fusion):
+            for i, j, op in _function_matches(source, self.ops, self.env):
+                yield dataclasses.replace(_step(source, alone, i, j), op=op)
+            return
+        ops_alone = source.passes == "joint" or source.fusion.casts
+        view = alone if ops_alone else self.views[source.passes]
+        views = (view,) if len(view.ops) == len(alone.ops) else (view, alone)
+        seen: set[tuple[int, int]] = set()
+        for each in views:
+            for i in range(len(each.ops)):
+                for j in source.fusion.match(each.ops, i):
+                    step = _step(source, each, i, j)
+                    if (step.begin, step.end) not in seen:
+                        seen.add((step.begin, step.end))
+                        yield step
+
     def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
         """Say, once per fusion, which ops override what its pattern stands for."""
+        view = self.views[source.passes]
         missed = [
             (j - i, i, j, why)
-            for i in range(len(self.ops))
-            for j, why in fusion.uncovered(self.ops, i).items()
+            for i in range(len(view.ops))
+            for j, why in fusion.uncovered(view.ops, i).items()
         ]
         said: set[int] = set()
-        for _, start, stop, why in sorted(missed):
-            if said.isdisjoint(range(start, stop)):
-                self.refuse(source, start, stop, why)
-                said |= set(range(start, stop))
+        for _, i, j, why in sorted(missed):
+            if said.isdisjoint(range(i, j)):
+                self.refuse(_step(source, view, i, j), why)
+                said |= set(range(i, j))
 
-    def _benefit(
-        self, source: FusionSource, start: int, stop: int, op: FusedOperation | None
-    ) -> float | str:
+    def _benefit(self, step: Step) -> float | str:
         """The benefit, or the sentence that says why it is no reason to fuse."""
+        source, start, stop, op = step.source, step.start, step.stop, step.op
         if source.passes == "backward" and start < self.first_backward:
             return f"no gradient is needed before op {self.first_backward}"
-        if (source, start, stop) in self.excluded:
+        if (source, step.begin, step.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
+        if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
+            if between := self.edges.between(source.passes, start, stop):
+                return f"{between}, which it does not do"
         takes = (
             kwarg_names(op)
             if op is not None
@@ -185,17 +221,14 @@ class _Finder:
                         f"it does not take the keyword argument {name!r} given to "
                         f"{type(self.ops[index]).__name__}"
                     )
-        return (
-            self._asked(source, fusion, start, stop)
-            if isinstance(fusion, Fusion)
-            else 2 * (stop - start - 1)
-        )
+        return self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
 
-    def _asked(self, source: FusionSource, fusion: Fusion, start: int, stop: int) -> float | str:
+    def _asked(self, step: Step) -> float | str:
         """What the condition and the benefit of a fusion say, if they say what they may."""
-        ops, asked = self.ops[start:stop], "condition"
+        source, ops, asked = step.source, step.matched, "condition"
+        fusion: Fusion = source.fusion
         try:
-            answer, env = self._condition(fusion, start, ops)
+            answer, env = self._condition(fusion, step.start, ops)
             asked = "benefit"
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
@@ -226,14 +259,18 @@ class _Finder:
         return answer, env
 
 
-def _matches(
+def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
+    """A candidate over ``view.ops[i:j]``."""
+    return Step(source, view.places[i], view.places[j - 1] + 1, view.ops[i:j])
+
+
+def _function_matches(
     source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
-) -> list[tuple[int, int, FusedOperation | None]]:
-    """Where a pattern matches, or what a fusion function replaced, with the op that it built."""
-    if isinstance(source.fusion, Fusion):
-        return [(i, j, None) for i in range(len(ops)) for j in source.fusion.match(ops, i)]
+) -> list[tuple[int, int, FusedOperation]]:
+    """What a fusion function replaced, with the op that it built."""
+    fusion: Any = source.fusion
     try:
-        result = source.fusion(list(ops), recipe=env.recipe)
+        result = fusion(list(ops), recipe=env.recipe)
     except Exception as error:
         if source.distribution is None:
             raise
@@ -243,7 +280,7 @@ def _matches(
         raise TypeError(
             f"{source.full_name} must return a list of ops, got {type(result).__name__}"
         )
-    found: list[tuple[int, int, FusedOperation | None]] = []
+    found: list[tuple[int, int, FusedOperation]] = []
     start = stop = 0
     for item in result:
         basic = list(item.basic_ops) if isinstance(item, FusedOperation) else [item]
@@ -291,8 +328,8 @@ def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[An
 def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     """The non-overlapping candidates of one pass with the largest total benefit.
 
-    Dynamic programming over intervals: the best cover of ``ops[i:]`` either leaves op ``i`` alone
-    or takes a candidate that starts there. Ties: more ops covered by fewer fusions, then names.
+    Dynamic programming over half steps: the best cover from ``i`` on either leaves what is there
+    alone or takes a candidate that begins there. Ties: more ops covered by fewer fusions, then names.
     """
     empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (
         0.0,
@@ -304,15 +341,15 @@ def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     best = [empty] * (length + 1)
     starting: dict[int, list[Step]] = {}
     for candidate in candidates:
-        starting.setdefault(candidate.start, []).append(candidate)
+        starting.setdefault(candidate.begin, []).append(candidate)
     for i in reversed(range(length)):
         best[i] = best[i + 1]
         for c in starting.get(i, ()):
-            cost, left, count, names, rest = best[c.stop]  # the smaller, the better
+            cost, left, count, names, rest = best[c.end]  # the smaller, the better
             name = c.source.distribution or "", c.source.name
             option = (
                 cost - c.benefit,
-                left - (c.stop - c.start),
+                left - len(c.matched),
                 count + 1,
                 (name, *names),
                 (c, *rest),
@@ -326,7 +363,7 @@ def _conflict(loser: Step, taken: Taken) -> str:
     if not winners:
         return "another set of fusions has the larger total benefit"
     first = min(
-        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.start)
+        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
     )
     who = f"overlaps {first.source.name}" + (
         f" of {first.source.distribution}" if first.source.distribution else ""
@@ -338,7 +375,7 @@ def _conflict(loser: Step, taken: Taken) -> str:
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
-    covers_more = sum(winner.stop - winner.start for winner in winners) > loser.stop - loser.start
+    covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
     return f"{who}, which saves as much and " + (
         "covers more ops" if covers_more else "comes first by name"
     )

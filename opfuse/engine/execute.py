@@ -15,10 +15,11 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
 from ..quantization import QuantizedTensor, dequantize
+from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
-from .program import Program, separate
-from .saved import leave, recompute, restore_more, take_saved
+from .program import Program
+from .saved import leave, rebuilt, recompute, restore_more, take_saved
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -163,6 +164,8 @@ def _begin(
     except IndexError:  # another thread was quicker
         ctxs = pool.new()
     tensors = func_ctx.saved_tensors
+    if program.recipe is not None:
+        tensors = rebuilt(tensors, func_ctx.quantized)
     for index, start, stop in program.saved.ranges:
         ctxs[index].saved_tensors = tensors[start:stop]
     if program.leaves_more:
@@ -286,7 +289,7 @@ def _begin_late(
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
     else:  # by a fusion that may not expect zeros: the ops run one by one
-        first = [separate(program.chain, i, step) for i in reversed(range(step.start, last + 1))]
+        first = separate(program.chain, step, last)
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
     shape, dtype, device = func_ctx.shapes[last]
@@ -319,9 +322,7 @@ def _accumulates(edge: tuple[Any, int]) -> bool:
 
 
 def _prepare(step: Step, x: Any) -> Any:
-    """Look at a tensor before it enters a step: cast it, or make it plain; insist on its width."""
-    if step.cast is not None:
-        return step.cast(x)
+    """Look at a tensor before it enters a step: make it plain; insist on its width."""
     if not step.takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
     if step.width is not None and (not x.ndim or x.shape[-1] != step.width):

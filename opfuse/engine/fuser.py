@@ -231,7 +231,9 @@ class OperationFuser:
         """Run a program where there is more to do than to run its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
-        if program.recipe is not None and not program.compiling:
+        if program.has_quantizer_state and program.recorded:
+            _begin_recording(program)
+        elif program.recipe is not None and not program.compiling:
             check_checkpoint(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
             check_constants(self._chain, kwargs)
@@ -320,6 +322,18 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
+
+
+def _begin_recording(program: Program) -> None:
+    """Let the block around a call know that it moves the state of quantizers."""
+    if program.compiling:
+        raise RuntimeError(
+            f"{program.recipe} has state that advances once per step, which torch.compile does not "
+            f"see: run {program.chain.title} in eager mode, or under torch.no_grad"
+        )
+    check_checkpoint(program)
+    if current.block is not None:
+        current.block.add(program.recipe, program.chain.ops, program.env)
 
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:

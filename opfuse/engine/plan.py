@@ -9,8 +9,10 @@ import dataclasses
 class PlanStep:
     """One step of a pass: what runs, over which basic ops, and who gave it.
 
-    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused; ``basic_ops``
-    is empty for a cast that the core inserts.
+    ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused. ``basic_ops``
+    and ``start`` count basic ops only: a cast by itself has none, and ``start`` is its edge.
+    ``casts`` has the casts of a step: for each its edge, and by what. ``note`` is a sentence that
+    there is more to say about the step, or empty.
     """
 
     op: str
@@ -19,6 +21,15 @@ class PlanStep:
     fusion: str | None = None
     distribution: str | None = None
     version: str | None = None
+    casts: tuple[tuple[int, str], ...] = ()
+    note: str = ""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its ops and casts, in the order of the forward."""
+        named = [(2 * (self.start + i) + 1, name) for i, name in enumerate(self.basic_ops)]
+        named += [(2 * edge, f"Cast[{by}]") for edge, by in self.casts]
+        return tuple(name for _, name in sorted(named))
 
     @property
     def owner(self) -> str:
@@ -27,7 +38,7 @@ class PlanStep:
 
     def __str__(self) -> str:
         who = f"fused by {self.fusion}, {self.owner}" if self.fusion else "not fused"
-        return f"{' + '.join(self.basic_ops) or self.op}, {who}"
+        return f"{' + '.join(self.parts) or self.op}, {who}"
 
 
 @dataclasses.dataclass(frozen=True)

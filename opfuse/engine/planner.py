@@ -14,10 +14,11 @@ from ..environment import Environment
 from ..op import FusedOperation
 from ..plugins import manager
 from ..records import FusionSource
-from ..settings import current
+from ..settings import Settings, current
 from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
 from .choose import Choice, check_expansion, choose
+from .edges import Edges, Needs, find_edges
 from .program import Program, compile_program
 from .step import Step
 
@@ -27,6 +28,8 @@ autocast's dtype, who trains, generation of the plugins, changes of ops, determi
 compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
 """
 
+_MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
+
 _Excluded = frozenset[tuple[Any, int, int]]
 
 
@@ -35,7 +38,7 @@ def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
     alignment, floor = 1, None
     if input is not None:
         rows = input.shape[:-1].numel()
-        alignment, floor = math.gcd(rows, 16), rows and 1 << rows.bit_length() - 1
+        alignment, floor = math.gcd(rows, _MOST_ALIGNED), rows and 1 << rows.bit_length() - 1
     return tuple([alignment if fact == "row_alignment" else floor for fact in facts])
 
 
@@ -52,23 +55,31 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
     check_kwargs(chain, kwargs)
     env = _environment(key, input)
-    grads = grads or (False,) * (1 + len(chain.param_sources))
+    needs = _needs(chain, env, grads)
     given: dict[str, Any] = dict(
-        first_backward=_first_backward(chain, env, grads), kwargs=kwargs or ((),) * len(chain.ops)
+        first_backward=needs.first_backward, kwargs=kwargs or ((),) * len(chain.ops)
     )
-    before = current.values
-    current.values = settings  # ops are asked for quantizers; not in force while tracing
+    if env.requires_grad and not env.options.get("double_backward"):
+        for i in range(len(chain.ops)):
+            check_attributes(chain, i)
+    sources = () if env.options.get("double_backward") else manager.sources(settings[1])
+    manager.check_options(settings[0], settings[1])
+    edges = _ask_ops(chain, env, needs, settings)
+    choice = _build(chain, env, sources, edges=edges, **given)
+    return compile_program(chain, choice, env, autocast, edges, needs, given["kwargs"])
+
+
+def _ask_ops(chain: Chain, env: Environment, needs: Needs, settings: Settings) -> Edges:
+    """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
+    before = current.values, current.environment
+    current.values = settings  # an op reads the recipe there; not in force while tracing
+    current.environment = env
     try:
-        for i, op in enumerate(chain.ops):
+        for op in chain.ops:
             op.reset_recipe_state(recipe=env.recipe)
-            if env.requires_grad and not env.options.get("double_backward"):
-                check_attributes(chain, i)
-        sources = () if env.options.get("double_backward") else manager.sources(settings[1])
-        manager.check_options(settings[0], settings[1])
-        choice = _build(chain, env, sources, given)
-        return compile_program(chain, choice, env, autocast, grads=grads, **given)
+        return find_edges(chain, env, needs)
     finally:
-        current.values = before
+        current.values, current.environment = before
 
 
 def _environment(key: Key, input: Tensor | None) -> Environment:
@@ -89,7 +100,7 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
 
 
 def _build(
-    chain: Chain, env: Environment, sources: Sequence[FusionSource], given: dict[str, Any]
+    chain: Chain, env: Environment, sources: Sequence[FusionSource], **given: Any
 ) -> Choice:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: _Excluded = frozenset()
@@ -97,18 +108,18 @@ def _build(
         choice = choose(chain.ops, sources, env, excluded=excluded, widths=chain.widths, **given)
         built: list[Step] = []
         for step in choice.taken:
-            fused = _built(chain, step, env)
+            fused = _built(step, env)
             if fused is None:
-                excluded |= {(step.source, step.start, step.stop)}
+                excluded |= {(step.source, step.begin, step.end)}
                 break
             built.append(dataclasses.replace(step, op=fused))
         else:
             return dataclasses.replace(choice, taken=tuple(built))
 
 
-def _built(chain: Chain, step: Step, env: Environment) -> Any:
+def _built(step: Step, env: Environment) -> Any:
     """The fused op of a step; None, after a warning, if its author's code fails."""
-    ops, fused = chain.ops[step.start : step.stop], step.op
+    ops, fused = step.matched, step.op
     try:
         if fused is None:
             fused = step.source.fusion.build(ops)
@@ -120,6 +131,16 @@ def _built(chain: Chain, step: Step, env: Environment) -> Any:
         return None
     check_expansion(step.source, fused, ops)
     return fused
+
+
+def _needs(chain: Chain, env: Environment, grads: tuple[bool, ...] | None) -> Needs:
+    """Which gradients are needed, of what ``grads`` says requires grad."""
+    recorded, flags = grads is not None, grads or (False,) * (1 + len(chain.param_sources))
+    first = _first_backward(chain, env, flags)
+    first_with_input = first + (1 if first or not flags[0] else 0)
+    inputs = [env.requires_grad and i >= first_with_input for i in range(len(chain.ops))]
+    params = [flags[1:][slice(*span)] for span in chain.param_ranges]
+    return Needs(recorded, first, tuple(inputs), tuple(params))
 
 
 def _first_backward(chain: Chain, env: Environment, grads: tuple[bool, ...]) -> int:

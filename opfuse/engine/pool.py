@@ -18,6 +18,7 @@ class PooledContext:
 
     __slots__ = tuple(vars(OperationContext()))
     save_for_backward = OperationContext.save_for_backward
+    quantized_weight = OperationContext.quantized_weight
 
     def __init__(self) -> None:
         for name, value in vars(OperationContext()).items():

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..debug import Watched
 from ..environment import Environment
 from ..fusible import declared
-from ..op import BasicOperation, FusedOperation, asks_for_quantizers
+from ..op import BasicOperation, FusedOperation
 from ..op_context import OperationContext
+from ..ops.cast import Cast
 from ..overrides import op_class
 from ..quantization import Quantizer
+from .calls import TrackedCast, WithCasts, finish, lone_step
 from .chain import Chain
 from .choose import Choice
+from .edges import Edges, Needs, View
 from .plan import FusionPlan, PlanStep
 from .pool import ContextPool, pooled_context
 from .step import Step
@@ -61,6 +62,26 @@ class SavedState:
         return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(open_ops))
 
 
+class Recompute(NamedTuple):
+    """How the input of an op is computed again, instead of being kept.
+
+    Attributes:
+        start: Where the fused op before it starts.
+        run: Its ``fuser_recompute``.
+        place, position: Where the input is among what the basic op saves, and among all that is
+            saved.
+        gives_quantized: Whether it is given as the op takes it, quantized.
+        cast: What casts it again, if that is a step of its own.
+    """
+
+    start: int
+    run: Callable[..., Any]
+    place: int
+    position: int
+    gives_quantized: bool
+    cast: Cast | None
+
+
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
@@ -74,9 +95,8 @@ class Program:
         called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
         leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
-        recomputing: Basic op -> who can compute its input again: the fused op before it, where that
-            starts, and the input's place among what the basic op saves, and among all that is
-            saved.
+        recomputing: Basic op -> how its input is computed again.
+        recorded: Whether grad mode is on.
         gradient_channels: The extra outputs that feed a channel through which a gradient comes
             back.
         pool: The contexts.
@@ -90,17 +110,16 @@ class Program:
         plan: FusionPlan,
         env: Environment,
         autocast: torch.dtype | None,
-        forward: Sequence[Step],
-        backward: Sequence[Step],
+        steps: tuple[Sequence[Step], Sequence[Step]],
         contexts: Sequence[dict[str, Any]],
-        *,
-        first_backward: int,
+        needs: Needs,
         undeclared: set[int],
         row_facts: tuple[str, ...],
     ) -> None:
         self.chain, self.plan = chain, plan
-        self.forward, self.backward = tuple(forward), tuple(backward)
-        self.recipe, self.compiling = env.recipe, env.compiling
+        self.forward, self.backward = map(tuple, steps)
+        first_backward, self.recorded = needs.first_backward, needs.recorded
+        self.env, self.recipe, self.compiling = env, env.recipe, env.compiling
         self.requires_grad, self.autocast = env.requires_grad, autocast
         self.double_backward = bool(env.options.get("double_backward"))
         known = torch.amp.is_autocast_available(env.device.type)
@@ -125,14 +144,20 @@ class Program:
         self.has_quantizer_state = _has_state(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
-    def _recomputing(self) -> dict[int, tuple[Any, int, int, int]]:
+    def _recomputing(self) -> dict[int, Recompute]:
         starts = {i: start for i, start, _ in self.saved.ranges}
-        ops_at = {step.start: step.op for step in self.forward}
+        fused = {step.start: step for step in self.forward if step.stop > step.start}
+        casts = {step.start: step.op for step in self.forward if isinstance(step.op, Cast)}
         found = {}
         for step in self.backward:
             if (first := step.recompute) is not None:
                 place = declared(self.chain.ops[step.start], "saved_names").index("input")
-                found[step.start] = ops_at[first], first, place, starts[step.start] + place
+                before, cast = fused[first], casts.get(step.start)
+                run, quantized = before.op.fuser_recompute, before.end % 2 == 1
+                if before.casts:
+                    run = WithCasts(run, before.matched)
+                position = starts[step.start] + place
+                found[step.start] = Recompute(first, run, place, position, quantized, cast)
         return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
@@ -151,9 +176,8 @@ def compile_program(
     choice: Choice,
     env: Environment,
     autocast: torch.dtype | None,
-    *,
-    grads: tuple[bool, ...],
-    first_backward: int,
+    edges: Edges,
+    needs: Needs,
     kwargs: Sequence[tuple[str, ...]],
 ) -> Program:
     """Turn a choice of fusions, already built, into a program.
@@ -163,76 +187,72 @@ def compile_program(
         choice: The fusions taken; each step carries its fused op.
         env: Where the program runs.
         autocast: The dtype that autocast asks for, or None.
-        grads: ``requires_grad`` of the input and of each parameter.
-        first_backward: The first op that takes part in the backward.
+        edges: Where each pass casts.
+        needs: Which gradients it computes.
         kwargs: Names of the keyword arguments given to each op.
     """
-    forward, backward = _steps(chain, choice, env, first_backward)
-    written = _negotiate_casts(forward, backward, env)
-    # a joint fusion may leave what it likes, and under a recipe one saved tensor may be several
+    forward, backward = _steps(chain, choice, env, edges, needs)
+    # a joint fusion may leave what it likes
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
-    undeclared |= set(range(len(chain.ops))) if env.recipe is not None else set()
     for step in forward:
-        _finish(step, "forward", chain, kwargs, env)
+        finish(step, "forward", chain, kwargs, env, edges)
+    recomputable = {
+        step.stop: step
+        for step in forward
+        if isinstance(step.op, FusedOperation) and step.op.recomputes and step.stop > step.start
+    }
+    behind = {step.begin: step for step in forward if step.begin % 2 == 0}
     before: Step | None = None
     for step in backward:
-        step.owns = step.cast is not None or (before is not None and _leaves_owned(before))
-        _finish(step, "backward", chain, kwargs, env)
-        _let_recompute(step, chain, forward, undeclared)
+        step.owns = before is not None and _leaves_owned(before)
+        finish(step, "backward", chain, kwargs, env, edges)
+        if step.start in recomputable and step.start not in undeclared:
+            _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
         before = step
-    contexts = _context_values(chain, env, autocast, backward, written, first_backward, grads)
+    contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
     plan = FusionPlan(_describe(forward, chain), _describe(backward, chain), choice.refused)
-    options: dict[str, Any] = dict(
-        first_backward=first_backward, undeclared=undeclared, row_facts=choice.row_facts
-    )
-    return Program(chain, plan, env, autocast, forward, backward, contexts, **options)
+    steps = forward, backward
+    return Program(chain, plan, env, autocast, steps, contexts, needs, undeclared, choice.row_facts)
 
 
 def _steps(
-    chain: Chain, choice: Choice, env: Environment, first_backward: int
+    chain: Chain, choice: Choice, env: Environment, edges: Edges, needs: Needs
 ) -> tuple[list[Step], list[Step]]:
     """The steps of both passes, in the order they run."""
-    forward = _cover(chain, [step for step in choice.taken if step.passes != "backward"])
-    backward = _cover(chain, [step for step in choice.taken if step.passes != "forward"])[::-1]
-    backward = [step for step in backward if step.stop > first_backward]
+    forward = [step for step in choice.taken if step.passes != "backward"]
+    backward = [step for step in choice.taken if step.passes != "forward"]
+    forward = _cover(edges.view(chain.ops, "forward"), forward)
+    backward = _cover(edges.view(chain.ops, "backward"), backward)[::-1]
+    backward = [step for step in backward if step.end > 2 * needs.first_backward + 1]
     return forward, backward if env.requires_grad else []
-
-
-def _negotiate_casts(
-    forward: Sequence[Step], backward: Sequence[Step], env: Environment
-) -> tuple[dict[int, Quantizer], dict[int, Quantizer]]:
-    """Who quantizes what goes from one step to the next, in both passes."""
-    recipe = env.recipe
-    of_backward = recipe is not None and recipe.backward_override is None
-    written = _negotiate(forward, recipe is not None, "get_input_quantizer", "writes_output")
-    return written, _negotiate(
-        backward, of_backward, "get_grad_output_quantizer", "writes_grad_input"
-    )
 
 
 def _context_values(
     chain: Chain,
     env: Environment,
     autocast: torch.dtype | None,
-    backward: Sequence[Step],
-    written: tuple[dict[int, Quantizer], dict[int, Quantizer]],
-    first_backward: int,
-    grads: tuple[bool, ...],
+    steps: tuple[Sequence[Step], Sequence[Step]],
+    edges: Edges,
+    needs: Needs,
 ) -> list[dict[str, Any]]:
     """What the engine writes on the context of each basic op; see :class:`OperationContext`."""
+    forward, backward = steps
     recomputing = {step.recompute for step in backward}
+    # a fused op that begins with a cast takes a plain tensor, so that nobody is to quantize it before
+    inside = {step.begin for step in forward if step.source}
+    inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
-    first_with_input = first_backward + (1 if first_backward or not grads[0] else 0)
     return [
         dict(
-            requires_grad=env.requires_grad and i >= first_backward,
-            input_requires_grad=env.requires_grad and i >= first_with_input,
-            param_requires_grad=grads[1:][slice(*chain.param_ranges[i])],
+            requires_grad=env.requires_grad and i >= needs.first_backward,
+            input_requires_grad=needs.inputs[i],
+            param_requires_grad=needs.params[i],
             dtype=_dtype(chain.ops, i, autocast),
             backward_override=env.recipe.backward_override if env.recipe is not None else None,
-            prev_op_grad_output_quantizer=written[1].get(i),
-            next_op_input_quantizer=written[0].get(i),
-            quantizers=op._quantizers.of(env.recipe),
+            prev_op_grad_output_quantizer=_quantizer(edges.backward, i, inside_backward),
+            next_op_input_quantizer=_quantizer(edges.forward, i + 1, inside),
+            quantizers=op._quantizers.of(env.recipe, recording=needs.recorded),
+            weights=op._weights if env.recipe is not None else None,
             owns_grad_output=i in owned,
             may_recompute=i in recomputing,
         )
@@ -240,22 +260,8 @@ def _context_values(
     ]
 
 
-def separate(chain: Chain, index: int, step: Step) -> Step:
-    """The backward step of a basic op, out of the step of a fused op that stands for it."""
-    op = chain.ops[index]
-    alone = dataclasses.replace(
-        step,
-        op=op,
-        start=index,
-        stop=index + 1,
-        run=op.fuser_backward,
-        direct=False,
-        prepares=index == step.start and step.prepares,
-        has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
-        no_extras=((),),
-        owns=False,
-    )
-    return alone
+def _quantizer(casts: Mapping[int, Cast], edge: int, inside: set[int]) -> Quantizer | None:
+    return casts[edge].quantizer if edge in casts and 2 * edge not in inside else None
 
 
 def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -267,8 +273,7 @@ def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], t
 
 def _has_state(contexts: Sequence[dict[str, Any]]) -> bool:
     """Whether a quantizer has state that lasts over steps."""
-    quantizers = [q for values in contexts for mode in values["quantizers"] for q in mode]
-    return any(quantizer.state_names for quantizer in quantizers)
+    return any(q.state_names for values in contexts for q in values["quantizers"].values())
 
 
 def _called_before(
@@ -307,67 +312,41 @@ def _dtype(
     return autocast if autocast is None or wanted is None or cast_anyway else wanted
 
 
-def _cover(chain: Chain, taken: Sequence[Step]) -> list[Step]:
-    """The steps of one pass, first op to last: those taken, and an op alone elsewhere."""
+def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
+    """The steps of one pass, first op to last: those taken, and an op or cast alone elsewhere."""
     steps = [copy.copy(step) for step in taken]
-    covered = {i for step in steps for i in range(step.start, step.stop)}
-    alone = [i for i in range(len(chain.ops)) if i not in covered]
-    steps += [Step(None, i, i + 1, op=chain.ops[i]) for i in alone]
-    return sorted(steps, key=lambda step: step.start)
+    covered = {place for step in steps for place in range(step.begin, step.end)}
+    alone = [k for k, place in enumerate(view.places) if place not in covered]
+    steps += [lone_step(view.ops[k], view.places[k]) for k in alone]
+    return sorted(steps, key=lambda step: step.begin)
 
 
-def _finish(
-    step: Step, pass_name: str, chain: Chain, kwargs: Sequence[tuple[str, ...]], env: Environment
-) -> None:
-    """Decide how a step is called."""
-    op, forward = step.op, pass_name == "forward"
-    ops = chain.ops[step.start : step.stop]
-    step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
-    step.no_extras = ((),) * len(ops)
-    step.direct = not kwargs[step.start] and not step.has_extras and _is_direct(op, pass_name)
-    step.run = getattr(op, f"op_{pass_name}" if step.direct else f"fuser_{pass_name}")
-    if step.direct and forward:
-        step.run = _with_quantizers(op)
-    if env.options.get("debug") and not env.compiling:
-        who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in ops)}]"
-        step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
-    step.width = chain.later_widths.get(step.start) if forward else None
-    step.prepares = env.recipe is not None or step.width is not None
-    wanted = op.get_input_quantizer() if forward else op.get_grad_output_quantizer()
-    step.takes_quantized = wanted is not None
+def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) -> None:
+    """Say in a backward step that its input need not be kept, or why it is kept.
 
-
-def _is_direct(op: Any, pass_name: str) -> bool:
-    """Whether a basic op's ``fuser_forward``, or backward, only calls its ``op_forward``."""
-    method = f"fuser_{pass_name}"
-    if not isinstance(op, BasicOperation) or method in vars(op):
-        return False
-    return getattr(type(op), method) is getattr(BasicOperation, method)
-
-
-def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
-    """``op_forward`` of two arguments: what it asks for beside them it gets from its context."""
-    forward: Any = op.op_forward
-    by_position, by_name = asks_for_quantizers(op)
-    if not (by_position or by_name):
-        return forward  # type: ignore[no-any-return]
-
-    @functools.wraps(forward)
-    def run(ctx: OperationContext, x: Any) -> Any:
-        before = [getattr(ctx, name) for name in by_position]
-        return forward(ctx, x, *before, **{name: getattr(ctx, name) for name in by_name})
-
-    run.op = op  # type: ignore[attr-defined]
-    return run
-
-
-def _let_recompute(step: Step, chain: Chain, forward: Sequence[Step], undeclared: set[int]) -> None:
-    """Say in a backward step if a fused op before it can compute its input again."""
-    names = declared(chain.ops[step.start], "saved_names") or ()
-    for before in forward:
-        fused = before.stop == step.start and isinstance(before.op, FusedOperation)
-        if fused and before.op.recomputes and "input" in names and step.start not in undeclared:
-            step.prepares, step.recompute = True, before.start
+    Args:
+        step: The backward step.
+        chain: The chain.
+        before: The forward step that gave the input, and can compute it again.
+        behind: The forward step that begins with the cast of it, if there is one.
+    """
+    if step.start == step.stop:
+        return
+    if "input" not in (declared(chain.ops[step.start], "saved_names") or ()):
+        return
+    if before.end % 2 or behind is None:  # it gives what the op takes
+        kept = ""
+    elif not isinstance(behind.op, Cast):
+        kept = f"{type(behind.op).__name__} casts it inside"
+    elif not behind.op.quantizer.requantizes:
+        by = type(behind.op.quantizer).__name__
+        kept = f"{by} cannot cast it again with the scale of the forward"
+    else:
+        kept, behind.run = "", TrackedCast(behind.op)
+    if kept:
+        step.note = f"its input is not computed again: {kept}"
+    else:
+        step.prepares, step.recompute = True, before.start
 
 
 def _leaves_owned(step: Step) -> bool:
@@ -377,37 +356,16 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _negotiate(
-    steps: Sequence[Step], enabled: bool, wants: str, writes: str
-) -> dict[int, Quantizer]:
-    """Ask consumers for quantizers and producers whether they write them; where not, cast.
-
-    Returns:
-        For the producers that do write it: the index of the basic op at the edge -> the quantizer.
-    """
-    agreed: dict[int, Quantizer] = {}
-    for position, step in enumerate(steps if enabled else ()):
-        quantizer: Quantizer | None = getattr(step.op, wants)()
-        if quantizer is None:
-            continue
-        producer = steps[position - 1] if position else None
-        if producer is not None and getattr(producer.op, writes)(quantizer):
-            agreed[producer.stop - 1 if writes == "writes_output" else producer.start] = quantizer
-        else:
-            step.cast = quantizer
-    return agreed
-
-
 def _describe(steps: Sequence[Step], chain: Chain) -> tuple[PlanStep, ...]:
     """The steps as report data."""
     rows = []
     for step in steps:
-        if step.cast is not None:
-            rows.append(PlanStep(f"Cast[{type(step.cast).__name__}]", (), step.start))
         names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
-        if step.source is None:
-            rows.append(PlanStep(names[0], names, step.start))
-        else:
+        casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
+        who: tuple[Any, ...] = (None, None, None)
+        title = names[0] if names else f"Cast[{casts[0][1]}]"
+        if step.source is not None:
             who = step.source.name, step.source.distribution, step.source.version
-            rows.append(PlanStep(type(step.op).__name__, names, step.start, *who))
+            title = type(step.op).__name__
+        rows.append(PlanStep(title, names, step.start, *who, casts, step.note))
     return tuple(rows)

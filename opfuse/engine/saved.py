@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..quantization import QuantizedTensor
+from ..quantization import QuantizedTensor, Usage
+from .calls import WithCasts
 from .checks import forward_of, refuse_saved, saved_nothing
 from .extras import ForwardExtras
 from .program import Program
@@ -50,11 +51,13 @@ def leave(
             func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
         if program.saved.undeclared:
             func_ctx.left = _keep_contexts(program, ctxs, saved)
-        if extras is not None:
-            extras.refuse_overwritten(x, saved)
-            func_ctx.shapes = extras.shapes
         if program.accumulating:
             func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
+    if program.recipe is not None:
+        func_ctx.quantized = _unpack_quantized(saved)
+    if extras is not None:
+        extras.refuse_overwritten(x, saved)
+        func_ctx.shapes = extras.shapes
     func_ctx.save_for_backward(*saved)
     func_ctx.program = program
     if not program.compiling:
@@ -96,14 +99,8 @@ def _keep_contexts(
     for index in program.saved.undeclared:
         ctx = left[index] = ctxs[index]
         start = len(saved)
-        ctx.saved_quantized = None
         if ctx.to_save is not None:
-            if program.recipe is not None and any(
-                [isinstance(entry, QuantizedTensor) for entry in ctx.to_save]
-            ):
-                ctx.saved_quantized = _save_quantized(ctx.to_save, saved)
-            else:
-                saved += ctx.to_save
+            saved += ctx.to_save
             ctx.to_save = None
         ctx.params = ()
         ctx.saved_range = (start, len(saved))
@@ -116,56 +113,79 @@ def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[An
         vars(ctxs[index]).update(vars(ctx))
         start, stop = ctx.saved_range
         ctxs[index].saved_tensors = saved[start:stop]
-        if ctx.saved_quantized is not None:
-            ctxs[index].saved_tensors = tuple(
-                [
-                    saved[first]
-                    if cls is None
-                    else cls.rebuild(saved[first:last], quantizer, dtype)
-                    for first, last, cls, quantizer, dtype in ctx.saved_quantized
-                ]
-            )
 
 
 def _drop_recomputable(
     program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
-) -> list[int]:
-    """Do not keep the inputs that a fused op can compute again; return whose they are."""
-    dropped = []
-    for index, (_, start, _, place) in program.recomputing.items():
-        output, ctxs[start].recomputable_output = ctxs[start].recomputable_output, None
-        if output is not None and saved[place] is output:
-            saved[place] = None
-            dropped.append(index)
+) -> dict[int, Usage]:
+    """Do not keep the inputs that a fused op can compute again.
+
+    Of one that is quantized the scales are kept, to cast it again as it was.
+
+    Returns:
+        Whose they are, and which copies each had.
+    """
+    dropped = {}
+    for index, how in program.recomputing.items():
+        output, ctxs[how.start].recomputable_output = ctxs[how.start].recomputable_output, None
+        kept: Any = saved[how.position]
+        if how.cast is not None:
+            plain, cast = ctxs[index].cast_input or (None, None)
+            output, ctxs[index].cast_input = cast if plain is output else None, None
+        if output is None or not _is_of(kept, output):
+            continue
+        quantized = isinstance(kept, QuantizedTensor)
+        dropped[index] = kept.copies if quantized else Usage()
+        saved[how.position] = kept.without_data() if quantized else None  # type: ignore[assignment]
     return dropped
 
 
-def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: list[int]) -> None:
+def _is_of(kept: Any, output: Any) -> bool:
+    """Whether what an op saved is this very tensor; of a quantized one, copies of it."""
+    if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
+        return kept is output
+    return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
+
+
+def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[int, Usage]) -> None:
     """Put an input back that was not kept, after that of the op that computes it."""
     if index not in dropped:
         return
-    op, start, place, _ = program.recomputing[index]
-    saved = ctxs[index].saved_tensors
-    if saved[place] is None:
-        recompute(program, ctxs, start, dropped)
-        ctxs[index].saved_tensors = (
-            *saved[:place],
-            op.fuser_recompute(ctxs[start:index]),
-            *saved[place + 1 :],
-        )
+    how, saved = program.recomputing[index], ctxs[index].saved_tensors
+    shell, usage = saved[how.place], dropped[index]
+    if shell is None or shell.copies == Usage(False, False):
+        recompute(program, ctxs, how.start, dropped)
+        given = {"saved": shell} if isinstance(how.run, WithCasts) else {}
+        again = how.run(ctxs[how.start : index], **given)
+        if how.cast is not None:
+            again = how.cast.quantizer.requantize(again, shell, usage)
+        if shell is not None:
+            again = again.only(usage)
+        ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
 
 
-def _save_quantized(entries: Sequence[Any], saved: list[Tensor | None]) -> list[tuple[Any, ...]]:
-    """Append the tensors of ``entries`` to ``saved``; return where each is and what rebuilds it."""
-    layout: list[tuple[Any, ...]] = []
-    for entry in entries:
+def _unpack_quantized(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
+    """Put the tensors of quantized tensors behind all others, so that every place stays.
+
+    Returns:
+        For each its place, what it is without its tensors, and where these are.
+    """
+    found = []
+    for place, entry in enumerate(tuple(saved)):
         if isinstance(entry, QuantizedTensor):
             parts = entry.tensors()
-            layout.append(
-                (len(saved), len(saved) + len(parts), type(entry), entry.quantizer, entry.dtype)
-            )
+            shell = entry.rebuild((None,) * len(parts))
+            found.append((place, shell, len(saved), len(saved) + len(parts)))
+            saved[place] = None
             saved.extend(parts)
-        else:
-            layout.append((len(saved), len(saved) + 1, None, None, None))
-            saved.append(entry)
-    return layout
+    return found
+
+
+def rebuilt(
+    saved: tuple[Any, ...], quantized: Sequence[tuple[int, QuantizedTensor, int, int]]
+) -> tuple[Any, ...]:
+    """Undo :func:`_unpack_quantized`."""
+    entries = list(saved)
+    for place, shell, first, last in quantized:
+        entries[place] = shell.rebuild(saved[first:last])
+    return tuple(entries)

@@ -7,48 +7,69 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..quantization import Quantizer
+from ..op import BasicOperation
+from ..ops.cast import Cast
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """One call of one op over ``ops[start:stop]``.
+    """One call of one op over ``ops[start:stop]``, and over casts on their edges.
 
     Attributes:
         source: The :class:`~opfuse.records.FusionSource` that gave the fusion; None for a basic op
-            by itself.
-        start, stop: Which basic ops.
+            by itself, and for a cast.
+        begin, end: The same in half steps, see :mod:`opfuse.engine.edges`; there a cast has a place
+            too.
+        matched: The basic ops and the casts, in the order of the forward.
+        start, stop: Which basic ops: none for a cast, which has the edge as both.
         benefit: How many reads and writes of tensors the fusion saves.
         op: The basic op, or the fused op; None while it is not built.
         run: The bound method that a loop calls.
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
-        prepares: Whether something happens before the call: the incoming tensor is cast, made plain
-            or looked at, or an input is computed again.
-        cast: The quantizer to cast it with.
+        prepares: Whether something happens before the call: the incoming tensor is made plain or
+            looked at, or an input is computed again.
         takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
         width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
         no_extras: For each basic op, no extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
+        note: What there is more to say about it, for reports.
         recompute: Where the fused op before it starts, if that can give the input again (backward
             only).
     """
 
     source: Any
-    start: int
-    stop: int
+    begin: int
+    end: int
+    matched: tuple[BasicOperation, ...]
     benefit: float = 0.0
     op: Any = None
     run: Callable[..., Any] = NotImplemented
     direct: bool = False
     prepares: bool = False
-    cast: Quantizer | None = None
     takes_quantized: bool = False
     width: int | None = None
     has_extras: bool = False
     no_extras: tuple[tuple[()], ...] = ()
     owns: bool = False
     recompute: int | None = None
+    note: str = ""
+    start: int = dataclasses.field(init=False)
+    stop: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start, self.stop = self.begin // 2, self.end // 2
+
+    @property
+    def casts(self) -> list[tuple[int, Cast]]:
+        """Its casts, each with its edge."""
+        found, edge = [], self.start
+        for op in self.matched:
+            if isinstance(op, Cast):
+                found.append((edge, op))
+            else:
+                edge += 1
+        return found
 
     @property
     def passes(self) -> str:
@@ -57,6 +78,6 @@ class Step:
 
     @property
     def places(self) -> Iterator[tuple[str, int]]:
-        """The ops it wants, each with the pass."""
+        """The ops and edges it wants, each with the pass."""
         passes = ("forward", "backward") if self.passes == "joint" else (self.passes,)
-        return itertools.product(passes, range(self.start, self.stop))
+        return itertools.product(passes, range(self.begin, self.end))

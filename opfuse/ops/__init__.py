@@ -2,6 +2,7 @@
 
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
+from .cast import Cast
 from .distributed import AllGather, AllReduce, ReduceScatter
 from .dropout import Dropout
 from .extra import AddExtraInput, MakeExtraOutput
@@ -25,7 +26,7 @@ from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, Scaled
 # fmt: off
 __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
-    "AllReduce", "BasicLinear", "Bias", "ClampedSwiGLU", "ConstantScale", "Dropout",
+    "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "Dropout",
     "GatedActivation", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput",
     "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU",
     "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU",

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from ..op import BasicOperation
 from ..op_context import OperationContext
-from ..quantization import QuantizedTensor, Quantizer, QuantizerRole, dequantize
+from ..quantization import (
+    COLUMNWISE,
+    ROWWISE,
+    QuantizedTensor,
+    Quantizer,
+    QuantizerRole,
+    Usage,
+    dequantize,
+)
 from ..settings import current
 from ._common import Grads, check_size, refuse, shows
 
@@ -108,7 +116,7 @@ class BasicLinear(BasicOperation):
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """Input and weight of a linear layer, or the gradient of its output."""
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [QuantizerRole("linear", tensor) for tensor in tensors]
+        return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's; None where the op quantizes the input itself.
@@ -131,7 +139,7 @@ class BasicLinear(BasicOperation):
         """
         (weight,) = ctx.params
         dtype = ctx.dtype
-        if ctx.quantizers[0]:
+        if ctx.quantizers:
             return _quantized_operands(ctx, input_)
         x: Any = input_
         if dtype is not None:
@@ -156,8 +164,8 @@ class BasicLinear(BasicOperation):
         Autograd casts them at the end.
         """
         x, w = ctx.saved_tensors  # type: ignore[misc]
-        if ctx.quantizers[0]:
-            return _quantized_backward(grad_output, x, w)
+        if ctx.quantizers:
+            return _quantized_backward(ctx, grad_output, x, w)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
@@ -222,32 +230,36 @@ def _quantized_operands(
     ctx: OperationContext, input_: Tensor | QuantizedTensor
 ) -> tuple[Tensor, Tensor]:
     """The operands as they come out of quantization; saves them quantized, or as they were."""
-    (weight,), dtype = ctx.params, ctx.dtype or input_.dtype
-    quantize_input, quantize_weight = ctx.quantizers[0]
-    x, w = quantize_input(input_), quantize_weight(weight)
+    (weight,), dtype, override = ctx.params, ctx.dtype or input_.dtype, ctx.backward_override
+    (wgrad,), dgrad = ctx.param_requires_grad, ctx.input_requires_grad
+    quantized = ctx.requires_grad and override is None  # so is the backward
+    x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
+    w = ctx.quantized_weight(Usage(True, quantized and dgrad))
     if ctx.requires_grad:
-        as_they_were = ctx.backward_override == "high_precision"
-        saved_x = dequantize(input_).to(dtype) if as_they_were else x
-        saved_w = weight.to(dtype) if as_they_were else w
-        ctx.save_for_backward(
-            saved_x if ctx.param_requires_grad[0] else None,
-            saved_w if ctx.input_requires_grad else None,
-        )
+        saved_x: Any = x.only(_read_by_backward(override))
+        saved_w: Any = w.only(_read_by_backward(override))
+        if override == "high_precision":
+            saved_x, saved_w = dequantize(input_).to(dtype), weight.to(dtype)
+        ctx.save_for_backward(saved_x if wgrad else None, saved_w if dgrad else None)
     return x.dequantize().to(dtype), w.dequantize().to(dtype)
 
 
 def _quantized_backward(
-    grad_output: Tensor | QuantizedTensor, x: Any, w: Any
+    ctx: OperationContext, grad_output: Tensor | QuantizedTensor, x: Any, w: Any
 ) -> tuple[Tensor | None, Grads]:
-    """The gradients from quantized operands.
-
-    A quantized gradient meets the copies made for the backward.
-    """
-    dtype, columnwise = grad_output.dtype, isinstance(grad_output, QuantizedTensor)
+    """The gradients from quantized operands; a recipe may say that the gradient is not one."""
+    dtype, usage = grad_output.dtype, _read_by_backward(ctx.backward_override)
+    dy: Any = grad_output
+    if ctx.backward_override is None:
+        dy = ctx.quantizers["grad_output"](dy, Usage(w is not None, x is not None))
     dx = dw = None
     if w is not None:
-        dx = dequantize(grad_output) @ dequantize(w, columnwise=columnwise).to(dtype)
+        dx = dequantize(dy) @ dequantize(w, usage).to(dtype)
     if x is not None:
-        x = dequantize(x, columnwise=columnwise).to(dtype)
-        dw = _grad_weight(dequantize(grad_output, columnwise=columnwise), x)
+        dw = _grad_weight(dequantize(dy, COLUMNWISE), dequantize(x, usage).to(dtype))
     return dx, (dw,)
+
+
+def _read_by_backward(override: str | None) -> Usage:
+    """Which copies of input and weight the backward reads: its own, or those of the forward."""
+    return COLUMNWISE if override is None else ROWWISE

@@ -31,5 +31,6 @@ class Quantize(PassThrough):
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """An input, or the gradient of an output."""
-        role = QuantizerRole("quantize", "input" if mode == "forward" else "grad_output")
+        tensor = "input" if mode == "forward" else "grad_output"
+        role = QuantizerRole("quantize", tensor, self.name)
         return [role] * self.num_quantizers(mode)

@@ -1,12 +1,26 @@
 """Quantization as the core sees it.
 
-Recipes are values, quantizers cast, and quantized tensors are plain pairs.
+Recipes are values, quantizers cast, and what they make has one of the documented formats.
 
 The core ships no recipe. A plugin offers recipes through the hook ``opfuse_recipes`` and their
 quantizers through ``opfuse_quantizer``.
 """
 
-from .quantizer import QuantizedTensor, Quantizer, dequantize
+from .formats import QuantizedTensor, Usage
+from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded
 from .recipe import QuantizerRole, Recipe
+from .weights import WeightCache
 
-__all__ = ["QuantizedTensor", "Quantizer", "QuantizerRole", "Recipe", "dequantize"]
+__all__ = [
+    "BOTH",
+    "COLUMNWISE",
+    "ROWWISE",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "Usage",
+    "WeightCache",
+    "dequantize",
+    "nothing_recorded",
+]

@@ -1,92 +1,134 @@
-"""Quantizers and what they make."""
+"""Quantizers: what casts a tensor down."""
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .formats import QuantizedTensor, Usage
 
-@dataclasses.dataclass(slots=True, eq=False, repr=False)
-class QuantizedTensor:
-    """Quantized data and its scale: a plain pair, not a tensor subclass.
-
-    Args:
-        data: The quantized values, shape of the original tensor.
-        scale: What ``quantizer`` needs to recover the values; its shape is the quantizer's own
-            affair.
-        quantizer: The quantizer that made it and can undo it.
-        dtype: The dtype of the original tensor, which :meth:`dequantize` gives back.
-
-    A recipe with two copies of a tensor (one per GEMM direction) subclasses it, and overrides
-    :meth:`tensors`, :meth:`rebuild` and :meth:`dequantize`.
-    """
-
-    data: Tensor
-    scale: Tensor | None
-    quantizer: Quantizer
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the original tensor."""
-        return self.data.shape
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Everything to keep for the backward."""
-        return self.data, self.scale
-
-    @classmethod
-    def rebuild(
-        cls, tensors: Sequence[Tensor | None], quantizer: Quantizer, dtype: torch.dtype
-    ) -> QuantizedTensor:
-        """A quantized tensor over what :meth:`tensors` gave, after it was saved and restored."""
-        data, scale = tensors
-        assert data is not None
-        return cls(data, scale, quantizer, dtype)
-
-    def dequantize(self, *, columnwise: bool = False) -> Tensor:
-        """The values as a plain tensor of ``dtype``.
-
-        Args:
-            columnwise: Use the copy quantized for a GEMM that reduces over rows, where there is
-                one.
-        """
-        return self.quantizer.dequantize(self)
-
-    def __repr__(self) -> str:
-        return f"QuantizedTensor({tuple(self.shape)}, {self.data.dtype} for {self.dtype})"
+ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
+BOTH = Usage(True, True)
 
 
 class Quantizer(ABC):
-    """Casts a tensor down, and back.
+    """Casts a tensor down, into one of the formats of :mod:`opfuse.quantization.formats`.
+
+    What it makes owns its scales: they alias no state of the quantizer, which may change before
+    the backward reads them.
 
     Attributes:
         state_names: Names of the tensor attributes that last over steps. They go into the op's
             ``state_dict`` and follow it to another device; update them in place.
+        pending_names: Those of them that :meth:`quantize` writes, such as the largest magnitude
+            (amax) seen since the last :meth:`Recipe.update`, which folds them into the others.
+            They hold maxima, and -1 where nothing was recorded. State that is not pending changes
+            in ``update`` only.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
+    pending_names: ClassVar[tuple[str, ...]] = ()
+    _recording: Quantizer | None = None
 
     @abstractmethod
-    def quantize(self, tensor: Tensor) -> QuantizedTensor:
-        """Quantize ``tensor``; may update the state."""
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """Quantize ``tensor``; may record what it saw in the pending state.
 
-    @abstractmethod
-    def dequantize(self, quantized: QuantizedTensor) -> Tensor:
-        """The plain tensor, of ``quantized.dtype``, that ``quantized`` stands for."""
+        Args:
+            tensor: The values, of any shape.
+            usage: Which copies are needed.
+            out: Write into the tensors of this one, and return it.
+        """
 
-    def __call__(self, tensor: Tensor | QuantizedTensor) -> QuantizedTensor:
-        """Quantize ``tensor`` unless it already is quantized."""
-        return tensor if isinstance(tensor, QuantizedTensor) else self.quantize(tensor)
+    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
+        """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
+
+        For an input that the backward computes again instead of keeping it. A quantizer without
+        state does the same as before. One with state overrides this; where it does not, its inputs
+        are kept.
+
+        Args:
+            tensor: The same values again.
+            scales: What :meth:`quantize` gave, without its data.
+            usage: Which copies are needed.
+        """
+        if self.state_names:
+            raise NotImplementedError(f"{type(self).__name__} has state and no requantize")
+        return self.quantize(tensor, usage)
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether :meth:`requantize` works."""
+        return not self.state_names or type(self).requantize is not Quantizer.requantize
+
+    def __call__(
+        self, tensor: Tensor | QuantizedTensor, usage: Usage = BOTH
+    ) -> QuantizedTensor:
+        """Quantize ``tensor``, unless this quantizer did so already, for at least this usage.
+
+        Raises:
+            TypeError: Another quantizer made it, or a copy is missing: a cast starts from the
+                unquantized tensor.
+        """
+        if not isinstance(tensor, QuantizedTensor):
+            return self.quantize(tensor, usage)
+        if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
+            return tensor
+        raise TypeError(
+            f"{type(self).__name__} expected a plain tensor, or one that it quantized with {usage}, "
+            f"got {tensor!r} of {type(tensor.quantizer).__name__} with {tensor.usage}: a cast "
+            f"starts from the unquantized tensor"
+        )
+
+    # What is recorded
+
+    def discard(self) -> None:
+        """Forget what was recorded since the last update."""
+        for name in self.pending_names:
+            getattr(self, name).fill_(-1)
+
+    def unrecorded(self) -> Quantizer:
+        """One that casts as this one does, from the same state, and records nothing here.
+
+        For calls with grad mode off: what an evaluation sees is not to move the scales.
+        """
+        if not self.pending_names:
+            return self
+        twin: Quantizer = object.__new__(type(self))
+        vars(twin).update(vars(self), _recording=self)
+        for name in self.state_names:
+            del vars(twin)[name]  # read from the one it stands for, whatever it is by then
+        for name in self.pending_names:
+            setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def __getattr__(self, name: str) -> object:
+        # only a twin comes here: what it does not have itself, it reads from the one it stands for
+        recording = vars(self).get("_recording")
+        if recording is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(recording, name)
 
 
-def dequantize(tensor: Tensor | QuantizedTensor, *, columnwise: bool = False) -> Tensor:
+def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two are the same, recording or not."""
+    return one is not None and other is not None and _original(one) is _original(other)
+
+
+def _original(quantizer: Quantizer) -> Quantizer:
+    return quantizer._recording or quantizer
+
+
+def dequantize(tensor: Tensor | QuantizedTensor, usage: Usage = ROWWISE) -> Tensor:
     """A plain tensor from a plain or quantized one."""
-    return (
-        tensor.dequantize(columnwise=columnwise) if isinstance(tensor, QuantizedTensor) else tensor
-    )
+    return tensor.dequantize(usage) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def nothing_recorded(device: torch.device | str | None = None) -> Tensor:
+    """A pending maximum: one number in fp32, -1, as after :meth:`Quantizer.discard`."""
+    return torch.full((1,), -1.0, dtype=torch.float32, device=device)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.compiler import is_compiling
+
+if TYPE_CHECKING:
+    from .quantizer import Quantizer
 
 _OVERRIDES = (None, "high_precision", "dequantized")
 
@@ -48,18 +52,43 @@ class Recipe:
         if not is_compiling():
             self.to_json()
 
-    def to_json(self) -> str:
+    def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
+        """Advance the state of quantizers by one step: fold in what they recorded, and forget that.
+
+        Called at the exit of the outermost :class:`opfuse.autocast` block of a forward: never
+        inside a backward, never after an exception, never with grad mode off. It folds the maxima
+        that the forward of this block recorded, and those of the gradients that arrived since the
+        last update. A forward quantizer advances at every update, with 0 where nothing was
+        recorded; that of a gradient only where one arrived on any rank.
+
+        Args:
+            quantizers: Those of the ops that ran in the block; in a model that was prepared
+                (:func:`opfuse.prepare`) those of all its ops, in its order. Forward quantizers and
+                quantizers of gradients alike.
+            group: The process group over which to take the maxima, in one collective; or None.
+
+        Raises:
+            NotImplementedError: The recipe's quantizers have state, and it does not say how.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has quantizers with pending state, and no update"
+        )
+
+    def to_json(self, name: str = "") -> str:
         """The recipe as JSON text, by which a checkpoint knows its quantizer state.
+
+        Args:
+            name: What the recipe is registered as.
 
         Raises:
             TypeError: A field is not JSON-able; told when the recipe is made.
         """
         fields = dataclasses.asdict(self)
-        for name, value in fields.items():
+        for field, value in fields.items():
             try:
                 json.dumps(value)
             except (TypeError, ValueError):
                 raise TypeError(
-                    f"{type(self).__name__}.{name} must be JSON-able, got {value!r}"
+                    f"{type(self).__name__}.{field} must be JSON-able, got {value!r}"
                 ) from None
-        return json.dumps({"recipe": type(self).__name__, **fields}, sort_keys=True)
+        return json.dumps({"recipe": name or type(self).__name__, **fields}, sort_keys=True)

@@ -13,14 +13,41 @@ from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
 
 _KEY = "quantizers."
-_MODES = ("forward", "backward")
+MODES = ("forward", "backward")
+_DEFAULT_NAMES = {"forward": ("input", "weight"), "backward": ("grad_output",)}
+
+
+def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
+    """The names of an op's quantizers: what its roles say, numbered where several say the same."""
+    types = [role.tensor_type for role in _roles(op, mode)]
+    known = _DEFAULT_NAMES[mode]
+    types = [
+        name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)
+    ]
+    return tuple(
+        name if types.count(name) == 1 else f"{name}{types[:i].count(name)}"
+        for i, name in enumerate(types)
+    )
+
+
+def _roles(op: Any, mode: str) -> list[QuantizerRole]:
+    """What each tensor is that an op quantizes in a mode."""
+    count = op.num_quantizers(mode)
+    roles: list[QuantizerRole] = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
+    if len(roles) != count:
+        raise RuntimeError(
+            f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers"
+        )
+    return roles
 
 
 class QuantizerStates:
-    """Quantizers of one basic op. Recipes may alternate: each keeps its own."""
+    """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
 
     def __init__(self) -> None:
-        self._by_recipe: dict[Recipe, tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]] = {}
+        self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
+        self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
+        self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
@@ -28,50 +55,74 @@ class QuantizerStates:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
         if recipe is None or recipe in self._by_recipe:
             return
-        made = []
-        for mode in _MODES:
-            count = op.num_quantizers(mode)
-            roles = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
-            if len(roles) != count:
-                raise RuntimeError(
-                    f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers"
-                )
-            made.append(tuple(current.quantizer(recipe, role) for role in roles))
-        self._by_recipe[recipe] = (made[0], made[1])
+        made: dict[str, Quantizer] = {}
+        for mode in MODES:
+            for name, role in zip(quantizer_names(op, mode), _roles(op, mode), strict=True):
+                made[name] = current.quantizer(recipe, role, current.environment)
+        self._recipe_names[recipe] = current.recipe_name(recipe)
+        self._by_recipe[recipe] = made
         try:
             self._restore(recipe)
         except RuntimeError:  # the next call is to meet it too
             del self._by_recipe[recipe]
             raise
 
-    def of(self, recipe: Recipe | None) -> tuple[tuple[Quantizer, ...], tuple[Quantizer, ...]]:
-        """The forward and the backward quantizers for ``recipe``; empty without one."""
-        return ((), ()) if recipe is None else self._by_recipe.get(recipe, ((), ()))
+    def of(self, recipe: Recipe | None, *, recording: bool = True) -> dict[str, Quantizer]:
+        """The quantizers for ``recipe`` by name, forward ones first; empty without one.
 
-    def get(self, mode: str, index: int) -> Quantizer | None:
+        Args:
+            recipe: The recipe, or None.
+            recording: Those that record what they see; else :meth:`Quantizer.unrecorded` ones.
+        """
+        quantizers = {} if recipe is None else self._by_recipe.get(recipe, {})
+        if recording or not quantizers:
+            return quantizers
+        assert recipe is not None
+        if recipe not in self._unrecorded:
+            self._unrecorded[recipe] = {name: q.unrecorded() for name, q in quantizers.items()}
+        return self._unrecorded[recipe]
+
+    def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
         """A quantizer of the recipe in force."""
-        if mode not in _MODES:
+        if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        quantizers = self.of(current.recipe)[_MODES.index(mode)]
-        return quantizers[index] if quantizers else None
+        quantizers = self.of(current.recipe)
+        return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are quantizers."""
+        return bool(self._by_recipe)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a quantizer has state that lasts over steps."""
+        return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_unrecorded": {}}  # a copy stands for other quantizers
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
+        self._unrecorded.clear()
         for recipe in self._by_recipe:
             for _, quantizer, name in self._entries(recipe):
                 value = getattr(quantizer, name)
                 setattr(quantizer, name, fn(value).to(value.dtype))
 
     def _entries(self, recipe: Recipe) -> Iterator[tuple[str, Quantizer, str]]:
-        for mode, quantizers in zip(_MODES, self._by_recipe[recipe], strict=True):
-            for index, quantizer in enumerate(quantizers):
-                for name in quantizer.state_names:
-                    yield f"{mode}.{index}.{name}", quantizer, name
+        for key, quantizer in self._by_recipe[recipe].items():
+            for name in quantizer.state_names:
+                yield f"{key}.{name}", quantizer, name
+
+    def _text(self, recipe: Recipe) -> str:
+        """By what a checkpoint knows a recipe: its registered name and its fields."""
+        return recipe.to_json(self._recipe_names[recipe])
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write the state of every recipe used so far, and of those loaded but not used yet."""
         states = {
-            recipe.to_json(): {
+            self._text(recipe): {
                 key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)
             }
             for recipe in self._by_recipe
@@ -116,7 +167,7 @@ class QuantizerStates:
 
     def _restore(self, recipe: Recipe) -> None:
         """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
-        state = self._loaded.get(recipe.to_json())
+        state = self._loaded.get(self._text(recipe))
         if state is None:
             return
         targets = {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
@@ -133,7 +184,7 @@ class QuantizerStates:
         with torch.no_grad():
             for key, target in targets.items():
                 target.copy_(state[key])
-        del self._loaded[recipe.to_json()]
+        del self._loaded[self._text(recipe)]
 
 
 def _recipe_text(where: str, group: dict[str, Tensor]) -> str:

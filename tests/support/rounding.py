@@ -7,41 +7,62 @@ import dataclasses
 import torch
 
 import opfuse
-from opfuse.quantization import QuantizedTensor
+from opfuse.quantization import nothing_recorded
+from opfuse.quantization.formats import ScaledTensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding(opfuse.Recipe):
-    """Round to multiples of a step: a fixed one, or the largest value seen so far divided by ``levels``."""
+    """Round to multiples of a step: a fixed one, or the largest value of earlier steps / ``levels``."""
 
     step: float = 0.25
     levels: int = 0
 
+    def update(self, quantizers, group):
+        seen = torch.cat([quantizer.seen for quantizer in quantizers])
+        if group is not None:
+            torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group)
+        for quantizer, amax in zip(quantizers, seen, strict=True):
+            if quantizer.role.tensor_type != "grad_output" or amax >= 0:
+                quantizer.updates += 1
+                torch.maximum(quantizer.amax, amax, out=quantizer.amax)
+            quantizer.discard()
+
 
 class RoundingQuantizer(opfuse.Quantizer):
-    state_names = ("amax", "uses")
+    state_names = ("amax", "updates", "seen")
+    pending_names = ("seen",)
 
-    def __init__(self, recipe: Rounding) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Rounding, role: opfuse.QuantizerRole) -> None:
+        self.recipe, self.role = recipe, role
         self.state_names = type(self).state_names if recipe.levels else ()
+        self.pending_names = type(self).pending_names if recipe.levels else ()
         self.amax = torch.ones(1)
-        self.uses = torch.zeros(1, dtype=torch.int64)
+        self.updates = torch.zeros(1, dtype=torch.int64)
+        self.seen = nothing_recorded()
 
-    def quantize(self, tensor):
-        step = (
-            self.amax / self.recipe.levels
-            if self.recipe.levels
-            else torch.tensor([self.recipe.step])
-        )
-        step = step.to(tensor.dtype)
-        quantized = QuantizedTensor((tensor / step).round(), step, self, tensor.dtype)
+    def quantize(self, tensor, usage, out=None):
+        step = torch.full((1,), self.recipe.step, device=tensor.device)
         if self.recipe.levels:
-            self.uses += 1
-            torch.maximum(self.amax, tensor.detach().abs().max().to(self.amax.dtype), out=self.amax)
-        return quantized
+            step = self.amax / self.recipe.levels
+            if tensor.numel():
+                torch.maximum(self.seen, tensor.detach().abs().max().float(), out=self.seen)
+        return self.rounded(tensor, step, usage)
 
-    def dequantize(self, quantized):
-        return quantized.data * quantized.scale
+    def requantize(self, tensor, scales, usage):
+        return self.rounded(tensor, scales.scale_inv, usage)
+
+    def rounded(self, tensor, step, usage):
+        data = (tensor.float() / step).round()
+        turned = data.flatten(0, -2).t().contiguous() if usage.columnwise else None
+        return ScaledTensor(
+            tensor.shape,
+            tensor.dtype,
+            self,
+            rowwise_data=data if usage.rowwise else None,
+            columnwise_data=turned,
+            scale_inv=step,
+        )
 
 
 class RoundingPlugin:
@@ -51,7 +72,7 @@ class RoundingPlugin:
 
     @opfuse.hookimpl
     def opfuse_quantizer(self, recipe, role):
-        return RoundingQuantizer(recipe) if isinstance(recipe, Rounding) else None
+        return RoundingQuantizer(recipe, role) if isinstance(recipe, Rounding) else None
 
 
 def round_to(tensor, step=0.25):

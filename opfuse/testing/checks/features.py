@@ -20,7 +20,8 @@ from ...contexts import autocast as quantize
 from ...contexts import checkpoint_contexts
 from ...hookspecs import hookimpl
 from ...plugins import manager, using
-from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe
+from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe, Usage
+from ...quantization.formats import ScaledTensor
 from ..cases import Case
 from ..generate import Chains
 from ..reference import compare_outputs, compare_results
@@ -278,13 +279,13 @@ class _GridQuantizer(Quantizer):
     def __init__(self, recipe: GridRecipe) -> None:
         self.step = recipe.step
 
-    def quantize(self, tensor: Tensor) -> QuantizedTensor:
-        step = torch.tensor([self.step], dtype=tensor.dtype, device=tensor.device)
-        return QuantizedTensor((tensor / step).round(), step, self, tensor.dtype)
-
-    def dequantize(self, quantized: QuantizedTensor) -> Tensor:
-        assert quantized.scale is not None
-        return quantized.data * quantized.scale
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        step = torch.full((1,), self.step, device=tensor.device)
+        return ScaledTensor(
+            tensor.shape, tensor.dtype, self, rowwise_data=(tensor / step).round(), scale_inv=step
+        )
 
 
 class GridPlugin:

@@ -1,0 +1,197 @@
+"""How the loops call a step: by which method, with what beside it, and casts where it has some."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..debug import Watched
+from ..environment import Environment
+from ..op import BasicOperation, asks_for_quantizers
+from ..op_context import OperationContext
+from ..ops.cast import Cast
+from ..overrides import op_class
+from .chain import Chain
+from .edges import Edges
+from .step import Step
+
+
+def lone_step(op: BasicOperation, place: int) -> Step:
+    """A step of an op, or of a cast, by itself."""
+    return Step(None, place, place + 1, (op,), op=op)
+
+
+def finish(
+    step: Step,
+    pass_name: str,
+    chain: Chain,
+    kwargs: Sequence[tuple[str, ...]],
+    env: Environment,
+    edges: Edges,
+) -> None:
+    """Decide how a step is called."""
+    op, forward = step.op, pass_name == "forward"
+    if isinstance(op, Cast):
+        # in the forward a loop gives it the context of the op that asked for it
+        step.direct, step.takes_quantized = forward, True
+        step.run = op.op_forward if forward else _CastGradient(op)
+        return
+    ops = chain.ops[step.start : step.stop]
+    step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
+    step.no_extras = ((),) * len(ops)
+    given = bool(ops) and bool(kwargs[step.start])
+    step.direct = not given and not step.has_extras and _is_direct(op, pass_name)
+    step.run = getattr(op, f"op_{pass_name}" if step.direct else f"fuser_{pass_name}")
+    if step.direct and forward:
+        step.run = _with_quantizers(op)
+    if env.options.get("debug") and not env.compiling:
+        who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
+        step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
+    if step.casts:
+        step.run = WithCasts(step.run, step.matched)
+    step.width = chain.later_widths.get(step.start) if forward else None
+    step.prepares = env.recipe is not None or step.width is not None
+    # the cast of what comes in is a step before this one, or the first thing that this one does
+    does_cast = step.begin % 2 == 0 if forward else step.end % 2 == 1
+    casts, edge = (edges.forward, step.start) if forward else (edges.backward, step.stop)
+    step.takes_quantized = edge in casts and not does_cast
+
+
+def separate(chain: Chain, step: Step, last: int) -> list[Step]:
+    """The backward steps of the ops and casts of a fused step, the op ``last`` first."""
+    found: list[Step] = []
+    index, has_casts = step.stop, dict(step.casts)
+    for op in reversed(step.matched):
+        if isinstance(op, Cast):
+            if index <= last:
+                found.append(lone_step(op, 2 * index))
+                found[-1].run, found[-1].takes_quantized = _CastGradient(op), True
+            continue
+        index -= 1
+        if index > last:
+            continue
+        alone = dataclasses.replace(
+            step,
+            op=op,
+            begin=2 * index + 1,
+            end=2 * index + 2,
+            matched=(op,),
+            run=op.fuser_backward,
+            direct=False,
+            prepares=step.prepares,
+            takes_quantized=index + 1 in has_casts,
+            recompute=step.recompute if index == step.start else None,
+            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+            no_extras=((),),
+            owns=False,
+        )
+        found.append(alone)
+    return found
+
+
+def _is_direct(op: Any, pass_name: str) -> bool:
+    """Whether a basic op's ``fuser_forward``, or backward, only calls its ``op_forward``."""
+    method = f"fuser_{pass_name}"
+    if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    return getattr(type(op), method) is getattr(BasicOperation, method)
+
+
+def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
+    """``op_forward`` of two arguments: what it asks for beside them it gets from its context."""
+    forward: Any = op.op_forward
+    by_position, by_name = asks_for_quantizers(op)
+    if not (by_position or by_name):
+        return forward  # type: ignore[no-any-return]
+
+    @functools.wraps(forward)
+    def run(ctx: OperationContext, x: Any) -> Any:
+        before = [getattr(ctx, name) for name in by_position]
+        return forward(ctx, x, *before, **{name: getattr(ctx, name) for name in by_name})
+
+    run.op = op  # type: ignore[attr-defined]
+    return run
+
+
+class _CastGradient:
+    """The backward step of a cast that no fusion took."""
+
+    def __init__(self, cast: Cast) -> None:
+        self.__self__, self.__name__ = cast, "fuser_backward"
+
+    def __call__(self, ctxs: Any, grad_output: Any, **unused: Any) -> Any:
+        """Cast it; there are no gradients of parameters or extra inputs."""
+        return self.__self__.quantizer(grad_output, self.__self__.usage), (), ()
+
+
+class TrackedCast:
+    """The forward step of a cast whose input may be computed again instead of being kept."""
+
+    def __init__(self, cast: Cast) -> None:
+        self.__self__, self.__name__ = cast, "op_forward"
+
+    def __call__(self, ctx: Any, x: Any) -> Any:
+        """Cast it, and tell the op that asked for it what was cast into what."""
+        made = self.__self__.op_forward(ctx, x)
+        ctx.cast_input = x, made
+        return made
+
+
+_PER_OP = "basic_op_extra_inputs", "basic_op_kwargs", "basic_op_grad_extra_outputs"
+
+
+class WithCasts:
+    """The method of a fused op that casts, between loops that know the basic ops only.
+
+    The op gets a context for each cast, and an empty entry in every list with one per op. Such
+    entries are taken out of what it returns.
+
+    Args:
+        method: ``fuser_forward``, ``fuser_backward`` or ``fuser_recompute``, bound to its op.
+        ops: The basic ops and casts that it stands for.
+    """
+
+    def __init__(self, method: Callable[..., Any], ops: Sequence[BasicOperation]) -> None:
+        self.__self__: Any = getattr(method, "__self__", None)
+        self.__name__, self._method = method.__name__, method
+        self._casts = [(i, op) for i, op in enumerate(ops) if isinstance(op, Cast)]
+        self._basic = [i for i, op in enumerate(ops) if not isinstance(op, Cast)]
+
+    def __call__(self, ctxs: Any, *args: Any, saved: Any = None, **given: Any) -> Any:
+        """Run the method."""
+        for name in _PER_OP:
+            if name in given:
+                given[name] = self._among(given[name], [() if "kwargs" not in name else {}])
+        result = self._method(self._among(ctxs, self._contexts(saved)), *args, **given)
+        if type(result) is not tuple:
+            return result
+        return (result[0], *[self._without_casts(entries) for entries in result[1:]])
+
+    def _contexts(self, saved: Any) -> list[OperationContext]:
+        made = []
+        for _, cast in self._casts:
+            ctx: Any = OperationContext()
+            ctx.quantizer, ctx.usage = cast.quantizer, cast.usage
+            ctx.saved_tensors = None if saved is None else (saved,)
+            made.append(ctx)
+        return made
+
+    def _among(self, per_op: Sequence[Any], per_cast: Sequence[Any]) -> list[Any]:
+        """A list with one entry per basic op, with those of the casts in their places."""
+        among = list(per_op)
+        for number, (place, _) in enumerate(self._casts):
+            among.insert(place, per_cast[number % len(per_cast)])
+        return among
+
+    def _without_casts(self, entries: Any) -> Any:
+        if len(entries) != len(self._casts) + len(self._basic):
+            return entries  # too many, or too few: the loop refuses it
+        for place, _ in self._casts:
+            if any(entry is not None for entry in entries[place] or ()):
+                raise RuntimeError(
+                    f"{type(self.__self__).__name__}: {self.__name__} gave tensors for a Cast, "
+                    f"which has no parameters and no extra tensors"
+                )
+        return [entries[place] for place in self._basic]

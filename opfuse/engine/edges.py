@@ -1,0 +1,115 @@
+"""What each edge of a chain must carry: where a pass casts, before fusions are chosen.
+
+Edge ``i`` is the input of op ``i``, and edge ``n`` the output of the last one. The forward carries
+values along it, the backward their gradients. Positions on the way are counted in half steps: edge
+``i`` is at ``2 * i``, op ``i`` at ``2 * i + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..environment import Environment
+from ..op import BasicOperation
+from ..ops.cast import Cast
+from ..ops.quantize import Quantize
+from ..overrides import op_class
+from ..quantization import Quantizer
+from .chain import Chain
+
+
+class Needs(NamedTuple):
+    """Which gradients a program computes.
+
+    Attributes:
+        recorded: Whether grad mode is on.
+        first_backward: The first op that takes part in the backward.
+        inputs: For each op, whether the gradient of its input is needed.
+        params: For each op, whether that of each of its parameters is.
+    """
+
+    recorded: bool
+    first_backward: int
+    inputs: tuple[bool, ...]
+    params: tuple[tuple[bool, ...], ...]
+
+
+class View(NamedTuple):
+    """The ops of a chain as the fusions of a pass see them, casts included.
+
+    Attributes:
+        ops: The ops, in the order of the forward.
+        places: The position of each, in half steps.
+    """
+
+    ops: tuple[BasicOperation, ...]
+    places: tuple[int, ...]
+
+
+class Edges(NamedTuple):
+    """The casts of both passes, by edge."""
+
+    forward: Mapping[int, Cast] = {}
+    backward: Mapping[int, Cast] = {}
+
+    def of(self, passes: str) -> tuple[Mapping[int, Cast], ...]:
+        """Those of the passes that a fusion replaces."""
+        return (self.forward, self.backward) if passes == "joint" else (getattr(self, passes),)
+
+    def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
+        """What a pass runs; ``"joint"``: the ops alone."""
+        casts = {} if pass_name == "joint" else getattr(self, pass_name)
+        placed: dict[int, BasicOperation] = {2 * i + 1: op for i, op in enumerate(ops)}
+        placed |= {2 * edge: cast for edge, cast in casts.items()}
+        places = sorted(placed)
+        return View(tuple([placed[place] for place in places]), tuple(places))
+
+    def between(self, passes: str, start: int, stop: int) -> str:
+        """What is cast between the ops of ``ops[start:stop]``, as a sentence; ``""``: nothing."""
+        for casts, what in zip(self.of(passes), _WHAT[passes], strict=True):
+            for edge in range(start + 1, stop):
+                if edge in casts:
+                    by = type(casts[edge].quantizer).__name__
+                    return f"{what} into op {edge} is cast by {by}" if what == "what goes" else (
+                        f"{what} out of op {edge - 1} is cast by {by}"
+                    )
+        return ""
+
+
+_WHAT = {
+    "forward": ("what goes",),
+    "backward": ("the gradient that comes",),
+    "joint": ("what goes", "the gradient that comes"),
+}
+
+
+def find_edges(chain: Chain, env: Environment, needs: Needs) -> Edges:
+    """Ask each op what its input, and its output's gradient, are to be quantized with."""
+    if env.recipe is None:
+        return Edges()
+    quantized_backward = env.recipe.backward_override is None
+    forward: dict[int, Cast] = {}
+    backward: dict[int, Cast] = {}
+    for i, op in enumerate(chain.ops):
+        dgrad, wgrad = needs.inputs[i], any(needs.params[i])
+        if (quantizer := op.get_input_quantizer()) is not None:
+            usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
+            forward[i] = Cast(_as_recorded(quantizer, needs), usage)
+        if i < needs.first_backward or not quantized_backward:
+            continue
+        if (quantizer := op.get_grad_output_quantizer()) is not None:
+            usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
+            if any(usage):
+                backward[i + 1] = Cast(_as_recorded(quantizer, needs), usage)
+    for i, op in enumerate(chain.ops):
+        # next to an op that quantizes, Quantize leaves it to that one
+        if op_class(op) is Quantize and i + 1 in forward:
+            forward.pop(i, None)
+        if op_class(op) is Quantize and i in backward:
+            backward.pop(i + 1, None)
+    return Edges(forward, backward)
+
+
+def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:
+    return quantizer if needs.recorded else quantizer.unrecorded()

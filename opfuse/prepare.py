@@ -1,0 +1,47 @@
+"""Names for the ops of a model."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from .fusible import FusibleOperation
+from .op import BasicOperation, FusedOperation
+from .quantization.updates import PreparedOps
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def prepare(model: M) -> M:
+    """Tell each op of a model what it is called there, and which ops belong together.
+
+    An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
+    got one; the basic ops inside of a ``Linear`` are called like the ``Linear``. A recipe finds the
+    name in the roles of its tensors. ``autocast(amax_reduction_group=...)`` needs a prepared model:
+    every rank then takes the maxima of the same quantizers, in this order, whatever ran.
+
+    Args:
+        model: The model. Call this on every rank, before the first call under a recipe, and again
+            when its ops are others.
+
+    Returns:
+        The model.
+
+    Raises:
+        RuntimeError: An op has quantizers already that know it by another name.
+    """
+    ops: dict[BasicOperation, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FusibleOperation):
+            module._rename(path)
+            basic = module.basic_ops if isinstance(module, FusedOperation) else [module]
+            for op in basic:
+                assert isinstance(op, BasicOperation)
+                ops.setdefault(op, path)
+    for op, path in ops.items():
+        op._rename(path)
+    prepared = PreparedOps(ops)
+    for op in ops:
+        op._prepared = prepared
+    return model

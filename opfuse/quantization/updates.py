@@ -1,0 +1,89 @@
+"""When the state of quantizers advances: at the end of the outermost block of a forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..settings import current
+from .quantizer import Quantizer
+from .recipe import Recipe
+from .state import quantizer_names
+
+
+class PreparedOps:
+    """The ops of a model that was prepared, in its order; dropped, never copied, with an op."""
+
+    def __init__(self, ops: Iterable[Any] = ()) -> None:
+        self._ops = [weakref.ref(op) for op in ops]
+
+    def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
+        return PreparedOps, ()
+
+    def ops(self) -> list[Any]:
+        """Those that still exist."""
+        return [op for ref in self._ops if (op := ref()) is not None]
+
+
+class Block:
+    """An outermost :class:`opfuse.autocast` block, and what ran in it under recipes with state.
+
+    Args:
+        group: The process group over which maxima are taken, or None.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._ran: dict[Recipe, tuple[dict[Any, None], Any]] = {}
+
+    def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
+        """Remember what runs, with grad mode on.
+
+        Raises:
+            RuntimeError: The maxima are taken over a group, and nobody prepared the model.
+        """
+        ran, _ = self._ran.setdefault(recipe, ({}, env))
+        for op in ops:
+            if self.group is not None and not op._prepared.ops():
+                raise RuntimeError(
+                    f"autocast(amax_reduction_group=...) expected a prepared model, so that all "
+                    f"ranks take the maxima of the same quantizers in the same order, got a "
+                    f"{type(op).__name__} that is not prepared: call opfuse.prepare(model) first"
+                )
+            ran[op] = None
+
+    def end(self, *, failed: bool) -> None:
+        """Advance the state of what ran, or forget what was recorded if the block raised."""
+        for recipe, (ran, env) in self._ran.items():
+            if failed:
+                for op in ran:
+                    forward = quantizer_names(op, "forward")
+                    for name, quantizer in op._quantizers.of(recipe).items():
+                        if name in forward:
+                            quantizer.discard()
+            elif torch.is_grad_enabled() and not in_backward():
+                with torch.no_grad():
+                    recipe.update(_quantizers(recipe, ran, env), self.group)
+
+
+def in_backward() -> bool:
+    """Whether autograd is computing gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _quantizers(recipe: Recipe, ran: Iterable[Any], env: Any) -> list[Quantizer]:
+    """The quantizers with state of what ran; of a prepared model those of all its ops."""
+    ops: dict[Any, None] = {}
+    for op in ran:
+        ops.update(dict.fromkeys(op._prepared.ops() or [op]))
+    before, current.environment = current.environment, env
+    try:
+        for op in ops:
+            op._quantizers.use(op, recipe)
+    finally:
+        current.environment = before
+    found = [q for op in ops for q in op._quantizers.of(recipe).values()]
+    return [quantizer for quantizer in found if quantizer.pending_names]

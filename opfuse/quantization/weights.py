@@ -1,0 +1,84 @@
+"""The quantized copies of an op's weights, for calls that use them again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ..settings import current
+from .formats import QuantizedTensor, Usage
+from .quantizer import Quantizer, same_quantizer
+
+
+class _Entry(NamedTuple):
+    """A cast: of which Parameter at which version, by whom, and what it gave."""
+
+    param: weakref.ref[Tensor]
+    version: int
+    quantizer: Quantizer
+    tensor: QuantizedTensor
+
+
+class WeightCache:
+    """The latest cast of each weight of one op; dropped, never copied, with the op.
+
+    Only the user knows whether a weight is still the same: fused optimizer steps, ``.data`` and
+    FSDP2 change it and raise no version. So a cast is used again only inside of
+    ``autocast(..., weights="cached")``.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        return WeightCache, ()
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
+
+    def quantized(
+        self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage
+    ) -> QuantizedTensor:
+        """A weight as its quantizer casts it; an earlier cast where the user allows that.
+
+        Args:
+            name: Which weight of the op.
+            weight: Its value in this call.
+            quantizer: Casts it.
+            usage: Which copies are needed.
+        """
+        if isinstance(weight, QuantizedTensor):
+            return quantizer(weight, usage)
+        if is_compiling() or not _can_be_known_again(weight):
+            return quantizer.quantize(weight, usage)
+        found = self._entries.get(name)
+        known = (
+            found is not None
+            and current.weights == "cached"
+            and found.param() is weight
+            and found.version == weight._version
+            and same_quantizer(found.quantizer, quantizer)
+        )
+        if known:
+            assert found is not None
+            if found.tensor.usage.covers(usage):
+                return found.tensor
+            usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
+        made = quantizer.quantize(weight, usage)
+        self._entries[name] = _Entry(weakref.ref(weight), weight._version, quantizer, made)
+        return made
+
+
+def _can_be_known_again(weight: Tensor) -> bool:
+    """Whether it is a plain Parameter: no subclass, not computed, no inference tensor."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_leaf
+        and not weight.is_inference()
+        and not torch.compiler.is_compiling()
+    )
