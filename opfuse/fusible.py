@@ -33,7 +33,6 @@ class _OperationMeta(ABCMeta):
         init = inspect.signature(cls.__init__)  # type: ignore[misc]
         return init.replace(parameters=list(init.parameters.values())[1:])
 
-
     def __init__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from torch import nn
@@ -34,8 +35,10 @@ def prepare(model: M) -> M:
     ops: dict[BasicOperation, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, FusibleOperation):
-            module._rename(path)
-            basic = module.basic_ops if isinstance(module, FusedOperation) else [module]
+            basic: Iterable[nn.Module] = [module]
+            if isinstance(module, FusedOperation):
+                module._rename(path)
+                basic = module.basic_ops
             for op in basic:
                 assert isinstance(op, BasicOperation)
                 ops.setdefault(op, path)

@@ -55,7 +55,8 @@ def linear(register, fused):
 
 def step(path, call, op, basic_ops, fusion=None):
     source = {"fusion": fusion, **SOURCE} if fusion else NOBODY
-    return {"path": path, "call": call, "op": op, "basic_ops": basic_ops, **source}
+    row = {"path": path, "call": call, "op": op, "basic_ops": basic_ops, **source}
+    return {**row, "casts": [], "note": ""}
 
 
 def refused(path, fusion, basic_ops, reason):

@@ -10,7 +10,7 @@ from torch import nn
 
 import opfuse
 from opfuse import Fusion
-from opfuse.ops import GELU, BasicLinear, Bias, Dropout, Linear, RMSNorm, SiLU
+from opfuse.ops import GELU, BasicLinear, Bias, Cast, Dropout, Linear, RMSNorm, SiLU
 
 SVG = "{http://www.w3.org/2000/svg}"
 LONG = "a_very_long_name_of_a_fusion_<of_norm>&linear_in_fp8"
@@ -45,7 +45,7 @@ def explanation(register):
         name="pairs",
         distribution="opfuse-plugin-pairs",
         version="1.2",
-        forward_fusions=[Fusion([RMSNorm, BasicLinear], Pair, name=LONG)],
+        forward_fusions=[Fusion([RMSNorm, Cast, BasicLinear], Pair, name=LONG)],
         backward_fusions=[Fusion([Bias, SiLU], Pair, name="grad")],
         joint_fusions=[Fusion([GELU, Dropout], Pair, name="joint")],
     )

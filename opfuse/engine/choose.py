@@ -97,7 +97,9 @@ def choose(
     for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
         for source in group:
             candidates += finder.candidates(source, taken)
-        taken.take(best_cover([c for c in candidates if not taken.overlapping(c)], 2 * len(ops) + 1))
+        taken.take(
+            best_cover([c for c in candidates if not taken.overlapping(c)], 2 * len(ops) + 1)
+        )
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
     won = {*map(id, kept)}

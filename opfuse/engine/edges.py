@@ -71,8 +71,10 @@ class Edges(NamedTuple):
             for edge in range(start + 1, stop):
                 if edge in casts:
                     by = type(casts[edge].quantizer).__name__
-                    return f"{what} into op {edge} is cast by {by}" if what == "what goes" else (
-                        f"{what} out of op {edge - 1} is cast by {by}"
+                    return (
+                        f"{what} into op {edge} is cast by {by}"
+                        if what == "what goes"
+                        else (f"{what} out of op {edge - 1} is cast by {by}")
                     )
         return ""
 

@@ -232,7 +232,9 @@ class OperationFuser:
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         if program.has_quantizer_state and program.recorded:
-            _begin_recording(program)
+            # where torch.compile gave up on what calls it, it would trace this by itself
+            traced = "torch._dynamo" in sys.modules and not program.compiling
+            (_not_traced(_begin_recording) if traced else _begin_recording)(program)
         elif program.recipe is not None and not program.compiling:
             check_checkpoint(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():

@@ -99,9 +99,7 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
     )
 
 
-def _build(
-    chain: Chain, env: Environment, sources: Sequence[FusionSource], **given: Any
-) -> Choice:
+def _build(chain: Chain, env: Environment, sources: Sequence[FusionSource], **given: Any) -> Choice:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: _Excluded = frozenset()
     while True:

@@ -66,9 +66,7 @@ class Quantizer(ABC):
         """Whether :meth:`requantize` works."""
         return not self.state_names or type(self).requantize is not Quantizer.requantize
 
-    def __call__(
-        self, tensor: Tensor | QuantizedTensor, usage: Usage = BOTH
-    ) -> QuantizedTensor:
+    def __call__(self, tensor: Tensor | QuantizedTensor, usage: Usage = BOTH) -> QuantizedTensor:
         """Quantize ``tensor``, unless this quantizer did so already, for at least this usage.
 
         Raises:

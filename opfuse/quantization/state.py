@@ -21,9 +21,7 @@ def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
     """The names of an op's quantizers: what its roles say, numbered where several say the same."""
     types = [role.tensor_type for role in _roles(op, mode)]
     known = _DEFAULT_NAMES[mode]
-    types = [
-        name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)
-    ]
+    types = [name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)]
     return tuple(
         name if types.count(name) == 1 else f"{name}{types[:i].count(name)}"
         for i, name in enumerate(types)

@@ -116,8 +116,9 @@ class Explanation:
         Returns:
             ``forward`` and ``backward``: the steps, calls in call order and the steps of a call in
             the order
-            they run, each with path, call, op, basic_ops, fusion, distribution, version (the last
-            three are None for a step that is not fused). ``refused``: the candidates not taken,
+            they run, each with path, call, op, basic_ops, fusion, distribution, version (these
+            three are None for a step that is not fused), casts (the edge of each, and what casts),
+            note. ``refused``: the candidates not taken,
             each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
         """
         refused = dict.fromkeys(
@@ -163,6 +164,8 @@ class Explanation:
 
 def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
     row = where | dataclasses.asdict(item) | {"basic_ops": list(item.basic_ops)}
+    if isinstance(item, PlanStep):
+        row["casts"] = [[edge, by] for edge, by in item.casts]
     del row["start"]
     return {"pass" if name == "passes" else name: value for name, value in row.items()}
 
@@ -371,11 +374,17 @@ def describe_passes(
 
 
 def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bool) -> list[str]:
-    apart = [step.op for step in steps if step.fusion is None and step.basic_ops]
+    apart = [step.op for step in steps if step.fusion is None]
     alone = apart if full else [name + _times(times) for name, times in Counter(apart).items()]
+    notes = [f"{' + '.join(step.parts)}: {step.note}" for step in steps if step.note]
+    said = [
+        line
+        for note, times in Counter(notes).items()
+        for line in wrap(note + _times(times), indent + "  ", indent + "    ")
+    ]
     if len(apart) == len(steps):
-        return wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  ")
-    rows = [(" + ".join(step.basic_ops) or step.op, _describe_step(step, full)) for step in steps]
+        return [*wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  "), *said]
+    rows = [(" + ".join(step.parts), _describe_step(step, full)) for step in steps]
     if not full:
         rows = [
             (ops, by + _times(times))
@@ -391,16 +400,12 @@ def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bo
             lines += [*wrap(ops, indent + "  "), *wrap(by, indent + " " * (width + 4))]
     if alone and not full:
         lines += wrap(f"{_NOT_FUSED}: {', '.join(alone)}", indent + "  ", indent + "    ")
-    return lines
+    return lines + said
 
 
 def _describe_step(step: PlanStep, full: bool) -> str:
     if step.fusion is None:
-        return (
-            _NOT_FUSED
-            if step.basic_ops
-            else "added: the op before cannot write what the next one reads"
-        )
+        return _NOT_FUSED
     op = f" as {step.op}" if full and step.op != step.fusion else ""
     return f"fused by {step.fusion}{op}, {step.owner}"
 

@@ -67,12 +67,10 @@ def _chain(
 ) -> float:
     """Draw one plan from ``y`` down; returns where it ends."""
     forward = [(step.start, step.start + len(step.basic_ops), step) for step in plan.forward]
-    backward: list[tuple[int, int, PlanStep]] = []
-    for step in plan.backward[::-1]:
-        # a gradient is cast where it enters the next step: behind that step's last op
-        end = step.start + len(step.basic_ops) if step.basic_ops else backward[-1][1]
-        backward.append((step.start if step.basic_ops else end, end, step))
-    casts = {start for start, _, step in (*forward, *backward) if not step.basic_ops}
+    backward = [
+        (step.start, step.start + len(step.basic_ops), step) for step in plan.backward[::-1]
+    ]
+    casts = {edge for _, _, step in (*forward, *backward) for edge, _ in step.casts}
     edges, tops = [], []
     for index, name in enumerate(
         [*(name for step in plan.forward for name in step.basic_ops), None]
@@ -101,7 +99,10 @@ def _chain(
                     spans[kind], edges[start] - 12, edges[start] + 12, "cast", _labels(step)
                 )
             elif step.fusion:
-                body += _box(spans[kind], tops[start], tops[stop - 1] + _ROW, kind, _labels(step))
+                at = [edge for edge, _ in step.casts]  # at its ends it reaches over the edge
+                top = edges[start] - 12 if start in at else tops[start]
+                bottom = edges[stop] + 12 if stop in at else tops[stop - 1] + _ROW
+                body += _box(spans[kind], top, bottom, kind, _labels(step))
             else:
                 body.append(f'<circle cx="{x:g}" cy="{tops[start] + _ROW / 2:g}" r="3"/>')
     return edges[-1] + 2 * _GAP

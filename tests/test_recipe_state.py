@@ -1,0 +1,436 @@
+"""State of a recipe: when it advances, what it counts, and which casts of weights are used again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import recipe_ranks
+import torch
+from rounding import Rounding, RoundingPlugin, RoundingQuantizer
+from torch import nn
+from torch.multiprocessing import spawn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse import ops
+
+RECIPE = Rounding(levels=8)
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        yield
+    opfuse.plugins.remove(record)
+
+
+def mlp():
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8))
+    return chain, torch.randn(4, 8, requires_grad=True)
+
+
+def state(chain, names=("amax", "updates", "seen")):
+    """Amax, number of updates, and what is pending, by op and tensor."""
+    found = {}
+    for index in (0, 2):
+        for name, q in chain[index].basic_ops[0]._quantizers.of(RECIPE).items():
+            found[index, name] = tuple(getattr(q, each).item() for each in names)
+    return found
+
+
+def updates(chain):
+    return [count for (count,) in state(chain, ("updates",)).values()]
+
+
+def step(chain, x, scale=1.0, **kwargs):
+    with opfuse.autocast(RECIPE, **kwargs):
+        return chain(x if scale == 1 else scale * x)
+
+
+def test_state_advances_at_the_exit_of_the_outermost_block():
+    chain, x = mlp()
+    with opfuse.autocast(RECIPE):
+        with opfuse.autocast(RECIPE):
+            chain(x)
+        assert updates(chain) == [0] * 6
+        seen = state(chain, ("seen",))[0, "input"][0]
+        assert seen == pytest.approx(x.abs().max().item())
+        chain(3 * x)
+    after = state(chain)
+    assert updates(chain) == [1, 1, 0] * 2  # no gradient has arrived
+    assert after[0, "input"][0] == pytest.approx(3 * seen) and after[0, "input"][2] == -1
+
+
+def test_the_scale_of_a_step_is_that_of_the_steps_before():
+    chain, x = mlp()
+    first, second = step(chain, x), step(chain, x)
+    assert not torch.equal(first, second) and torch.equal(second, step(chain, x))
+
+
+def test_two_forwards_before_their_backwards():
+    """Gradients that arrive between two updates fold into one row."""
+    chain, x = mlp()
+    first, second = step(chain, x), step(chain, 3 * x)
+    assert updates(chain) == [2, 2, 0] * 2
+    second.sum().backward()
+    first.mul(5).sum().backward()
+    seen = state(chain, ("seen",))[2, "grad_output"][0]
+    assert seen == 5 and updates(chain) == [2, 2, 0] * 2
+    step(chain, x)
+    assert updates(chain) == [3, 3, 1] * 2 and state(chain)[2, "grad_output"][::2] == (5, -1)
+
+
+def test_an_evaluation_moves_nothing():
+    chain, x = mlp()
+    step(chain, x)
+    before = state(chain)
+    with torch.no_grad():
+        step(chain, 100 * x)
+    with torch.inference_mode():
+        step(chain, 100 * x)
+    assert state(chain) == before
+    with opfuse.autocast(RECIPE):
+        chain(x)
+        with torch.no_grad():
+            chain(100 * x)
+    assert state(chain)[0, "input"][0] == before[0, "input"][0]
+    with torch.no_grad():  # it casts with the scale of the training all the same
+        evaluated = step(chain, x)
+    assert torch.equal(evaluated, step(chain, x))
+
+
+def test_an_evaluation_follows_the_state_wherever_it_goes():
+    chain, x = mlp()
+    with torch.no_grad():
+        before = step(chain, x)
+    step(chain, 3 * x)
+    saved = copy.deepcopy(chain.state_dict())
+    chain.to(torch.float64).to(torch.float32)  # replaces the tensors
+    with torch.no_grad():
+        after = step(chain, x)
+        assert not torch.equal(after, before)
+        twin, _ = mlp()
+        step(twin, x)
+        twin.load_state_dict(saved)
+        assert torch.equal(step(twin, x), after)
+        assert torch.equal(step(copy.deepcopy(chain), x), after)
+
+
+def test_a_block_that_raises_moves_nothing():
+    chain, x = mlp()
+    step(chain, x)
+    before = state(chain)
+    with pytest.raises(ZeroDivisionError), opfuse.autocast(RECIPE):
+        chain(100 * x)
+        _ = 1 / 0
+    assert state(chain) == before
+    step(chain, x)
+    assert state(chain)[0, "input"][0] == before[0, "input"][0]
+
+
+def test_what_is_pending_is_in_a_checkpoint():
+    chain, x = mlp()
+    step(chain, x).sum().backward()
+    twin, _ = mlp()
+    step(twin, x)
+    twin.load_state_dict(chain.state_dict())
+    assert state(twin) == state(chain) and state(chain)[2, "grad_output"][2] == 1
+
+
+def test_the_recipe_in_a_checkpoint_has_its_registered_name():
+    chain, x = mlp()
+    step(chain, x)
+    texts = [bytes(v.tolist()) for k, v in chain.state_dict().items() if k.endswith(".recipe")]
+    assert len(texts) == 2 and all(b'"recipe": "rounding"' in text for text in texts)
+    assert "0.basic_ops.0.quantizers.0.input.amax" in chain.state_dict()
+
+
+def test_only_what_ran_advances_unless_the_model_is_prepared():
+    (chain, x), (other, _) = mlp(), mlp()
+    step(other, x)
+    step(chain, x)
+    assert updates(other) == [1, 1, 0] * 2
+    (chain, x), (other, _) = mlp(), mlp()
+    opfuse.prepare(nn.ModuleDict({"chain": chain, "other": other}))
+    step(chain, x)
+    assert updates(other) == [1, 1, 0] * 2  # forward quantizers, with 0
+
+
+def test_prepare_names_the_ops():
+    asked = []
+
+    class Names(RoundingPlugin):
+        @opfuse.hookimpl
+        def opfuse_quantizer(self, recipe, role, env):
+            asked.append((role, env.device.type))
+            return RoundingQuantizer(recipe, role)
+
+    record = opfuse.plugins.register(Names(), name="names", distribution="a")
+    try:
+        chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(name="act"), ops.Quantize(name="q"))
+        model = nn.ModuleDict({"block": chain, "head": ops.BasicLinear(8, 8, name="mine")})
+        assert chain[0].name == "" and opfuse.prepare(model) is model
+        assert [chain[0].name, chain[0].basic_ops[0].name] == ["block.0"] * 2
+        assert (chain[1].name, chain[2].name, model["head"].name) == ("act", "q", "mine")
+        with opfuse.plugins.using("names"), opfuse.autocast(RECIPE):
+            model["head"](chain(torch.randn(2, 8)))
+        roles = [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
+        expected = [(*role, "block.0") for role in roles]
+        expected += [("quantize", "input", "q"), *[(*role, "mine") for role in roles]]
+        assert [tuple(role) for role, _ in asked] == expected
+        assert {device for _, device in asked} == {"cpu"}
+        with pytest.raises(RuntimeError, match="know it as 'block.0'"):
+            opfuse.prepare(chain)
+    finally:
+        opfuse.plugins.remove(record)
+    with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
+        ops.GELU(name=3)
+
+
+def test_copies_of_a_prepared_op_are_not_prepared():
+    chain, x = mlp()
+    opfuse.prepare(chain)
+    twin = copy.deepcopy(chain)
+    step(twin, x)
+    assert not chain[0].basic_ops[0]._quantizers.in_use and twin[0].name == "0"
+
+
+def test_a_group_needs_a_prepared_model():
+    chain, x = mlp()
+    with pytest.raises(RuntimeError, match=r"call opfuse.prepare\(model\) first"):
+        step(chain, x, amax_reduction_group=object())
+    with opfuse.autocast(RECIPE), pytest.raises(ValueError, match="is for the outermost block"):
+        step(chain, x, amax_reduction_group=object())
+
+
+def test_two_ranks_of_which_one_skips_an_op(tmp_path):
+    spawn(recipe_ranks.worker, (tmp_path / "init",), nprocs=2)
+
+
+# Recomputation
+
+
+def region(chain):
+    def run(x):
+        with opfuse.autocast(RECIPE):
+            return chain(x)
+
+    return run
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint_with_a_context_fn(inside):
+    """The recomputation uses the scales of the forward, and counts nothing."""
+    results = []
+    for recompute in (False, True):
+        chain, x = mlp()
+        run = region(chain)
+        for _ in range(3):
+            if not recompute:
+                y = run(x)
+            elif inside:
+                how = dict(use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+                y = checkpoint(run, x, **how)
+            else:
+                with opfuse.autocast(RECIPE):
+                    how = dict(use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+                    y = checkpoint(chain, x, **how)
+            y.square().sum().backward()
+        results.append(([y, x.grad, *[p.grad for p in chain.parameters()]], state(chain)))
+    assert results[0][1] == results[1][1]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint_without_one_is_refused(inside, reentrant):
+    chain, x = mlp()
+    text = "put autocast around" if inside else "the recomputation would not know the recipe"
+    with pytest.raises(RuntimeError, match=text):
+        if inside:  # a reentrant checkpoint computes its forward without grad: no scale moves
+            checkpoint(region(chain), x, use_reentrant=reentrant).sum().backward()
+        else:
+            with opfuse.autocast(RECIPE):
+                checkpoint(chain, x, use_reentrant=reentrant)
+    assert not any(updates(chain) if chain[0].basic_ops[0]._quantizers.in_use else [])
+
+
+def test_torch_compile_of_a_state_that_advances_is_refused():
+    chain, x = mlp()
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="has state that advances once per step"):
+        step(compiled, x)
+    with torch.no_grad():
+        assert torch.equal(step(compiled, x), step(chain, x))
+    torch._dynamo.reset()
+    loose = torch.compile(chain, backend="aot_eager")  # breaks the graph, and runs as always
+    step(loose, x)
+    assert updates(chain) == [1, 1, 0] * 2
+
+
+# Weights
+
+
+class Counting:
+    """Counts the casts of weights."""
+
+    def __init__(self, monkeypatch):
+        self.casts = []
+        plain = RoundingQuantizer.quantize
+
+        def quantize(quantizer, tensor, usage, out=None):
+            if quantizer.role.tensor_type == "weight":
+                self.casts.append(tuple(usage))
+            return plain(quantizer, tensor, usage, out)
+
+        monkeypatch.setattr(RoundingQuantizer, "quantize", quantize)
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    return Counting(monkeypatch)
+
+
+def linear():
+    torch.manual_seed(0)
+    return ops.BasicLinear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Rounding()])
+def test_one_cast_for_four_microbatches(recipe, counting):
+    op, x = linear()
+    results = []
+    for weights in (["fresh"] * 4, ["fresh", *["cached"] * 3]):
+        op, x = linear()
+        counting.casts.clear()
+        for way in weights:
+            with opfuse.autocast(Rounding(), weights=way):
+                y = op(x)
+            y.square().sum().backward()
+        results.append((len(counting.casts), y, op.weight.grad))
+    assert [result[0] for result in results] == [4, 1]
+    assert torch.equal(results[0][1], results[1][1]) and torch.equal(results[0][2], results[1][2])
+
+
+def test_a_cast_that_is_used_again_records_nothing(counting):
+    op, x = linear()
+    with opfuse.autocast(RECIPE):
+        first = op(x)
+    with opfuse.autocast(RECIPE, weights="cached"):
+        op(x)
+        assert op._quantizers.of(RECIPE)["weight"].seen.item() == -1
+        assert op._quantizers.of(RECIPE)["input"].seen.item() > 0
+    assert len(counting.casts) == 1 and first is not None
+
+
+def test_a_missing_copy_casts_all_anew(counting):
+    op, x = linear()
+    with opfuse.autocast(Rounding(), weights="cached"):
+        op(x.detach())  # no gradient of the input: rowwise alone
+        op(x)
+        op(x)
+    assert counting.casts[0] == (True, False)
+    # the toy's format serves both uses with one copy, so nothing is missing
+    assert len(counting.casts) == 1
+
+
+def changed_in_place(op):
+    with torch.no_grad():
+        op.weight.mul_(2)
+
+
+def replaced(op):
+    op.weight = nn.Parameter(2 * op.weight.detach())
+
+
+def loaded(op):
+    op.load_state_dict({"weight": 2 * op.weight.detach()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced, loaded])
+def test_what_torch_shows_is_cast_anew_even_if_cached(change, counting):
+    op, x = linear()
+    with opfuse.autocast(Rounding(), weights="cached"):
+        op(x)
+        change(op)
+        y = op(x)
+    assert len(counting.casts) == 2
+    with opfuse.autocast(Rounding()):
+        assert torch.equal(y, op(x))
+
+
+def fused_adamw(op):
+    optimizer = torch.optim.AdamW(op.parameters(), lr=0.5, fused=True)
+    op.weight.grad = torch.ones_like(op.weight)
+    optimizer.step()
+
+
+def data_copy(op):
+    op.weight.data.copy_(2 * op.weight.data)
+
+
+def data_set(op):
+    op.weight.data = 2 * op.weight.data
+
+
+@pytest.mark.parametrize("change", [fused_adamw, data_copy, data_set])
+def test_fresh_is_right_where_no_version_tells(change, counting):
+    """A key of storage and version would give the old cast here."""
+    op, x = linear()
+    version = op.weight._version
+    with opfuse.autocast(Rounding()):
+        before = op(x)
+        change(op)
+        after = op(x)
+    assert op.weight._version == version or change is data_set
+    assert not torch.equal(before, after) and len(counting.casts) == 2
+    with opfuse.autocast(Rounding(), weights="cached"):
+        assert torch.equal(after, op(x))
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_weight_that_is_computed_is_never_cached(counting):
+    op, x = linear()
+    parametrize.register_parametrization(op, "weight", Twice())
+    with opfuse.autocast(Rounding(), weights="cached"):
+        first = op(x)
+        op.parametrizations.weight.original.data.mul_(3)  # maybe at the same address
+        assert not torch.equal(op(x), first) and len(counting.casts) == 2
+
+
+def test_a_frozen_weight_under_a_recipe_with_state(counting):
+    op, x = linear()
+    op.weight.requires_grad_(False)
+    with opfuse.autocast(RECIPE):
+        op(x)
+    with opfuse.autocast(RECIPE):  # the scale is another one by now
+        second = op(x)
+    assert len(counting.casts) == 2
+    with opfuse.autocast(RECIPE, weights="cached"):
+        assert torch.equal(op(x), second) and len(counting.casts) == 2
+
+
+def test_a_cache_holds_no_weight_and_is_not_copied():
+    op, x = linear()
+    with opfuse.autocast(Rounding()):
+        op(x)
+    twin = copy.deepcopy(op)
+    assert not twin._weights._entries and op._weights._entries
+    weight = op.weight
+    gone = op._weights._entries["weight"].param
+    assert gone() is weight
+    op.weight = nn.Parameter(torch.ones(8, 8))
+    del weight
+    gc.collect()
+    assert gone() is None
