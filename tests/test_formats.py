@@ -90,7 +90,7 @@ def mx(matrix, dtype=E4M3):
 
 def nvfp4(matrix):
     (rows, columns), (r, c) = matrix.shape, grid(matrix)
-    over_all = torch.tensor([matrix.abs().max() / (448 * 6) if rows else 1.0]).float()
+    over_all = torch.tensor([matrix.abs().max() / (448 * 6) if matrix.numel() else 1.0]).float()
     scales = (cut(matrix, 1, 16, 6.0) / over_all.double()).to(E4M3)
     each = scales.double()[r, c // 16] * over_all.double()
     steps = torch.tensor(E2M1, dtype=torch.float64)
@@ -207,12 +207,17 @@ def test_whole_blocks_are_needed_along_the_block_only(name):
     check(name, (96,), ROWWISE)
     check(name, (127, 64), ROWWISE)
     check(name, (64, 33), COLUMNWISE)
-    with pytest.raises(ValueError, match=f"multiple of {block} columns for a rowwise copy, got 33"):
-        check(name, (64, 33), ROWWISE)
-    with pytest.raises(
-        ValueError, match=f"multiple of {block} rows for a columnwise copy, got 127"
+    _, cls, options = TWO_COPIES[name]
+    for copy_, sides, field in (
+        ("rowwise", "columns", "data"),
+        ("columnwise", "rows", "scale_inv"),
     ):
-        check(name, (127, 64), COLUMNWISE)
+        fields = {f"{copy_}_{field}": torch.ones(1), **options}
+        shape = (64, 33) if copy_ == "rowwise" else (33, 64)
+        with pytest.raises(
+            ValueError, match=f"multiple of {block} {sides} for a {copy_} copy, got 33"
+        ):
+            cls(shape, torch.float32, None, **fields)
 
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE])
@@ -387,37 +392,40 @@ def test_no_data_is_read(name):
 # What torch's GEMM takes: the fields as they are, at most seen transposed
 
 
-def on_gpu(name, rows, columns):
-    made, _ = quantized(name, torch.randn(rows, columns))
-    return [t if t is None else torch.empty_like(t, device="cuda") for t in made.tensors()]
+def multiply(names, which, kinds, swizzle, transposed):
+    """What ``scaled_mm`` says to the fields of two copies on a GPU, without one."""
+    sizes = ((256, 384), (128, 384)) if which == "rowwise" else ((384, 256), (384, 128))
+    usage = ROWWISE if which == "rowwise" else COLUMNWISE
+    made = [quantized(name, torch.randn(s), usage)[0] for name, s in zip(names, sizes, strict=True)]
+    with FakeTensorMode():
+        (a, scale_a), (b, scale_b) = (
+            [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                for t in (getattr(one, f"{which}_data"), getattr(one, f"{which}_scale_inv"))
+            ]
+            for one in made
+        )
+        if transposed:
+            scale_a, scale_b = scale_a.t(), scale_b.t()
+        return scaled_mm(
+            a, b.t(), scale_a, kinds[0], scale_b, kinds[1], swizzle_a=swizzle, swizzle_b=swizzle
+        )
 
 
-@pytest.mark.parametrize("which", [0, 2])  # the rowwise copies, the columnwise copies
+@pytest.mark.parametrize("which", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("names", [("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128")])
 def test_torch_takes_blocks_as_they_are(names, which):
-    types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
-    a, b = ((256, 384), (128, 384)) if which == 0 else ((384, 256), (384, 128))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        a, b = (
-            on_gpu(name, *size)[which : which + 2] for name, size in zip(names, (a, b), strict=True)
-        )
-        y = scaled_mm(
-            a[0], b[0].t(), a[1].t(), types[names[0]], b[1].t(), types[names[1]],
-            swizzle_a=SwizzleType.NO_SWIZZLE, swizzle_b=SwizzleType.NO_SWIZZLE,
-        )  # fmt: skip
-    assert y.shape == (256, 128)
+    kinds = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    kinds = [kinds[name] for name in names]
+    assert multiply(names, which, kinds, SwizzleType.NO_SWIZZLE, True).shape == (256, 128)
 
 
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("which", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", ["mx", "nvfp4"])
 def test_torch_takes_mx_and_nvfp4_data_as_they_are(name, which):
-    """And their scales after a kernel has swizzled them."""
+    """And scales of this size, once they are swizzled."""
     kind = {"mx": ScalingType.BlockWise1x32, "nvfp4": ScalingType.BlockWise1x16}[name]
-    swizzle = SwizzleType.SWIZZLE_32_4_4
-    a, b = ((256, 384), (128, 384)) if which == 0 else ((384, 256), (384, 128))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        a, b = (on_gpu(name, *size)[which : which + 2] for size in (a, b))
-        y = scaled_mm(a[0], b[0].t(), a[1], kind, b[1], kind, swizzle_a=swizzle, swizzle_b=swizzle)
+    y = multiply((name, name), which, (kind, kind), SwizzleType.SWIZZLE_32_4_4, False)
     assert y.shape == (256, 128)
 
 
