@@ -271,8 +271,7 @@ class BlockScaledTensor(_TwoCopies):
         scale: Tensor = getattr(self, f"{copy}_scale_inv")
         if self.block[0] == 1:
             return _times(values, scale.t(), 128)
-        outer, inner = values.shape
-        return _times(values, scale.repeat_interleave(128, 0)[:outer, : _ceil(inner, 128)], 128)
+        return _times(values, scale.repeat_interleave(128, 0)[: values.shape[0]], 128)
 
 
 class MXTensor(_TwoCopies):
@@ -372,7 +371,7 @@ def _untransposed(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _times(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Multiply each run of ``block`` values along the last dimension by its scale."""
+    """Multiply each run of ``block`` values by its scale; scales beyond the last are padding."""
     return values * scales.repeat_interleave(block, 1)[:, : values.shape[1]]
 
 
