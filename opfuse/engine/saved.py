@@ -153,7 +153,7 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
         return
     how, saved = program.recomputing[index], ctxs[index].saved_tensors
     shell, usage = saved[how.place], dropped[index]
-    if shell is None or shell.copies == Usage(False, False):
+    if shell is None or (isinstance(shell, QuantizedTensor) and not any(shell.copies)):
         recompute(program, ctxs, how.start, dropped)
         given = {"saved": shell} if isinstance(how.run, WithCasts) else {}
         again = how.run(ctxs[how.start : index], **given)
@@ -174,7 +174,7 @@ def _unpack_quantized(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int,
     for place, entry in enumerate(tuple(saved)):
         if isinstance(entry, QuantizedTensor):
             parts = entry.tensors()
-            shell = entry.rebuild((None,) * len(parts))
+            shell = entry._over((None,) * len(parts))
             found.append((place, shell, len(saved), len(saved) + len(parts)))
             saved[place] = None
             saved.extend(parts)
@@ -187,5 +187,5 @@ def rebuilt(
     """Undo :func:`_unpack_quantized`."""
     entries = list(saved)
     for place, shell, first, last in quantized:
-        entries[place] = shell.rebuild(saved[first:last])
+        entries[place] = shell._over(saved[first:last])
     return tuple(entries)

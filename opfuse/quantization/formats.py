@@ -11,6 +11,7 @@ laid out like the rowwise copy of its transpose, so a GEMM reads both in the sam
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -95,7 +96,7 @@ class QuantizedTensor(ABC):
 
     def without_data(self) -> Self:
         """The scales alone: one like this whose values are None."""
-        return self.rebuild(
+        return self._over(
             [None if name in self.data_names else getattr(self, name) for name in self.tensor_names]
         )
 
@@ -107,10 +108,17 @@ class QuantizedTensor(ABC):
 
     def only(self, usage: Usage) -> Self:
         """One like this with no more copies than ``usage`` needs, for what a backward keeps."""
-        needless = tuple(copy for copy, used in usage._asdict().items() if not used)
+        needless = tuple([name for name, used in usage._asdict().items() if not used])
         fields = zip(self.tensor_names, self.tensors(), strict=True)
-        kept = self.rebuild([None if name.startswith(needless) else t for name, t in fields])
+        kept = self._over([None if name.startswith(needless) else t for name, t in fields])
         return kept if kept.usage.covers(usage) else self
+
+    def _over(self, tensors: Sequence[Tensor | None]) -> Self:
+        """As :meth:`rebuild`, for tensors that are known to fit: without looking at them."""
+        made = copy.copy(self)
+        for name, tensor in zip(self.tensor_names, tensors, strict=True):
+            setattr(made, name, tensor)
+        return made
 
     @abstractmethod
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
@@ -229,20 +237,23 @@ class _TwoCopies(QuantizedTensor):
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32 from the copy that ``usage`` names."""
         copy = _one_copy(self, usage)
-        data: Tensor = getattr(self, f"{copy}_data")
-        values = self._decode(
-            copy, data.reshape(_matrix(self.shape)) if copy == "rowwise" else data
-        )
-        values = values.to(self.dtype)
-        return _untransposed(values, self.shape) if usage.columnwise else values.reshape(self.shape)
+        rows, columns = _matrix(self.shape)
+        size = (rows, columns) if usage.rowwise else (columns, rows)
+        values = self._unpacked(getattr(self, f"{copy}_data")).reshape(size)
+        values = self._scaled(copy, values).to(self.dtype)
+        return values.reshape(self.shape) if usage.rowwise else _untransposed(values, self.shape)
 
     @abstractmethod
     def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
         """The shape of the scales of a matrix whose blocks lie along ``inner``."""
 
+    def _unpacked(self, data: Tensor) -> Tensor:
+        """The values of ``data`` in float32, without their scales."""
+        return data.float()
+
     @abstractmethod
-    def _decode(self, copy: str, data: Tensor) -> Tensor:
-        """The values of a copy as a float32 matrix whose blocks lie along its last dimension."""
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        """Multiply a matrix, whose blocks lie along its last dimension, by a copy's scales."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -281,12 +292,11 @@ class BlockScaledTensor(_TwoCopies):
         along = _ceil(inner, 128)
         return (along, outer) if self.block[0] == 1 else (_ceil(outer, 128), 4 * _ceil(along, 4))
 
-    def _decode(self, copy: str, data: Tensor) -> Tensor:
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
         scale: Tensor = getattr(self, f"{copy}_scale_inv")
         if self.block[0] == 1:
-            return _scaled(data.float(), scale.t(), 128)
-        scale = scale.repeat_interleave(128, 0)[: data.shape[0], : _ceil(data.shape[1], 128)]
-        return _scaled(data.float(), scale, 128)
+            return _times(values, scale.t(), 128)
+        return _times(values, scale.repeat_interleave(128, 0)[: values.shape[0]], 128)
 
 
 class MXTensor(_TwoCopies):
@@ -311,8 +321,8 @@ class MXTensor(_TwoCopies):
     def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
         return outer, _whole_blocks(self, copy, inner, 32)
 
-    def _decode(self, copy: str, data: Tensor) -> Tensor:
-        return _scaled(data.float(), getattr(self, f"{copy}_scale_inv").float(), 32)
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        return _times(values, getattr(self, f"{copy}_scale_inv").float(), 32)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -357,10 +367,19 @@ class NVFP4Tensor(_TwoCopies):
     def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
         return outer, _whole_blocks(self, copy, inner, 16)
 
-    def _decode(self, copy: str, data: Tensor) -> Tensor:
-        values = _scaled(_from_e2m1(data), getattr(self, f"{copy}_scale_inv").float(), 16)
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        values = _times(values, getattr(self, f"{copy}_scale_inv").float(), 16)
         over_all: Tensor = getattr(self, f"{copy}_tensor_scale_inv")
-        return values * over_all.reshape(())  # the product before is exact
+        return values * over_all.reshape(())  # the first product is exact
+
+    def _unpacked(self, data: Tensor) -> Tensor:
+        """By arithmetic rather than from a table, which would have to be copied to the device."""
+        packed = data.view(torch.uint8)
+        code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).to(torch.int32)
+        exponent, mantissa = (code >> 1) & 3, code & 1
+        twice = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+        magnitude = twice.float() / 2
+        return torch.where(code > 7, -magnitude, magnitude)
 
 
 def _ceil(size: int, block: int) -> int:
@@ -376,22 +395,9 @@ def _untransposed(values: Tensor, shape: torch.Size) -> Tensor:
     return values.t().reshape(shape).contiguous()
 
 
-def _scaled(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Multiply each run of ``block`` values along the last dimension by its scale."""
+def _times(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Multiply each run of ``block`` values by its scale; scales beyond the last are padding."""
     return values * scales.repeat_interleave(block, 1)[:, : values.shape[1]]
-
-
-def _from_e2m1(data: Tensor) -> Tensor:
-    """The values of packed E2M1 data in float32, the one in the low nibble first.
-
-    By arithmetic rather than from a table: a table would have to be copied to the device.
-    """
-    packed = data.view(torch.uint8)
-    code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).to(torch.int32)
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    doubled = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
-    magnitude = doubled.float() / 2
-    return torch.where(code > 7, -magnitude, magnitude)
 
 
 # What a constructor refuses. Metadata only: no check reads a tensor's values.
