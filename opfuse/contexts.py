@@ -9,10 +9,10 @@ from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
-from .plugins import manager
 from .quantization import Quantizer, Recipe
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
+from .recipes import check_offered, recipe_of
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, "debug": bool}
@@ -101,7 +101,7 @@ class autocast(Setting):
         if not isinstance(enabled, bool):
             if recipe is not None:
                 raise TypeError(f"autocast: got two recipes, {enabled!r} and {recipe!r}")
-            enabled, recipe = True, enabled
+            recipe, enabled = enabled, True
         if calibrating:
             raise NotImplementedError("autocast: calibrating comes with the FP8 recipes")
         if weights not in ("fresh", "cached"):
@@ -142,11 +142,13 @@ class autocast(Setting):
 def _offered(recipe: Any) -> Recipe:
     """A recipe that an installed plugin offers, as a value."""
     if isinstance(recipe, str):
-        return manager.recipe_class(recipe)()
+        return recipe_of(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"autocast: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
         )
+    if not is_compiling():
+        check_offered(recipe)
     return recipe
 
 

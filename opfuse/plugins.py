@@ -23,10 +23,9 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
-from .environment import Environment
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
-from .quantization import Quantizer, QuantizerRole, Recipe
+from .quantization import Recipe
 from .records import (
     FusionSource,
     PluginRecord,
@@ -38,7 +37,7 @@ from .records import (
     is_strict,
     normalize,
 )
-from .settings import Options, Setting, ThreadSettings, current
+from .settings import Options, Setting, current
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
@@ -97,7 +96,7 @@ class PluginManager:
                         known[ep.group, ep.value].aliases += (ep.name,)
                         continue
                     record = known[ep.group, ep.value] = PluginRecord(
-                        ep.name, name, version, ep.group, ep.load
+                        ep.name, name, version, ep.group, ep.load, module=ep.module
                     )
                     if ep.group != hookspecs.GROUP:
                         record.state = "incompatible"
@@ -336,58 +335,23 @@ class PluginManager:
         """The recipes of the active plugins by name; of two with one name, the first plugin's."""
         return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
 
-    def recipe_class(self, name: str) -> type[Recipe]:
-        """The recipe of a name, of the plugins in use first.
+    def ask(self, record: PluginRecord, hook: str, wanted: type, **given: Any) -> Any:
+        """What a plugin answers with, if it is of the class that is wanted; None if nothing is.
 
-        Raises:
-            ValueError: No installed plugin offers one.
+        A plugin that raises, or answers with something else, fails and is not asked again.
         """
-        known = self.recipes()
-        everywhere = {name: cls for r in self.active(None) for name, cls in r.recipes.items()}
-        if name not in (known := {**everywhere, **known}):
-            offered = ", ".join(sorted(known)) or "none"
-            raise ValueError(
-                f"no installed plugin offers a recipe {name!r}; those installed offer {offered}"
-            )
-        return known[name]
-
-    def recipe_name(self, recipe: Recipe) -> str:
-        """The name that a plugin registered the class of a recipe under, or where it is defined."""
-        cls = type(recipe)
-        found = (name for r in self.records for name, known in r.recipes.items() if known is cls)
-        return next(found, f"{cls.__module__}.{cls.__qualname__}")
-
-    def quantizer(self, recipe: Recipe, role: QuantizerRole, env: Environment | None) -> Quantizer:
-        """A new quantizer from the first active plugin that has one for ``recipe`` and ``role``.
-
-        The order is that in which fusions choose: the user's list, then by distribution.
-
-        Raises:
-            RuntimeError: None has.
-        """
-        asked = dict(recipe=recipe, role=role, env=env)
-        for record in self._by_precedence(current.selection):
-            try:
-                for quantizer in self._call(record, "opfuse_quantizer", **asked):
-                    if isinstance(quantizer, Quantizer):
-                        return quantizer
-                    if quantizer is not None:
-                        raise TypeError(
-                            f"opfuse_quantizer must return a Quantizer, got "
-                            f"{type(quantizer).__name__}"
-                        )
-            except Exception as error:
-                self._fail(record, "hook call", error)
-                self._changed()
-        raise RuntimeError(
-            f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does"
-        )
-
-    def _by_precedence(self, text: str | None) -> list[PluginRecord]:
-        selection = Selection.parse(text)
-        return sorted(
-            self.active(text), key=lambda r: (selection.position(r), normalize(r.distribution))
-        )
+        try:
+            for answer in self._call(record, hook, **given):
+                if isinstance(answer, wanted):
+                    return answer
+                if answer is not None:
+                    raise TypeError(
+                        f"{hook} must return a {wanted.__name__}, got {type(answer).__name__}"
+                    )
+        except Exception as error:
+            self._fail(record, "hook call", error)
+            self._changed()
+        return None
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it stays on whatever plugins are selected."""
@@ -456,8 +420,6 @@ manager = PluginManager()
 """The plugins of this process. With the settings of each thread it is all that the core keeps at
 module level.
 """
-ThreadSettings.quantizer = staticmethod(manager.quantizer)
-ThreadSettings.recipe_name = staticmethod(manager.recipe_name)
 
 isolated = manager.isolated
 listing = manager.listing

@@ -47,6 +47,7 @@ class PluginRecord:
     recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    module: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("hookspecs",),
     ("records",),
     ("plugins",),
+    ("recipes",),
     ("engine.chain",),
     ("engine.edges", "engine.plan"),
     ("engine.step",),

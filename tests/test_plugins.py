@@ -16,6 +16,7 @@ from fakes import OneByOne, make_plugin
 import opfuse
 from opfuse import Fusion, PluginWarning, plugins, settings
 from opfuse.plugins import PluginManager, metadata
+from opfuse.recipes import new_quantizer
 from opfuse.records import Selection
 
 
@@ -232,7 +233,7 @@ def test_a_quantizer_hook_that_fails_is_told(register):
     plugins.listing()
     with pytest.warns(PluginWarning, match="opfuse_quantizer must return a Quantizer, got int"):
         with pytest.raises(RuntimeError, match="no plugin offers a quantizer for Quarter"):
-            plugins.manager.quantizer(Quarter(), opfuse.QuantizerRole("input"))
+            new_quantizer(Quarter(), opfuse.QuantizerRole("input"), None)
     assert states() == {"bad": "failed"}
     assert plugins.manager.sources(settings.current.selection) == ()
 

@@ -210,15 +210,45 @@ def test_autocast_arguments_and_nesting():
     assert opfuse.plugins.recipes()["rounding"] is Rounding
 
 
-def test_a_recipe_that_no_plugin_serves():
+def test_a_recipe_whose_plugin_is_off_quantizes_nothing_and_says_so():
+    chain, x = two_linears()
+    why = "not quantized by Rounding: the plugin rounding is off"
+    with opfuse.autocast(Rounding()), opfuse.plugins.using("-rounding"):
+        with pytest.warns(opfuse.PluginWarning, match=f"autocast: {why} in the selection"):
+            got = chain(x)
+    assert torch.equal(got, chain(x))
+    with opfuse.autocast(Rounding()), opfuse.plugins.using(""):  # said once
+        report = opfuse.explain(chain, x)
+    assert [row["note"] for row in report.to_dict()["forward"]] == [why, why, ""]
+    assert f"BasicLinear: {why} (2 times)" in str(report)
+    with opfuse.autocast(Rounding()):
+        assert not torch.equal(chain(x), got)
+
+
+def test_a_recipe_that_no_installed_plugin_offers():
+    @dataclasses.dataclass(frozen=True)
+    class Nobodys(opfuse.Recipe):
+        pass
+
+    with pytest.raises(ValueError, match="no installed plugin offers Nobodys.* offer rounding"):
+        opfuse.autocast(Nobodys())
+
+
+def test_a_recipe_without_a_quantizer():
+    class OnlyTheName:
+        @opfuse.hookimpl
+        def opfuse_recipes(self):
+            return {"mine": Rounding}
+
+    record = opfuse.plugins.register(OnlyTheName(), name="mine")
     chain, x = two_linears()
     text = "no plugin offers a quantizer for Rounding.* and QuantizerRole.*linear"
-    with (
-        opfuse.plugins.using(""),
-        opfuse.autocast(recipe=Rounding()),
-        pytest.raises(RuntimeError, match=text),
-    ):
-        chain(x)
+    try:
+        with opfuse.plugins.using("mine"), opfuse.autocast("mine"):
+            with pytest.raises(RuntimeError, match=text):
+                chain(x)
+    finally:
+        opfuse.plugins.remove(record)
 
 
 def test_a_failing_quantizer_hook_is_a_warning():

@@ -227,8 +227,9 @@ class _Finder:
 
     def _asked(self, step: Step) -> float | str:
         """What the condition and the benefit of a fusion say, if they say what they may."""
-        source, ops, asked = step.source, step.matched, "condition"
-        fusion: Fusion = source.fusion
+        source: FusionSource = step.source
+        fusion: Any = source.fusion
+        ops, asked = step.matched, "condition"
         try:
             answer, env = self._condition(fusion, step.start, ops)
             asked = "benefit"
@@ -331,7 +332,8 @@ def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
     """The non-overlapping candidates of one pass with the largest total benefit.
 
     Dynamic programming over half steps: the best cover from ``i`` on either leaves what is there
-    alone or takes a candidate that begins there. Ties: more ops covered by fewer fusions, then names.
+    alone or takes a candidate that begins there. Ties: more ops covered by fewer fusions, then
+    names.
     """
     empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (
         0.0,

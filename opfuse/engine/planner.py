@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..environment import Environment
 from ..op import FusedOperation
 from ..plugins import manager
+from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
 from .chain import Chain
@@ -54,7 +55,8 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
     grads, dtype, device, autocast, *_, kwargs, extras, settings = key
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
     check_kwargs(chain, kwargs)
-    env = _environment(key, input)
+    off = why_off(settings[2], settings[1])
+    env = _environment(key, input)._replace(recipe=None if off else settings[2])
     needs = _needs(chain, env, grads)
     given: dict[str, Any] = dict(
         first_backward=needs.first_backward, kwargs=kwargs or ((),) * len(chain.ops)
@@ -66,7 +68,7 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
     manager.check_options(settings[0], settings[1])
     edges = _ask_ops(chain, env, needs, settings)
     choice = _build(chain, env, sources, edges=edges, **given)
-    return compile_program(chain, choice, env, autocast, edges, needs, given["kwargs"])
+    return compile_program(chain, choice, env, autocast, edges, needs, given["kwargs"], off)
 
 
 def _ask_ops(chain: Chain, env: Environment, needs: Needs, settings: Settings) -> Edges:
@@ -89,7 +91,6 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=autocast or dtype,
-        recipe=settings[2],
         training=any(training),
         requires_grad=grads is not None and any(grads),
         **{fact: rows_of((fact,), input)[0] for fact in ("row_alignment", "rows")},

@@ -179,6 +179,7 @@ def compile_program(
     edges: Edges,
     needs: Needs,
     kwargs: Sequence[tuple[str, ...]],
+    off: str,
 ) -> Program:
     """Turn a choice of fusions, already built, into a program.
 
@@ -190,6 +191,7 @@ def compile_program(
         edges: Where each pass casts.
         needs: Which gradients it computes.
         kwargs: Names of the keyword arguments given to each op.
+        off: Why the recipe in force quantizes nothing, or ``""``.
     """
     forward, backward = _steps(chain, choice, env, edges, needs)
     # a joint fusion may leave what it likes
@@ -210,7 +212,9 @@ def compile_program(
             _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
         before = step
     contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
-    plan = FusionPlan(_describe(forward, chain), _describe(backward, chain), choice.refused)
+    plan = FusionPlan(
+        _describe(forward, chain, off), _describe(backward, chain, off), choice.refused
+    )
     steps = forward, backward
     return Program(chain, plan, env, autocast, steps, contexts, needs, undeclared, choice.row_facts)
 
@@ -238,7 +242,7 @@ def _context_values(
     """What the engine writes on the context of each basic op; see :class:`OperationContext`."""
     forward, backward = steps
     recomputing = {step.recompute for step in backward}
-    # a fused op that begins with a cast takes a plain tensor, so that nobody is to quantize it before
+    # a fused op that begins with a cast takes a plain tensor: nobody is to quantize it before
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
@@ -356,16 +360,27 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _describe(steps: Sequence[Step], chain: Chain) -> tuple[PlanStep, ...]:
+def _describe(steps: Sequence[Step], chain: Chain, off: str) -> tuple[PlanStep, ...]:
     """The steps as report data."""
     rows = []
     for step in steps:
         names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
         casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
-        who: tuple[Any, ...] = (None, None, None)
-        title = names[0] if names else f"Cast[{casts[0][1]}]"
-        if step.source is not None:
-            who = step.source.name, step.source.distribution, step.source.version
-            title = type(step.op).__name__
-        rows.append(PlanStep(title, names, step.start, *who, casts, step.note))
+        quantizes = off and any(op.num_quantizers("forward") for op in step.matched)
+        row = PlanStep(
+            names[0] if names else f"Cast[{casts[0][1]}]",
+            names,
+            step.start,
+            casts=casts,
+            note=step.note or (off if quantizes else ""),
+        )
+        if (source := step.source) is not None:
+            row = dataclasses.replace(
+                row,
+                op=type(step.op).__name__,
+                fusion=source.name,
+                distribution=source.distribution,
+                version=source.version,
+            )
+        rows.append(row)
     return tuple(rows)

@@ -11,7 +11,7 @@ from ..quantization import QuantizedTensor, Usage
 from .calls import WithCasts
 from .checks import forward_of, refuse_saved, saved_nothing
 from .extras import ForwardExtras
-from .program import Program
+from .program import Program, Recompute
 
 
 def take_saved(program: Program, ctxs: Sequence[Any], kept: bool) -> list[Tensor | None]:
@@ -136,7 +136,7 @@ def _drop_recomputable(
             continue
         quantized = isinstance(kept, QuantizedTensor)
         dropped[index] = kept.copies if quantized else Usage()
-        saved[how.position] = kept.without_data() if quantized else None  # type: ignore[assignment]
+        saved[how.position] = kept.without_data() if quantized else None
     return dropped
 
 
@@ -151,15 +151,17 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
     """Put an input back that was not kept, after that of the op that computes it."""
     if index not in dropped:
         return
-    how, saved = program.recomputing[index], ctxs[index].saved_tensors
+    how: Recompute = program.recomputing[index]
+    saved: tuple[Any, ...] = ctxs[index].saved_tensors
     shell, usage = saved[how.place], dropped[index]
-    if shell is None or (isinstance(shell, QuantizedTensor) and not any(shell.copies)):
+    quantized = isinstance(shell, QuantizedTensor)
+    if shell is None or (quantized and not any(shell.copies)):
         recompute(program, ctxs, how.start, dropped)
         given = {"saved": shell} if isinstance(how.run, WithCasts) else {}
         again = how.run(ctxs[how.start : index], **given)
         if how.cast is not None:
             again = how.cast.quantizer.requantize(again, shell, usage)
-        if shell is not None:
+        if quantized:
             again = again.only(usage)
         ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
 

@@ -104,7 +104,7 @@ class QuantizedTensor(ABC):
     def copies(self) -> Usage:
         """Which copies are stored; the values of one may serve as the other, see :attr:`usage`."""
         here = [name for name in self.data_names if getattr(self, name) is not None]
-        return Usage(*[any(name.startswith(copy) for name in here) for copy in Usage._fields])
+        return Usage(*[any(name.startswith(way) for name in here) for way in Usage._fields])
 
     def only(self, usage: Usage) -> Self:
         """One like this with no more copies than ``usage`` needs, for what a backward keeps."""
@@ -217,13 +217,13 @@ class _TwoCopies(QuantizedTensor):
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
         rows, columns = _check_original(self)
-        for copy, outer, inner in (("rowwise", rows, columns), ("columnwise", columns, rows)):
-            data, scale = f"{copy}_data", f"{copy}_scale_inv"
+        for way, outer, inner in (("rowwise", rows, columns), ("columnwise", columns, rows)):
+            data, scale = f"{way}_data", f"{way}_scale_inv"
             if getattr(self, data) is None and getattr(self, scale) is None:
                 continue
-            scales = self._scale_shape(copy, outer, inner)  # refuses a size that it cannot cut
+            scales = self._scale_shape(way, outer, inner)  # refuses a size that it cannot cut
             _check(self, scale, scales, (self.scale_dtype,))
-            values = tuple(self.shape) if copy == "rowwise" else (outer, inner)
+            values = tuple(self.shape) if way == "rowwise" else (outer, inner)
             if self.per_byte > 1:
                 values = (*values[:-1], inner // self.per_byte)
             _check(self, data, values, self.data_dtypes)
@@ -360,9 +360,9 @@ class NVFP4Tensor(_TwoCopies):
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
         super().__post_init__()
-        for copy in ("rowwise", "columnwise"):
-            _check_scalar(self, f"{copy}_tensor_scale_inv")
-            _check_scale(self, f"{copy}_data", f"{copy}_tensor_scale_inv")
+        for way in ("rowwise", "columnwise"):
+            _check_scalar(self, f"{way}_tensor_scale_inv")
+            _check_scale(self, f"{way}_data", f"{way}_tensor_scale_inv")
 
     def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
         return outer, _whole_blocks(self, copy, inner, 16)

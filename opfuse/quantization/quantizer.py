@@ -78,8 +78,8 @@ class Quantizer(ABC):
         if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
             return tensor
         raise TypeError(
-            f"{type(self).__name__} expected a plain tensor, or one that it quantized with {usage}, "
-            f"got {tensor!r} of {type(tensor.quantizer).__name__} with {tensor.usage}: a cast "
+            f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "
+            f"got {tensor!r} of {type(tensor.quantizer).__name__} for {tensor.usage}: a cast "
             f"starts from the unquantized tensor"
         )
 

@@ -289,7 +289,12 @@ class _GridQuantizer(Quantizer):
 
 
 class GridPlugin:
-    """Offers the quantizer of :class:`GridRecipe`."""
+    """Offers :class:`GridRecipe`."""
+
+    @hookimpl
+    def opfuse_recipes(self) -> dict[str, type[Recipe]]:
+        """See :func:`opfuse.hookspecs.opfuse_recipes`."""
+        return {"grid": GridRecipe}
 
     @hookimpl
     def opfuse_quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
