@@ -16,7 +16,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("debug", "op_context"),
     ("fusible",),
     ("op",),
-    ("overrides",),
+    ("extra_inputs", "overrides"),
     ("ops",),
     ("authoring", "fusion"),
     ("hookspecs",),
