@@ -157,7 +157,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
     """The number of the group that each row is in, shaped as the rows of ``x``."""
-    found = torch.repeat_interleave(groups.sizes, output_size=x.shape[0])
+    found = torch.repeat_interleave(groups.sizes.long(), output_size=x.shape[0])
     return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
 
 
