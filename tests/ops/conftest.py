@@ -35,9 +35,7 @@ def leaf(tensor, requires_grad=True):
 
 
 def exact(tensor, requires_grad=True, through=None):
-    """The same values in fp64 as a leaf, rounded to ``through`` first; integers as they are."""
-    if not tensor.is_floating_point():
-        return tensor
+    """The same values in fp64 as a leaf, rounded to ``through`` first."""
     return tensor.detach().to(through or tensor.dtype).double().requires_grad_(requires_grad)
 
 
