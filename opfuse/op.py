@@ -42,6 +42,9 @@ class BasicOperation(FusibleOperation):
 
     Class attributes that describe an op to fusions and to the fuser:
         num_extra_inputs, num_extra_outputs: Tensors beside the main one.
+        extra_input_dtypes: What each extra input takes, one entry for each: ``"floating"``,
+            ``"integer"`` (targets, positions, split sizes) or ``"bool"``. Those of the last two
+            kinds get no gradient. Empty: all are floating point.
         takes_params: Names of the parameters that the passes take, in order; None: all that there
             are at the end of ``__init__``. Others belong to a ``forward`` of its own.
         saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
@@ -65,6 +68,7 @@ class BasicOperation(FusibleOperation):
     is_fused_op = False
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    extra_input_dtypes: tuple[str, ...] = ()
     saved_names: ClassVar[tuple[str, ...] | None] = None
     context_names: ClassVar[tuple[str, ...]] = ()
     in_features: int | None = None
@@ -81,6 +85,7 @@ class BasicOperation(FusibleOperation):
     def __init__(self) -> None:
         super().__init__()
         self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_input_names: tuple[str | None, ...] = (None,) * self.num_extra_inputs
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._quantizers = QuantizerStates()
@@ -137,7 +142,7 @@ class BasicOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
-    # Extra tensors bound to named channels
+    # Extra tensors bound to named channels, and external inputs that share a name
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Feed an extra input from the named channel of an earlier op instead of from the caller.
@@ -148,7 +153,30 @@ class BasicOperation(FusibleOperation):
             RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
         """
         self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._refuse_both(index, self._extra_input_names[index], channel)
         self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_input_name(self, index: int, name: str | None) -> BasicOperation:
+        """Name an extra input that the caller gives; inputs of one name take one argument.
+
+        Extra inputs of one name in one fuser take one argument, at the place of the first of them.
+        They all get the same tensor, and their gradients are added.
+
+        Args:
+            index: Which extra input.
+            name: The name, or None to remove it.
+
+        Raises:
+            IndexError: The op has no such extra input.
+            ValueError: ``name`` is neither None nor a non-empty string, or a channel feeds this
+                extra input.
+            RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
+        """
+        self._check_channel("input", index, self.num_extra_inputs, name, "name")
+        self._refuse_both(index, name, self._extra_input_channels[index])
+        names = self._extra_input_names
+        self._extra_input_names = (*names[:index], name, *names[index + 1 :])
         return self
 
     def set_extra_output_channel(
@@ -178,21 +206,36 @@ class BasicOperation(FusibleOperation):
         return tuple(self._extra_input_channels)
 
     @property
+    def extra_input_names(self) -> tuple[str | None, ...]:
+        """The name of each extra input; None: it has none."""
+        return self._extra_input_names
+
+    @property
     def extra_output_channels(self) -> tuple[str | None, ...]:
         """The channel under which each extra output is published; None: under none."""
         return tuple(self._extra_output_channels)
 
-    def _check_channel(self, side: str, index: int, count: int, channel: str | None) -> None:
+    def _check_channel(
+        self, side: str, index: int, count: int, channel: str | None, what: str = "channel"
+    ) -> None:
         name = type(self).__name__
         if not 0 <= index < count:
             raise IndexError(f"{name} has {count} extra {side}s, there is no extra {side} {index}")
         if channel is not None and (not isinstance(channel, str) or not channel):
-            raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
+            raise ValueError(f"a {what} is a non-empty string or None, {name} got {channel!r}")
         if self._captured:
             when = "a Sequential at its first call, or op(x)"
             raise RuntimeError(
-                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a "
+                f"the {what}s of this {name} are fixed: a fuser captured them ({when}); use a "
                 f"new op"
+            )
+
+    def _refuse_both(self, index: int, name: str | None, channel: str | None) -> None:
+        if name is not None and channel is not None:
+            raise ValueError(
+                f"extra input {index} of {type(self).__name__} has the name {name!r}, for a tensor "
+                f"of the caller, or the channel {channel!r}, for one of an earlier op, not both: "
+                f"set the other to None first"
             )
 
     # Quantizers

@@ -18,9 +18,19 @@ import torch
 from .. import ops as built_in
 from ..engine.chain import Chain
 from ..environment import Environment
+from ..extra_inputs import kinds_of
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
-from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
+from .cases import (
+    Case,
+    CubicActivation,
+    CubicGLU,
+    Op,
+    Subject,
+    extra_shape,
+    input_shapes,
+    next_width,
+)
 from .running import Declined, separate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -121,6 +131,10 @@ _MAKERS: Makers = {
     built_in.AddExtraInput: lambda width: [
         Op(built_in.AddExtraInput),
         Op(built_in.AddExtraInput, in_place=True),
+    ],
+    built_in.GroupedLinear: lambda width: [
+        Op(built_in.GroupedLinear, 3, width, width + width // 2),
+        Op(built_in.GroupedLinear, 1, width, width, bias=False),
     ],
     built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
@@ -252,6 +266,8 @@ def make_chains(
             if accepted:
                 odd = [base.with_(ops=ops) for ops in chains(elements, 2 * width - 1, makers)[:1]]
                 plain.append(accepted[0])
+                if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
+                    odd.append(accepted[0].with_(shared=False))
                 every += [*accepted, *(case for case in odd if refusal(case) is None)]
                 residual += _residual(accepted[0], elements, makers)
                 models += [
@@ -306,6 +322,7 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
     square: Makers = {
         **makers,
         built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
+        built_in.GroupedLinear: lambda width: Op(built_in.GroupedLinear, 3, width, width),
     }
     for ops in chains(elements, case.first_width(), square):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
@@ -313,11 +330,15 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         if not reads or (forks and forks[0] > reads[0]):
             continue
         found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
-        shape = (*found.rows, found.first_width())
-        if (
-            set(extra_shapes(found.basic_ops(), shape)) == {shape}
-            and refusal(found.with_(residual=True)) is None
-        ):
+        shape, basic = (*found.rows, found.first_width()), found.basic_ops()
+        pairs = zip(basic, input_shapes(basic, shape), strict=True)
+        shapes = {
+            extra_shape(op, at, k)
+            for op, at in pairs
+            for k, kind in enumerate(kinds_of(op))
+            if kind == "floating"
+        }
+        if shapes == {shape} and refusal(found.with_(residual=True)) is None:
             yield found.with_(residual=True)
 
 
