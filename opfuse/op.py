@@ -8,8 +8,6 @@ and keyword names are those of Transformer Engine's ``te.ops``, so an op written
 
 from __future__ import annotations
 
-import functools
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
 from .fusible import FusibleOperation
-from .op_context import OperationContext
+from .op_context import OperationContext, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.state import QuantizerStates
 from .quantization.updates import PreparedOps
@@ -388,27 +386,6 @@ class BasicOperation(FusibleOperation):
 
 
 type.__setattr__(FusibleOperation, "_contract", BasicOperation)
-
-_QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
-
-
-def asks_for_quantizers(op: BasicOperation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
-    return _asked_by(
-        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
-    )
-
-
-asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
-
-
-@functools.lru_cache(maxsize=1024)
-def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
-    if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
-        return (), named
-    first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return (_QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
 
 
 class FusedOperation(FusibleOperation):
