@@ -104,6 +104,28 @@ def test_an_evaluation_moves_nothing():
     assert torch.equal(evaluated, step(chain, x))
 
 
+@pytest.mark.parametrize("weights", ["fresh", "cached"])
+def test_an_evaluation_in_inference_mode_comes_first(weights):
+    chain, x = mlp()
+    with torch.inference_mode():
+        first = step(chain, x.detach(), weights=weights)
+    with torch.no_grad():
+        assert torch.equal(step(chain, x, weights=weights), first)
+    step(chain, x, weights=weights).sum().backward()
+    step(chain, x, weights=weights)
+    assert updates(chain) == [2, 2, 1] * 2
+
+
+def test_state_that_nobody_records_does_not_advance(monkeypatch):
+    """A calibrated scale, say: there is no update to call."""
+    monkeypatch.setattr(RoundingQuantizer, "pending_names", ())
+    monkeypatch.setattr(Rounding, "update", opfuse.Recipe.update)
+    chain, x = mlp()
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, x), step(chain, x))
+
+
 def test_an_evaluation_follows_the_state_wherever_it_goes():
     chain, x = mlp()
     with torch.no_grad():
