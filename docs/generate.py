@@ -24,16 +24,15 @@ DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
 
 HOOKS = """# Hooks
 
-What a plugin can implement, in the module that its entry point of group `{group}` names. \
-Every hook returns
-declarations. Hooks are called while planning, \
-never during a forward or backward pass, and each plugin on its own: one
-that raises is an {{class}}`opfuse.PluginWarning` and does not take the others along. \
-An implementation may take fewer
-arguments than the hook has. A function that is named like a hook but is none is refused, \
-with the list of hooks.
+A plugin implements hooks in the module that its entry point of group `{group}` names. \
+Every hook returns declarations.
+opfuse calls hooks while planning, never during a forward or backward pass. \
+It calls each plugin on its own: if one
+raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
+An implementation may take fewer arguments than
+the hook has. opfuse refuses a function that is named like a hook and is none, and lists the hooks.
 
-The examples go on from each other and begin with `import opfuse`.
+The examples build on each other, and begin with `import opfuse`.
 """
 
 CONTRACTS = """# The contracts
