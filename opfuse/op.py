@@ -433,6 +433,11 @@ class FusedOperation(FusibleOperation):
                 )
         self.basic_ops = nn.ModuleList(ops)
 
+    def _call_it(self, name: str) -> None:
+        super()._call_it(name)
+        for op in self.basic_ops:
+            op._name = op._name or name  # type: ignore[assignment]
+
     def get_input_quantizer(self) -> Quantizer | None:
         """The first basic op's."""
         return self.basic_ops[0].get_input_quantizer()  # type: ignore[no-any-return,operator]

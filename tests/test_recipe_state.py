@@ -199,6 +199,8 @@ def test_prepare_names_the_ops():
         assert chain[0].name == "" and opfuse.prepare(model) is model
         assert [chain[0].name, chain[0].basic_ops[0].name] == ["block.0"] * 2
         assert (chain[1].name, chain[2].name, model["head"].name) == ("act", "q", "mine")
+        named = ops.Linear(2, 2, name="given")
+        assert opfuse.prepare(nn.ModuleList([named]))[0].basic_ops[0].name == "given"
         with opfuse.plugins.using("names"), opfuse.autocast(RECIPE):
             model["head"](chain(torch.randn(2, 8)))
         roles = [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
