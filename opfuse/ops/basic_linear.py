@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization import (
     COLUMNWISE,
@@ -22,10 +21,10 @@ from ..quantization import (
     dequantize,
 )
 from ..settings import current
-from ._common import Grads, check_size, refuse, shows
+from ._common import Grads, WithLaterArguments, check_size, shows
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(WithLaterArguments):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight``
@@ -86,11 +85,12 @@ class BasicLinear(BasicOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", tensor_parallel_mode=tensor_parallel_mode)
-        refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
-        refuse(self, "sequence parallelism", sequence_parallel=sequence_parallel)
-        refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
+        super().__init__(
+            tensor_parallel_mode=tensor_parallel_mode,
+            rng_state_tracker_function=rng_state_tracker_function,
+            sequence_parallel=sequence_parallel,
+            userbuffers_options=userbuffers_options,
+        )
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.weight = nn.Parameter(
