@@ -63,7 +63,12 @@ incoming gradient itself or a new tensor, *shared* may alias something that the 
 A step may write into its
 incoming gradient only where its context says `owns_grad_output`, which follows from this column. \
 Under a recipe the
-input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise.
+input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise. \
+Where `ctx.saves_params`
+(autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast. \
+A forward fusion that calls
+{{meth}}`opfuse.ops.BasicLinear.operands`, and a backward fusion that calls
+{{meth}}`opfuse.ops.BasicLinear.saved_operands`, need not know.
 
 What dtype an entry has is in each op's description in the {{doc}}`reference`.
 

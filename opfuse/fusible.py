@@ -42,6 +42,8 @@ class _OperationMeta(ABCMeta):
             raise ValueError(
                 f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
             )
+        for attribute, value in namespace.items():
+            _check_number(cls, attribute, value)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         name = "" if _takes_name(cls) else kwargs.pop("name", "")
@@ -64,12 +66,22 @@ class _OperationMeta(ABCMeta):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._check_class_attribute(name)  # type: ignore[attr-defined]
+        _check_number(cls, name, value)
         super().__setattr__(name, value)
         _class_changed(name)
 
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
         _class_changed(name)
+
+
+def _check_number(cls: Any, name: str, value: Any) -> None:
+    """Refuse a tensor, or what else is no real number, where an op without its own would read it.
+
+    A property, and all that has ``__get__``, is the class author's to answer for.
+    """
+    if name in cls.real_numbers and not hasattr(value, "__get__"):
+        check_real(cls, name, value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -293,7 +305,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
 
 def check_real(op: object, name: str, value: Any) -> float:
-    """A real number, as a float.
+    """A real number, as a float; ``op`` is an op, or its class.
 
     Raises:
         TypeError: It is not a real number.
@@ -304,7 +316,8 @@ def check_real(op: object, name: str, value: Any) -> float:
             if isinstance(value, Tensor)
             else repr(value)
         )
-        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {what}")
+        who = op if isinstance(op, type) else type(op)
+        raise TypeError(f"{who.__name__} expected a real number as {name}, got {what}")
     return float(value)
 
 

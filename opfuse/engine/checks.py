@@ -140,9 +140,10 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 
 
 def check_attributes(chain: Chain, index: int) -> None:
-    """Refuse tensors on an op whose gradient would be lost, since they are no parameters."""
+    """Refuse tensors on an op or its class whose gradient would be lost: no parameters."""
     op = chain.ops[index]
-    for name, value in vars(op).items():
+    held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
+    for name, value in held.items():
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
             if name not in (op.param_names or ()):
                 who = f"{chain.name(index)} of {chain.title}"

@@ -246,6 +246,7 @@ def _context_values(
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
+    prefers_memory = autocast is not None and env.options.get("prefer") == "memory"
     return [
         dict(
             requires_grad=env.requires_grad and i >= needs.first_backward,
@@ -259,6 +260,7 @@ def _context_values(
             weights=op._weights if env.recipe is not None else None,
             owns_grad_output=i in owned,
             may_recompute=i in recomputing,
+            saves_params=prefers_memory and any(needs.params[i]) and all(needs.params[i]),
         )
         for i, op in enumerate(chain.ops)
     ]

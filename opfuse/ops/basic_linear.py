@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..op import BasicOperation
@@ -22,10 +23,10 @@ from ..quantization import (
     dequantize,
 )
 from ..settings import current
-from ._common import Grads, check_size, refuse, shows
+from ._common import Grads, WithLaterArguments, check_size, shows
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(WithLaterArguments):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight``
@@ -86,11 +87,12 @@ class BasicLinear(BasicOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", tensor_parallel_mode=tensor_parallel_mode)
-        refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
-        refuse(self, "sequence parallelism", sequence_parallel=sequence_parallel)
-        refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
+        super().__init__(
+            tensor_parallel_mode=tensor_parallel_mode,
+            rng_state_tracker_function=rng_state_tracker_function,
+            sequence_parallel=sequence_parallel,
+            userbuffers_options=userbuffers_options,
+        )
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.weight = nn.Parameter(
@@ -142,17 +144,34 @@ class BasicLinear(BasicOperation):
         if ctx.quantizers:
             return _quantized_operands(ctx, input_)
         x: Any = input_
+        kept = w = weight
         if dtype is not None:
-            x, weight = x.to(dtype), weight.to(dtype)
+            x, w = x.to(dtype), weight.to(dtype)
+            kept = weight if ctx.saves_params and _can_be_saved(weight) else w
         if ctx.requires_grad:
             ctx.to_save = (
                 x if ctx.param_requires_grad[0] else None,
-                weight if ctx.input_requires_grad else None,
+                kept if ctx.input_requires_grad else None,
             )
-        return x, weight
+        return x, w
+
+    @staticmethod
+    def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, Tensor | None]:
+        """Input and weight that the forward left, in ``ctx.dtype``; None where it left none.
+
+        For the op itself, and for fusions of the backward that multiply in another way, not under a
+        recipe. A weight that was saved as it is, since ``ctx.saves_params``, is cast here.
+        """
+        x, w = ctx.saved_tensors  # type: ignore[misc]
+        if ctx.saves_params and w is not None:
+            w = w.to(ctx.dtype)
+        return x, w
 
     def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
-        """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
+        """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
+
+        The weight is saved as it is where ``ctx.saves_params``.
+        """
         x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
@@ -163,9 +182,9 @@ class BasicLinear(BasicOperation):
 
         Autograd casts them at the end.
         """
-        x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.quantizers:
-            return _quantized_backward(ctx, grad_output, x, w)
+            return _quantized_backward(ctx, grad_output, *ctx.saved_tensors)  # type: ignore[misc]
+        x, w = BasicLinear.saved_operands(ctx)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
@@ -179,6 +198,17 @@ class BasicLinear(BasicOperation):
         Gives zeros where hooks must run on ``.grad``, else None.
         """
         return (accumulate_main_grad(self, params[0], grads[0]),)
+
+
+def _can_be_saved(weight: Tensor) -> bool:
+    """Whether a weight is a Parameter, whose version tells when an optimizer changes it.
+
+    One that is computed, sharded or of another class is not; nor is one made in inference mode. It
+    is asked at every call, since FSDP2 and ``torch.func.functional_call`` replace weights.
+    """
+    if type(weight) is not nn.Parameter:
+        return False
+    return is_dynamo_compiling() or not weight.is_inference()  # which Dynamo cannot trace
 
 
 def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:

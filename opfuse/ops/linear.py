@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation, FusedOperation
 from ..op_context import ModuleCache, OperationContext
-from ._common import Grads, check_size, refuse, sum_rows
+from ._common import Grads, WithLaterArguments, check_size, sum_rows
 from .basic_linear import BasicLinear
 
 
-class Bias(BasicOperation):
+class Bias(WithLaterArguments):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and gives ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
@@ -49,8 +49,7 @@ class Bias(BasicOperation):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", tensor_parallel=tensor_parallel)
+        super().__init__(tensor_parallel=tensor_parallel)
         self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
+from ..contexts import options
 from ..engine.chain import Chain
 from ..errors import PluginWarning
 from ..extra_inputs import kinds_of
@@ -139,12 +140,14 @@ class Built(NamedTuple):
         leaves: Input, extra inputs and parameters by name: ``input``, ``extra 0``, ``1.bias``.
         writable: Extra inputs that an op may write into.
         autocast: The dtype of autocast, or None.
+        prefer: The option of this name.
     """
 
     chain: Sequential
     leaves: dict[str, Tensor]
     writable: set[str]
     autocast: torch.dtype | None
+    prefer: str = "speed"
 
     def inputs(self) -> list[Tensor]:
         """Input and extra inputs of one call; a copy of what is written into."""
@@ -158,12 +161,12 @@ class Built(NamedTuple):
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
         """Every output of the chain, with torch's generators at the same seed in every call."""
         device = self.leaves["input"].device
-        context = (
-            torch.autocast(device.type, self.autocast)
-            if self.autocast
-            else contextlib.nullcontext()
-        )
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), context:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            if self.autocast:
+                stack.enter_context(torch.autocast(device.type, self.autocast))
+            if self.prefer != "speed":
+                stack.enter_context(options(prefer=self.prefer))
             generator = torch.cuda if device.type == "cuda" else torch.default_generator
             generator.manual_seed(0)  # what draws, draws the same with and without a fusion
             result = (chain or self.chain)(*(inputs or self.inputs()))
@@ -186,6 +189,7 @@ class Case:
         scale: By which input and extra inputs are larger than around 1.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
+        prefer: The option of this name: "speed" or "memory".
         wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
         residual: Extra inputs come out of a channel, from the first extra output.
         shared: Split sizes of several ops are one tensor, by name.
@@ -205,6 +209,7 @@ class Case:
     scale: float = 1.0
     frozen: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    prefer: str = "speed"
     wide: bool = False
     residual: bool = False
     shared: bool = True
@@ -324,7 +329,7 @@ class Case:
         for name, leaf in leaves.items():
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
-        return Built(chain, leaves, names, self.autocast if dtype is None else None)
+        return Built(chain, leaves, names, self.autocast if dtype is None else None, self.prefer)
 
     def leaf_names(self) -> list[str]:
         """What could need a gradient."""

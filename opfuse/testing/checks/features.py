@@ -26,7 +26,7 @@ from ..cases import Case
 from ..generate import Chains
 from ..reference import compare_outputs, compare_results
 from ..running import Failure, Result, backward, both, forward, fused, only, separate, watched
-from .registry import check, first, joined, plain, surrounded
+from .registry import check, first, joined, keeping_weights, plain, surrounded
 
 
 @check(plain, passes=("forward", "joint"))
@@ -57,6 +57,8 @@ def _autocasts(chains: Chains) -> Iterator[Case]:
         yield case.with_(autocast=torch.bfloat16, wide=True)
         yield joined(case).with_(autocast=torch.bfloat16, wide=True)
         yield case.with_(autocast=torch.bfloat16, frozen=("input",))
+        yield from keeping_weights(case)
+        yield from keeping_weights(joined(case))
 
 
 @check(_autocasts)

@@ -28,7 +28,17 @@ from ..running import (
     separate,
     watched,
 )
-from .registry import MANY_ROWS, check, evaluating, frozen, joined, numeric, plain, surrounded
+from .registry import (
+    MANY_ROWS,
+    check,
+    evaluating,
+    frozen,
+    joined,
+    keeping_weights,
+    numeric,
+    plain,
+    surrounded,
+)
 
 
 def _pair(case: Case) -> tuple[Result, Result]:
@@ -68,6 +78,7 @@ def _saving(chains: Chains) -> Iterator[Case]:
     yield from frozen(chains, every_rank=False)
     for case in chains.plain:
         yield case.with_(autocast=torch.bfloat16)
+        yield from keeping_weights(case)
         yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
         yield case.with_(rows=(5,), layout="strided")
         yield case.with_(rows=MANY_ROWS)

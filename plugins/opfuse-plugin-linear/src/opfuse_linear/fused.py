@@ -216,7 +216,7 @@ class BackwardLinear(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         act, has_bias, no_extras = self._parts
         dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
-        x, weight = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(basic_op_ctxs[0])
         grads: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
             grads = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
@@ -243,7 +243,7 @@ class BackwardLinearScale(FusedOperation):
         dy, scale = grad_output, last.scale  # type: ignore[attr-defined]
         if dy.is_cpu:  # cheaper than two scaled matrix products
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
-        x, weight = linear.saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(linear)
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight, scale=scale)
         return grad_input, ((grad_weight,), ()), ((), ())
 
@@ -257,7 +257,7 @@ class BackwardLinearAdd(FusedOperation):
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        x, weight = basic_op_ctxs[1].saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(basic_op_ctxs[1])
         addend = basic_op_grad_extra_outputs[0][0]
         grad_input, grad_weight = kernels.linear_grads(grad_output, x, weight, addend=addend)
         return grad_input, ((), (grad_weight,)), ((), ())
