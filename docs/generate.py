@@ -107,8 +107,9 @@ def contracts():
         if issubclass(op, opfuse.BasicOperation):
             extras = [f"{op.num_extra_inputs} in"] * bool(op.num_extra_inputs)
             extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
+            saved = op.saved_names  # a property tells in words
             contract = (
-                code(op.saved_names),
+                code(saved) if isinstance(saved, tuple) else in_words(saved),
                 code(op.context_names),
                 op.grad_input,
                 ", ".join(extras),
@@ -119,6 +120,10 @@ def contracts():
         for contract, names in rows.items()
     ]
     return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
+
+
+def in_words(described):
+    return described.__doc__.replace("``", "`").rstrip(".")
 
 
 def code(names):

@@ -43,7 +43,8 @@ def _alone():
 
 def expected_saved(op, x, y, extras, wants_input, wants_params):
     """The tensors that an op must leave, by the names it declares, None where no gradient needs them."""
-    wants_weight = bool(wants_params) and wants_params[0]
+    count = len(getattr(op, "sizes", (None,)))
+    wants_weight = any(wants_params[:count])
     scaled, norm = (
         isinstance(op, ops.ScaledActivation),
         isinstance(op, (ops.LayerNorm, ops.RMSNorm)),
@@ -52,10 +53,13 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
     wants_scales = scaled and extras[0].requires_grad
     wants_x = (
         wants_weight
-        if isinstance(op, ops.BasicLinear)
+        if isinstance(op, (ops.BasicLinear, ops.ParallelLinear))
         else wants_input or wants_weight or wants_scales
     )
     values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
+    if isinstance(op, ops.ParallelLinear):
+        weights = op.param_names[:count]
+        values |= {name: op.read_parameter(name) if wants_input else None for name in weights}
     if wants_input:
         values["weight"] = getattr(op, "weight", None)
         values["scales"] = extras[0] if scaled else None
@@ -113,7 +117,7 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
             handle.unregister()
         wants, declared = drawn.x.requires_grad, []
         for op, ctx, x, out, *extras in Watching.seen:
-            params = [getattr(op, name) for name in op.param_names]
+            params = [op.read_parameter(name) for name in op.param_names]
             wants_params = [p.requires_grad for p in params]
             publics = [
                 e

@@ -18,6 +18,7 @@ from .gated import (
 )
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
+from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Identity, Reshape
 from .quantize import Quantize
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
@@ -27,7 +28,7 @@ __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
     "AllReduce", "BasicLinear", "Bias", "ClampedSwiGLU", "ConstantScale", "Dropout",
     "GatedActivation", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput",
-    "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU",
-    "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU",
-    "SiLU", "SiTUGLU", "SwiGLU",
+    "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU",
+    "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
+    "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwiGLU",
 ]

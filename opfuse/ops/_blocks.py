@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -31,6 +31,20 @@ def tracing() -> bool:
     Formulas are then better than kernels.
     """
     return is_dynamo_compiling() or dispatch_modes() > 0
+
+
+def writes_out(*tensors: Tensor) -> bool:
+    """Whether an operation on these may write into an ``out``: eagerly, with no gradient recorded.
+
+    Neither autograd nor tangents, nor ``torch.compile``, nor a subclass of Tensor follows it there.
+    """
+    return (
+        not tracing()
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors])
+        and not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]))
+    )
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:

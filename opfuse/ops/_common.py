@@ -34,6 +34,11 @@ def widen(tensor: Tensor) -> Tensor:
     return cast(tensor, wide(tensor.dtype))
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with one row dimension."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     """The sum over all but the last ``dims`` dimensions, as a new tensor."""
     rows = tuple(range(tensor.ndim - dims))

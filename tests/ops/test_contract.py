@@ -12,6 +12,11 @@ from opfuse import ops
 OPS = {
     "BasicLinear": (lambda: ops.BasicLinear(8, 4), ("input", "weight"), ()),
     "Bias": (lambda: ops.Bias(8), (), ()),
+    "ParallelLinear": (
+        lambda: ops.ParallelLinear({"a": ops.Linear(8, 4), "b": ops.BasicLinear(8, 2)}),
+        ("input", "a.weight", "b.weight"),
+        (),
+    ),
     "LayerNorm": (
         lambda: ops.LayerNorm(8),
         ("input", "weight", "mean", "rstd"),
@@ -62,7 +67,9 @@ def test_declarations(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    assert op.params_in_compute_dtype == (name in ("BasicLinear", "AddExtraInput"))
+    assert op.params_in_compute_dtype == (
+        name in ("BasicLinear", "ParallelLinear", "AddExtraInput")
+    )
     assert op.feature_ratio == {"Reshape": None}.get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )
