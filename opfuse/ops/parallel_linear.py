@@ -178,10 +178,15 @@ class ParallelLinear(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The products side by side; saves ``(input, *weights)``, in the compute dtype."""
-        x, weights, biases = self.operands(ctx, input_)
-        if not writes_out(x, *ctx.params):  # which autograd and tracers do not follow
-            products = zip(weights, biases, strict=True)
-            return torch.cat([F.linear(x, weight, bias) for weight, bias in products], -1)
+        return self.product(*self.operands(ctx, input_))
+
+    def product(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The products side by side, out of what :meth:`operands` gives."""
+        if not writes_out(x, *weights, *[bias for bias in biases if bias is not None]):
+            pairs = zip(weights, biases, strict=True)  # autograd and tracers do not follow an out
+            return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
         rows = rows_of(x)
         y = x.new_empty((rows.shape[0], sum(self.sizes)))
         for place, weight, bias in zip(self.split(y), weights, biases, strict=True):
