@@ -131,10 +131,12 @@ class ParallelLinear(BasicOperation):
         Raises:
             ValueError, TypeError: The linear is one that must be called, not read.
         """
-        if name not in self._sources:
-            linear = name.partition(".")[0]
-            _check_linear(linear, getattr(self, linear))
-        return super().param_source(name)
+        if name in self._sources:
+            return super().param_source(name)
+        linear, leaf = name.split(".")
+        module: Any = self._modules[linear]  # quicker than by attribute
+        _check_linear(linear, module)
+        return module, leaf
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as each linear does, if the op holds them."""
@@ -212,7 +214,7 @@ class ParallelLinear(BasicOperation):
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Views of the last dimension, one for each linear."""
-        return torch.split(tensor, self.sizes, -1)  # type: ignore[arg-type]
+        return torch.split_with_sizes(tensor, self.sizes, -1)
 
     def parts_of(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor]:
         """The gradient of each linear's output, with one row dimension, in the compute dtype."""

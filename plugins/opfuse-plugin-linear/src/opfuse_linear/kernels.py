@@ -150,12 +150,13 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
     None where the default library, which writes each product to its place, is as fast.
     """
-    if x.dtype is not torch.float32 or not all([_use_onednn(x, weight) for weight in weights]):
+    pairs = list(zip(weights, biases, strict=True))
+    if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair) for pair in pairs]):
         return None
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty((*x.shape[:-1], sum(sizes)))
-    for place, weight, bias in zip(torch.split(y, sizes, -1), weights, biases, strict=True):
-        place.copy_(_onednn(x, weight, bias))
+    for place, pair in zip(torch.split_with_sizes(y, sizes, -1), pairs, strict=True):
+        place.copy_(_onednn(x, *pair))
     return y
 
 
