@@ -7,8 +7,9 @@ import inspect
 import numbers
 import threading
 from abc import ABCMeta
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -118,6 +119,20 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
 
 
+class ParamSource(NamedTuple):
+    """Where an op reads a parameter that it does not hold itself.
+
+    Attributes:
+        module: The module that holds it.
+        name: Its attribute there.
+        transposed: Whether the op takes the transposed matrix.
+    """
+
+    module: nn.Module
+    name: str
+    transposed: bool = False
+
+
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
@@ -143,6 +158,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     param_names: tuple[str, ...] | None = None
     _captured = False
     _name = _path = ""
+    # parameters that other modules hold, by name; outside of what nn.Module registers
+    _sources: Mapping[str, ParamSource] = MappingProxyType({})
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -210,9 +227,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             self._count_change()
 
     def _refuse_lent(self, name: str) -> None:
-        """Refuse to set a parameter that lives on the owner: the op would still read that one."""
-        if "_owner" in self.__dict__ and name in (self.param_names or ()):
-            owner = type(self.__dict__["_owner"]).__name__
+        """Refuse to set a parameter that another module holds: the op would still read that one."""
+        if name in self._sources:
+            owner = type(self._sources[name].module).__name__
             raise RuntimeError(
                 f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
             )

@@ -97,9 +97,10 @@ def _check_param_names(chain: Chain, index: int) -> None:
     """Refuse parameters that an op did not have when it was made: their gradients would be lost."""
     op = chain.ops[index]
     names = op.param_names or ()
+    known = [f"{each}_" for each in names]  # weight_orig, weight_g
+    known += [f"{each.rpartition('.')[0]}.parametrizations.".lstrip(".") for each in names]
     for name, _ in op.named_parameters():
-        known = tuple(f"{each}_" for each in names)  # weight_orig, weight_g
-        if name in names or name.startswith(("parametrizations.", *known)) or "_owner" in vars(op):
+        if name in names or name.startswith(("parametrizations.", *known)):
             continue
         who = f"{chain.name(index)} of {chain.title}"
         raise TypeError(

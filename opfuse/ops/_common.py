@@ -34,6 +34,11 @@ def widen(tensor: Tensor) -> Tensor:
     return cast(tensor, wide(tensor.dtype))
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with one row dimension."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     """The sum over all but the last ``dims`` dimensions, as a new tensor."""
     rows = tuple(range(tensor.ndim - dims))
@@ -119,9 +124,7 @@ class WithLaterArguments(BasicOperation):
         for name, value in given.items():
             if value not in (None, False):
                 what = f"{type(self).__name__}: {name}={value!r} is not supported"
-                raise NotImplementedError(
-                    f"{what}, {self._later[name]} comes with a later release"
-                )
+                raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
 
 
 class PassThrough(BasicOperation):

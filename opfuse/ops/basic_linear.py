@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from ..fusible import ParamSource
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization import (
@@ -24,6 +25,7 @@ from ..quantization import (
 )
 from ..settings import current
 from ._common import Grads, WithLaterArguments, check_size, shows
+from ._reading import tensor_of
 
 
 class BasicLinear(WithLaterArguments):
@@ -102,9 +104,49 @@ class BasicLinear(WithLaterArguments):
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
 
+    @classmethod
+    def reading(
+        cls,
+        module: nn.Module,
+        weight: str = "weight",
+        *,
+        transposed: bool = False,
+        accumulate_into_main_grad: bool = False,
+    ) -> BasicLinear:
+        """An op that reads its weight from another module at every call, and has none itself.
+
+        The gradient reaches the Parameter of the module, whatever that is at the time: after
+        ``load_state_dict(assign=True)``, ``to()``, a parametrization, FSDP2. The module is not
+        registered and not called, so its hooks do not run.
+
+        Args:
+            module: The module that holds the weight.
+            weight: Its attribute there, of shape ``(out_features, in_features)``.
+            transposed: The attribute has shape ``(in_features, out_features)``, as in the
+                ``Conv1D`` of GPT-2; the op reads a transposed view.
+            accumulate_into_main_grad: As for :class:`BasicLinear`; not with ``transposed``.
+
+        Raises:
+            AttributeError: The module has no such attribute.
+            TypeError: It is no floating-point tensor, or ``module`` is no module.
+            ValueError: It is no matrix, or both flags are set.
+        """
+        if transposed and accumulate_into_main_grad:
+            raise ValueError(
+                "BasicLinear.reading: main_grad has the shape of a Parameter, which "
+                "transposed=True does not: leave out accumulate_into_main_grad"
+            )
+        sizes = tensor_of(cls, module, weight, dims=2).shape
+        outputs, inputs = reversed(sizes) if transposed else sizes
+        op = cls(
+            inputs, outputs, device="meta", accumulate_into_main_grad=accumulate_into_main_grad
+        )
+        op.read_parameters({"weight": ParamSource(module, weight, transposed)})
+        return op
+
     def reset_parameters(self) -> None:
-        """Draw the weight anew, unless a ``Linear`` holds it or it is on the meta device."""
-        if "_owner" not in self.__dict__ and self.weight.numel():
+        """Draw the weight anew, unless another module holds it or it is on the meta device."""
+        if not self._sources and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     extra_repr = shows("in_features", "out_features")

@@ -52,27 +52,39 @@ class CubicGLU(built_in.GatedActivation):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Op:
-    """How to make one basic op: its class and arguments."""
+    """How to make one basic op: its class and arguments, among which others may be to be made.
+
+    ``via`` names the method of the class that makes it, such as ``"reading"``.
+    """
 
     cls: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    via: str
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: Any, via: str = "", **kwargs: Any) -> None:
         object.__setattr__(self, "cls", cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", tuple(kwargs.items()))
+        object.__setattr__(self, "via", via)
 
     def __call__(self) -> BasicOperation:
         """A new op."""
-        args = [arg() if isinstance(arg, Op) else arg for arg in self.args]
-        return self.cls(*args, **dict(self.kwargs))  # type: ignore[no-any-return]
+        make = getattr(self.cls, self.via) if self.via else self.cls
+        return make(*map(_made, self.args), **dict(self.kwargs))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         given = [repr(arg) for arg in self.args] + [
-            f"{name}={value!r}" for name, value in self.kwargs
+            f"{name}={value!r}"
+            for name, value in (*self.kwargs, *(("via", self.via),) * bool(self.via))
         ]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
+
+
+def _made(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(map(_made, argument))
+    return argument() if isinstance(argument, Op) else argument
 
 
 def where(cls: type) -> str:
@@ -158,6 +170,14 @@ class Built(NamedTuple):
         }
         return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
 
+    def params(self) -> dict[str, Tensor]:
+        """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
+        return {
+            f"{number}.{name}": param
+            for number, op in enumerate(self.chain)
+            for name, param in params_of(op).items()  # type: ignore[arg-type]
+        }
+
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
         """Every output of the chain, with torch's generators at the same seed in every call."""
         device = self.leaves["input"].device
@@ -233,7 +253,7 @@ class Case:
     @property
     def gemm(self) -> bool:
         """Whether a matrix product is in the chain."""
-        products = built_in.BasicLinear, built_in.GroupedLinear
+        products = built_in.BasicLinear, built_in.GroupedLinear, built_in.ParallelLinear
         return any(op.cls in products for op in (*self.before, *self.ops, *self.after))
 
     @property
@@ -322,7 +342,7 @@ class Case:
                 if self.wide and half and not op.params_in_compute_dtype
                 else self.dtype
             )
-            for name, param in op.named_parameters():
+            for name, param in params_of(op).items():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
                 leaves[f"{number}.{name}"] = param
@@ -357,6 +377,13 @@ def _first_width(ops: tuple[Op, ...]) -> int:
                 return insists * ratio
             ratio *= op.feature_ratio or 1
     return 8 * ratio
+
+
+def params_of(op: BasicOperation) -> dict[str, Tensor]:
+    """The Parameters of an op by name, those that it reads from another module too."""
+    read = {name: op.param_source(name) for name in op.param_names or ()}
+    found = {name: module._parameters[leaf] for name, (module, leaf) in read.items()}
+    return {**dict(op.named_parameters()), **{n: p for n, p in found.items() if p is not None}}
 
 
 def _tuple(items: Sequence[Op]) -> str:

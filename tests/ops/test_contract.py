@@ -17,6 +17,11 @@ OPS = {
         (),
     ),
     "Bias": (lambda: ops.Bias(8), (), ()),
+    "ParallelLinear": (
+        lambda: ops.ParallelLinear({"a": ops.Linear(8, 4), "b": ops.BasicLinear(8, 2)}),
+        ("input", "a.weight", "b.weight"),
+        (),
+    ),
     "LayerNorm": (
         lambda: ops.LayerNorm(8),
         ("input", "weight", "mean", "rstd"),
@@ -73,7 +78,8 @@ def test_declarations(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    assert op.params_in_compute_dtype == (name in ("BasicLinear", "GroupedLinear", "AddExtraInput"))
+    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
+    assert op.params_in_compute_dtype == (name in strict)
     assert op.feature_ratio == {"Reshape": None}.get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )

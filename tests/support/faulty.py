@@ -273,6 +273,21 @@ class DoublesAGradient(Backward):
 
 
 @faulty(
+    "main_grad",
+    r"with accumulate_into_main_grad=True, the gradient of weight of op 0 \(BasicLinear\) is wrong by",
+    "backward",
+    BasicLinear,
+    Bias,
+)
+class AddsToMainGradItself(Backward):
+    def grad_weight(self, dy, x):
+        grad = dy.t() @ x
+        if self.basic_ops[0].accumulates_grads:
+            self.basic_ops[0].weight.main_grad.add_(grad)
+        return grad
+
+
+@faulty(
     "gradients",
     r"its backward returns a gradient of shape \(3, 12\) for bias of Bias",
     "backward",

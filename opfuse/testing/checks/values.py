@@ -62,7 +62,7 @@ def _with_shapes(case: Case) -> Case:
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for basic, grads in zip(op.basic_ops, result[1], strict=True):
             for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
-                if grad is not None and grad.shape != getattr(basic, name).shape:
+                if grad is not None and grad.shape != basic.read_parameter(name).shape:
                     wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
                     raise Failure(
                         f"its backward returns a gradient of shape {wrong}, "
