@@ -61,6 +61,8 @@ class BasicOperation(FusibleOperation):
             unless the next op ``casts_input``; None: autocast's own.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
+        unquantized: What reports say of the op under a recipe, if it is one that you would expect to
+            be quantized and that is not.
     """
 
     is_fused_op = False
@@ -79,6 +81,7 @@ class BasicOperation(FusibleOperation):
     casts_input: ClassVar[bool] = False
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
+    unquantized: ClassVar[str] = ""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,6 +130,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """Whether there are biases."""
         return self.bias0 is not None
 
+    unquantized = "its products are not quantized"
+
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """``input``, ``split_sizes``, ``weight0``, ``weight1``, ..."""
