@@ -61,8 +61,8 @@ class BasicOperation(FusibleOperation):
             unless the next op ``casts_input``; None: autocast's own.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
-        unquantized: What reports say of the op under a recipe, if it is one that you would expect to
-            be quantized and that is not.
+        unquantized: What reports say of the op under a recipe, if you would expect it to be
+            quantized and it is not.
     """
 
     is_fused_op = False
