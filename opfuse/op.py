@@ -278,9 +278,8 @@ class BasicOperation(FusibleOperation):
         super()._rename(path)
         if self.name != before and self._quantizers.in_use:
             raise RuntimeError(
-                f"{type(self).__name__} is called {self.name!r} in this model, and has quantizers "
-                f"that know it as {before!r}: call opfuse.prepare before the first call under a "
-                f"recipe"
+                f"{type(self).__name__} {self.name!r} has quantizers that know it as {before!r}: "
+                f"call opfuse.prepare before the first call under a recipe"
             )
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
