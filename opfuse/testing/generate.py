@@ -17,11 +17,26 @@ import torch
 
 from .. import ops as built_in
 from ..engine.chain import Chain
+from ..engine.edges import Needs
+from ..engine.planner import _ask_ops
 from ..environment import Environment
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
-from .cases import Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, next_width
-from .running import Declined, separate
+from ..quantization import Recipe, Usage
+from ..settings import current
+from .cases import (
+    CAST,
+    Case,
+    CubicActivation,
+    CubicGLU,
+    Op,
+    Subject,
+    extra_shapes,
+    is_cast,
+    next_width,
+)
+from .recipes import recipes_for
+from .running import Declined, only, separate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Which dtypes to try, the first that a fusion takes being the usual one."""
@@ -33,12 +48,18 @@ WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
 """Widths in real models, where a row is more than one block, and not a power of two."""
 
+SHAPES = tuple(itertools.product(((3,), (16,)), WIDTHS))
+"""Rows and widths to try."""
+
+SHAPES_OF_RECIPES = (((3,), 8), ((3,), 64), ((32,), 64), ((128,), 128), ((128,), 512))
+"""Rows and widths to try under a recipe, whose blocks may have to be whole."""
+
 Makers = Mapping[type, Callable[[int], Any]]
 
 
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    collectives = ("AllGather", "AllReduce", "ReduceScatter")
-    found = [getattr(built_in, name) for name in built_in.__all__ if name not in collectives]
+    others = ("AllGather", "AllReduce", "ReduceScatter", "Cast")
+    found = [getattr(built_in, name) for name in built_in.__all__ if name not in others]
     classes = [
         cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
     ]
@@ -114,6 +135,7 @@ _DEEP = (4, 4)
 
 
 _MAKERS: Makers = {
+    built_in.Cast: lambda width: CAST,
     built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width + width // 2),
     built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
     built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
@@ -189,7 +211,12 @@ def chains(
 
 @functools.lru_cache(maxsize=4096)
 def _width_behind(op: Op, width: int) -> int | None:
-    return next_width(op(), width)
+    return width if is_cast(op) else next_width(op(), width)
+
+
+def width_behind(ops: Sequence[Op], width: int) -> int:
+    """Features that ops give for ``width`` features."""
+    return functools.reduce(lambda at, op: _width_behind(op, at) or at, ops, width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +229,7 @@ class Chains:
         all: These, and one for every other class and variant.
         models: One case per structure and width of real models.
         residual: Chains whose extra input comes out of a channel of the same chain.
+        quantized: One case per structure and recipe, between ops that quantize.
         declined: Why the fusion is not used for the structures that are left out, by structure.
         thorough: Whether the checks are to look at all they can think of, however long it takes.
     """
@@ -211,6 +239,7 @@ class Chains:
     all: tuple[Case, ...]
     models: tuple[Case, ...]
     residual: tuple[Case, ...]
+    quantized: tuple[Case, ...]
     declined: dict[str, str]
     thorough: bool = False
 
@@ -240,35 +269,98 @@ def make_chains(
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     models: list[Case] = []
+    recipes = recipes_for(subject.plugin)
+    quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
-    for elements in structures(pattern):
+    last: list[Any] = []
+    for elements, recipe in _structures_and_recipes(pattern, recipes):
         reason: str | None = "no op could be made; tell how with `makers`"
-        for dtype, rows, width in itertools.product(DTYPES, ((3,), (16,)), WIDTHS):
-            base = Case(subject, (), rows=rows, dtype=dtype, device=device)
+        for dtype, (rows, width) in itertools.product(
+            DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
+        ):
+            base = Case(subject, (), rows=rows, dtype=dtype, device=device, recipe=recipe)
             made = chains(elements, width, makers, one_by_one=thorough)
-            cases = [base.with_(ops=ops, rows=_DEEP if _is_deep(ops) else rows) for ops in made]
+            cases = [placed(base, ops, width) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [base.with_(ops=ops) for ops in chains(elements, 2 * width - 1, makers)[:1]]
+                odd = [
+                    placed(base, ops, 2 * width - 1)
+                    for ops in chains(elements, 2 * width - 1, makers)[:1]
+                ]
                 plain.append(accepted[0])
-                every += [*accepted, *(case for case in odd if refusal(case) is None)]
+                every += accepted[:1] if elements is last else accepted  # once is enough
+                last = elements
+                every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
                 models += [
                     case
                     for width in widths
                     for case in _as_in_models(accepted[0], elements, makers, width)
                 ]
+                quantized += _quantized(accepted[0], elements, makers, recipes)
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
         else:
             names = [getattr(element, "__name__", str(element)) for element in elements]
+            names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
     every, models = list(dict.fromkeys(every)), list(dict.fromkeys(models))
-    return Chains(
-        subject, tuple(plain), tuple(every), tuple(models), tuple(residual), declined, thorough
-    )
+    found = [tuple(cases) for cases in (plain, every, models, residual, quantized)]
+    return Chains(subject, *found, declined, thorough)  # type: ignore[call-arg,arg-type]
+
+
+def _structures_and_recipes(
+    pattern: Sequence[Any], recipes: Sequence[Recipe]
+) -> Iterator[tuple[list[Any], Recipe | None]]:
+    """The structures of a pattern; one with a cast once for each recipe, or there is none."""
+    for elements in structures(pattern):
+        casts = any(built_in.Cast in classes_of(element) for element in elements)
+        yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
+
+
+def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
+    """The case with other ops, and around them what asks for the casts at their ends."""
+    case = case.with_(ops=ops, rows=_DEEP if _is_deep(ops) else case.rows, before=(), after=())
+    if case.subject.passes == "backward" and is_cast(ops[0]):
+        return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
+    if case.subject.passes == "forward" and is_cast(ops[-1]):
+        behind = width_behind(ops, width)
+        return case.with_(after=(Op(built_in.BasicLinear, behind, min(behind, 512)),))
+    return case
+
+
+def _quantized(
+    case: Case, elements: Sequence[Any], makers: Makers, recipes: Sequence[Recipe]
+) -> Iterator[Case]:
+    """A case in fp64, where nothing is a last bit beside a code, between linears that quantize.
+
+    There is one for each recipe, with as many rows and features as that takes.
+    """
+    exact = case.with_(dtype=torch.float64)
+    case = exact if refusal(exact) is None else case
+    if case.recipe is not None:
+        yield case
+        return
+    width = case.first_width()
+    for recipe in recipes:
+        for rows, at in ((case.rows, width), *SHAPES_OF_RECIPES):
+            ops = case.ops if at == width else next(iter(chains(elements, at, makers)), ())
+            behind = width_behind(ops, at)
+            found = case.with_(
+                ops=ops,
+                rows=rows,
+                recipe=recipe,
+                before=(Op(built_in.BasicLinear, at, at),),
+                after=(Op(built_in.BasicLinear, behind, behind),),
+            )
+            try:
+                separate(found)
+            except Declined:
+                continue
+            yield found
+            break
 
 
 def _is_deep(ops: Sequence[Op]) -> bool:
@@ -291,7 +383,7 @@ def _as_in_models(
             **makers,
         }
         for ops in chains(elements, first, made)[:1]:
-            found = case.with_(ops=ops)
+            found = placed(case, ops, first)
             if (first == width or any(width in op.args for op in ops)) and refusal(
                 found, runs=True
             ) is None:
@@ -307,18 +399,45 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         **makers,
         built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
     }
-    for ops in chains(elements, case.first_width(), square):
+    width = case.first_width()
+    for ops in chains(elements, width, square):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
         if not reads or (forks and forks[0] > reads[0]):
             continue
-        found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
+        found = placed(case, ops, width)
+        forked = () if forks else (Op(built_in.MakeExtraOutput),)
+        found = found.with_(before=(*forked, *found.before))
         shape = (*found.rows, found.first_width())
         if (
             set(extra_shapes(found.basic_ops(), shape)) == {shape}
             and refusal(found.with_(residual=True)) is None
         ):
             yield found.with_(residual=True)
+
+
+def matched(case: Case) -> tuple[BasicOperation, ...]:
+    """New ops that the fusion would stand for, as its condition sees them: with their casts.
+
+    Raises:
+        Declined: Nothing is cast where its pattern has a cast.
+    """
+    basic, recipe = case.basic_ops(), case.recipe
+    start = len(case.before)
+    stop = start + len(case.ops) - sum(map(is_cast, case.ops))
+    if not case.edges:
+        return tuple(basic[start:stop])
+    env = environment(case.device, dtype=case.dtype, recipe=recipe)
+    flags = (True,) * len(basic)
+    needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
+    with only():
+        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe))
+    begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
+    view = edges.view(basic, case.subject.passes)
+    found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]
+    if len(found) != len(case.ops):
+        raise Declined("nothing is cast where its pattern has a cast")
+    return tuple(found)
 
 
 def refusal(case: Case, runs: bool = False) -> str | None:
@@ -329,15 +448,14 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    start, basic_ops = len(case.before), case.basic_ops()
-    ops = tuple(basic_ops[start : start + len(case.ops)])
-    rows = math.prod(case.rows)
-    env = environment(case.device, dtype=case.dtype, features=Chain(basic_ops).widths[start])
+    rows, features = math.prod(case.rows), Chain(case.basic_ops()).widths[len(case.before)]
+    env = environment(case.device, dtype=case.dtype, features=features, recipe=case.recipe)
     if fusion.needs_row_alignment:
         env = env._replace(row_alignment=math.gcd(rows, 16))
     if fusion.needs_rows:
         env = env._replace(rows=rows and 1 << rows.bit_length() - 1)
     try:
+        ops = matched(case)
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:
             return answer
@@ -365,8 +483,8 @@ def neighbours(case: Case) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """An op to stand before, and one to stand after, that no match of the fusion reaches into."""
     fusion = case.subject.fusion
     for op in (Op(built_in.ConstantScale, 2.0), Op(built_in.SiLU), Op(built_in.L2Normalization)):
-        around = case.with_(before=(op,), after=(op,))
-        basic = around.basic_ops()
+        around = (op, *case.before, *case.ops, *case.after, op)
+        basic = [built_in.Cast(None, Usage()) if is_cast(op) else op() for op in around]  # type: ignore[arg-type]
         if not isinstance(fusion, Fusion):
             return (op,), (op,)
         ends = [(start, end) for start in range(len(basic)) for end in fusion.match(basic, start)]
