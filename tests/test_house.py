@@ -145,7 +145,7 @@ def test_a_plugin_imports_nothing_private(path):
 
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
-MOST = {"engine": 2000, "ops": 1700, "report": 450, "testing": 2700}
+MOST = {"engine": 2000, "ops": 1700, "report": 450, "testing": 3150}
 LONGER = {  # functions of more than 40 lines, and why
     "run_forward": "the loop of every call",
     "run_backward": "the loop of every call",

@@ -17,26 +17,13 @@ import torch
 
 from .. import ops as built_in
 from ..engine.chain import Chain
-from ..engine.edges import Needs
-from ..engine.planner import _ask_ops
-from ..environment import Environment
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
 from ..quantization import Recipe, Usage
-from ..settings import current
-from .cases import (
-    CAST,
-    Case,
-    CubicActivation,
-    CubicGLU,
-    Op,
-    Subject,
-    extra_shapes,
-    is_cast,
-    next_width,
-)
+from .cases import CAST, Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, is_cast
+from .placing import DEEP, environment, matched, next_width_behind, placed, width_behind
 from .recipes import recipes_for
-from .running import Declined, only, separate
+from .running import Declined, separate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Which dtypes to try, the first that a fusion takes being the usual one."""
@@ -127,11 +114,7 @@ _ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
 
 def _norms(cls: type, width: int) -> list[Op]:
     plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (_DEEP[-1], width))]
-
-
-_DEEP = (4, 4)
-"""Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""
+    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width))]
 
 
 _MAKERS: Makers = {
@@ -179,7 +162,7 @@ def chains(
     def options(place: int, at: int) -> list[tuple[Op, int]]:
         """What is possible at a place, and how wide its output is."""
         found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
-        return [(op, behind) for op in found if (behind := _width_behind(op, at)) is not None]
+        return [(op, behind) for op in found if (behind := next_width_behind(op, at)) is not None]
 
     def find(
         numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width
@@ -207,16 +190,6 @@ def chains(
             if one_by_one or not together:
                 made |= dict.fromkeys(ops for place in places for ops in find({place: number}))
     return list(made)
-
-
-@functools.lru_cache(maxsize=4096)
-def _width_behind(op: Op, width: int) -> int | None:
-    return width if is_cast(op) else next_width(op(), width)
-
-
-def width_behind(ops: Sequence[Op], width: int) -> int:
-    """Features that ops give for ``width`` features."""
-    return functools.reduce(lambda at, op: _width_behind(op, at) or at, ops, width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,13 +262,13 @@ def make_chains(
                     for ops in chains(elements, 2 * width - 1, makers)[:1]
                 ]
                 plain.append(accepted[0])
-                every += accepted[:1] if elements is last else accepted  # once is enough
-                last = elements
+                again, last = elements is last, elements  # under another recipe
+                every += accepted[:1] if again else accepted
                 every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
                 models += [
                     case
-                    for width in widths
+                    for width in (() if again else widths)
                     for case in _as_in_models(accepted[0], elements, makers, width)
                 ]
                 quantized += _quantized(accepted[0], elements, makers, recipes)
@@ -318,17 +291,6 @@ def _structures_and_recipes(
     for elements in structures(pattern):
         casts = any(built_in.Cast in classes_of(element) for element in elements)
         yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
-
-
-def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
-    """The case with other ops, and around them what asks for the casts at their ends."""
-    case = case.with_(ops=ops, rows=_DEEP if _is_deep(ops) else case.rows, before=(), after=())
-    if case.subject.passes == "backward" and is_cast(ops[0]):
-        return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
-    if case.subject.passes == "forward" and is_cast(ops[-1]):
-        behind = width_behind(ops, width)
-        return case.with_(after=(Op(built_in.BasicLinear, behind, min(behind, 512)),))
-    return case
 
 
 def _quantized(
@@ -361,12 +323,6 @@ def _quantized(
                 continue
             yield found
             break
-
-
-def _is_deep(ops: Sequence[Op]) -> bool:
-    """Whether a norm is over more than the last dimension."""
-    norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
-    return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
 def _as_in_models(
@@ -416,30 +372,6 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
             yield found.with_(residual=True)
 
 
-def matched(case: Case) -> tuple[BasicOperation, ...]:
-    """New ops that the fusion would stand for, as its condition sees them: with their casts.
-
-    Raises:
-        Declined: Nothing is cast where its pattern has a cast.
-    """
-    basic, recipe = case.basic_ops(), case.recipe
-    start = len(case.before)
-    stop = start + len(case.ops) - sum(map(is_cast, case.ops))
-    if not case.edges:
-        return tuple(basic[start:stop])
-    env = environment(case.device, dtype=case.dtype, recipe=recipe)
-    flags = (True,) * len(basic)
-    needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
-    with only():
-        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe))
-    begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
-    view = edges.view(basic, case.subject.passes)
-    found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]
-    if len(found) != len(case.ops):
-        raise Declined("nothing is cast where its pattern has a cast")
-    return tuple(found)
-
-
 def refusal(case: Case, runs: bool = False) -> str | None:
     """Why the fusion's condition refuses the case, or the separate ops do.
 
@@ -469,13 +401,6 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     except Exception:  # the check of the condition is going to tell
         pass
     return None
-
-
-def environment(device: str, **changes: Any) -> Environment:
-    """The environment of a plain training step."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    env = Environment(torch.device(device), capability, torch.float32, requires_grad=True)
-    return env._replace(**changes)
 
 
 @functools.cache

@@ -76,19 +76,17 @@ class Plans(Recorder):
             Declined: It refused, or the pass it is for does not run there.
             Failure: It is not used, and nobody said why.
         """
-        subject = case.subject
-        for plan in self.plans:
-            forward, backward = (
-                {step.fusion for step in steps} for steps in (plan.forward, plan.backward)
-            )
-            if subject.name in (backward if subject.passes == "backward" else forward):
+        subject, passes = case.subject, case.subject.passes
+        plans = [plan for plan in self.plans if plan.backward or passes != "backward"]
+        if self.plans and not plans:
+            raise Declined("there is no backward")
+        for plan in plans:
+            steps = plan.backward if passes == "backward" else plan.forward
+            if subject.name in {step.fusion for step in steps}:
                 return
-            if subject.passes == "backward" and not plan.backward:
-                raise Declined("there is no backward")
             reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == subject.name]
             if reasons:
                 raise Declined(reasons[0])
-            steps = plan.backward if subject.passes == "backward" else plan.forward
             if not case.edges <= {edge for step in steps for edge, _ in step.casts}:
                 raise Declined("nothing is cast where its pattern has a cast")
         if (case.before or case.after) and not isinstance(subject.fusion, Fusion):

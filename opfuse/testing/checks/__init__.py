@@ -7,8 +7,8 @@ from . import calls, features, memory, planning, quantized, values  # noqa: F401
 from .registry import FOUND, Check
 
 ORDER = """condition pattern same_plan runs codes unmodified_inputs \
-saved_state unmodified_gradients output gradients
-recompute aliasing requires_grad grad_input autocast \
+saved_state unmodified_gradients output recompute
+gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads

@@ -18,7 +18,8 @@ from ...fusion import Fusion, OneOrMore, Optional, Subclasses
 from ...op import BasicOperation
 from ...quantization import Recipe
 from ..cases import Case, Op, is_cast
-from ..generate import WIDTHS, chains, environment, matched, placed, structures
+from ..generate import WIDTHS, chains, structures
+from ..placing import environment, matched, placed
 from ..reference import compare_results
 from ..running import Declined, Failure, Plans, backward, blamed, forward, fused, only, separate
 from .registry import check, every, first, plain

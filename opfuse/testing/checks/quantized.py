@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ...fusion import Fusion
 from ...ops import BasicLinear, Cast
 from ...quantization import QuantizedTensor
-from ..cases import Case, Op
-from ..generate import Chains, matched, width_behind
+from ..cases import Case, Op, is_cast
+from ..generate import Chains
+from ..placing import matched, width_behind
 from ..recipes import variants
-from ..reference import compare_codes, compare_grads, compare_results
+from ..reference import compare_codes, compare_results
 from ..running import (
     Declined,
     Failure,
@@ -33,30 +34,30 @@ from .registry import MANY_ROWS, check, frozen
 from .values import aliases
 
 
+def _casts_its_result(case: Case) -> bool:
+    return is_cast(case.ops[0 if case.subject.passes == "backward" else -1])
+
+
 def _casting(chains: Chains) -> Iterator[Case]:
-    """Chains whose pattern has a cast, in every dtype, and with every usage."""
-    yield from (case for case in chains.all if case.edges)
-    for case in chains.plain:
-        if not case.edges:
-            continue
+    """Chains in which the fusion casts its result, in every dtype, and with every usage."""
+    yield from filter(_casts_its_result, chains.all)
+    for case in filter(_casts_its_result, chains.plain):
         for dtype in (torch.float64, torch.bfloat16, torch.float16):
             yield case.with_(dtype=dtype)
         yield from (case.with_(rows=rows) for rows in ((), (1,), (0,), (2, 3), (129,), MANY_ROWS))
         yield case.with_(rows=MANY_ROWS, dtype=torch.bfloat16)
         yield case.with_(rows=(5,), layout="strided")
         yield case.with_(autocast=torch.bfloat16)
-    yield from (case for case in frozen(chains, every_rank=False) if case.edges)
+    yield from filter(_casts_its_result, frozen(chains, every_rank=False))
 
 
 @check(_casting)
 def codes(case: Case) -> None:
-    """A cast at an end of it gives the codes and scales of the separate ops, for the same uses."""
+    """Where it casts its result: the codes and scales of the separate ops, for the uses asked."""
     given: tuple[list[Any], list[Any]] = [], []
     for one, found in zip((case, one_by_one(case)), given, strict=True):
         ends = [_at_end(found, place) for place in (-1, 0)]
         fused(watched(one, *ends), grads=case.subject.passes != "forward")
-    if not given[1]:
-        raise Declined("its casts are inside of it")
     for (cast, made), (_, expected) in zip(*given, strict=True):
         if not isinstance(made, QuantizedTensor):
             raise Failure(
@@ -104,7 +105,6 @@ def recompute(case: Case) -> None:
     if case.recipe is None:
         _lets_go_only_if_asked(case.with_(after=()))
     expected, truth = separate(case), separate(case, torch.float64)
-    compare_results(case, fused(case), expected, truth)
     made: list[list[Tensor | None]] = []
 
     def keep(op: Any, ctxs: Any, x: Any, result: Any) -> None:
@@ -123,7 +123,7 @@ def recompute(case: Case) -> None:
         result, results = forward(case), []
         for retain in (True, False):
             results.append(backward(case, result, retain_graph=retain))
-            compare_grads(case, results[-1], expected, truth)
+            compare_results(case, results[-1], expected, truth)
         return results, _states(result.built.chain)
 
     (_, mine), (_, other) = both(watched(case, keep, None, again), step)
@@ -161,11 +161,7 @@ def _under_recipes(chains: Chains) -> Iterator[Case]:
 
 @check(_under_recipes)
 def recipe(case: Case) -> None:
-    """Under a recipe, for three steps: what the separate ops give, and the same state; or why not.
-
-    It is refused with a sentence, or gives what the separate ops give, and leaves the state of the
-    quantizers as they do.
-    """
+    """Under a recipe, three steps give what the separate ops give, and the same state."""
 
     def step() -> tuple[list[Result], dict[str, Tensor]]:
         built, results = case.build(), []
