@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.quantization import Usage
+from opfuse.recipes import new_quantizer
 
 from . import hand
 from .chains import FP8_SCALE, PLAIN, Cast, Layer, Work, parse, plain, widths
@@ -201,7 +203,7 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
             return Built(model, context, {"fused": fused})
         step = alone(model, work.inputs[0], opfuse.ops.BasicLinear)
         (ctx,) = step.ctxs
-        quantize, quantize_weight = ctx.quantizers[0]
+        quantize, quantize_weight = ctx.quantizers["input"], ctx.quantizers["weight"]
         ctx.params = (quantize_weight(ctx.params[0]),)
         made = product(
             work, quantize, step.call, ctx.params[0].dequantize(), lambda x: x.dequantize()
@@ -214,7 +216,10 @@ def _quantizing(model: opfuse.Sequential, work: Work, case: Any) -> nn.Module:
     names = [layer.name for layer in parse(work.chain)]
     if len(names) == 1:
         role = opfuse.QuantizerRole("linear", "input")
-        return Hand(opfuse.plugins.manager.quantizer(recipe_of(case.recipe), role).quantize)
+        env = opfuse.Environment(work.device, None, work.dtype)
+        quantizer = new_quantizer(recipe_of(case.recipe), role, env)
+        usage = Usage(True, names == ["castt"])
+        return Hand(lambda x: quantizer.quantize(x, usage))
     op = {"rmsnorm": opfuse.ops.RMSNorm, "swiglu": opfuse.ops.SwiGLU}[names[0]]
     backward = case.metric == "backward"
     step = alone(model, work.inputs[0], op, backward=backward)

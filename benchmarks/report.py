@@ -130,12 +130,17 @@ def against(row: Row) -> str:
     return who + (other or f"{'cost over' if row['cost'] else 'times as fast as'} {row['den']}")
 
 
+def percent(share: float) -> str:
+    """A share in percent, with two digits and without an exponent."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
+
+
 def table(rows: Iterable[Row]) -> list[str]:
     """Ratios as a Markdown table."""
     lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         value = "" if row["value"] is None else f"{row['value']:.3g}"
-        value += f" ± {100 * row['noise']:.2g} %" if row["noise"] else ""
+        value += f" ± {percent(row['noise'])}" if row["noise"] else ""
         value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
         sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
         missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
@@ -317,14 +322,19 @@ SWARMS = ("L1", "L3", "C4")
 """Goals with so many cases that the page sums them up."""
 
 TOO_NOISY = 0.25
-"""The noise from which on a row says neither that a goal is met nor that it is missed."""
+"""A row with this noise or more says neither that a goal is met nor that it is missed."""
+
+
+def too_noisy(row: Row) -> bool:
+    """Whether a row says nothing about its goal."""
+    return (row["noise"] or 0) >= TOO_NOISY
 
 
 def written(runs: list[Run]) -> tuple[str, str]:
     """The page, and the fingerprint of the rows in its picture."""
     rows = [row for run in runs for row in run["ratios"]]
     single = [row for row in rows if row["id"] not in SWARMS]
-    noisy = [row for row in single if (row["noise"] or 0) >= TOO_NOISY]
+    noisy = [row for row in single if too_noisy(row)]
     clear = [row for row in single if row not in noisy]
     behind, met = (table(row for row in clear if row["pass"] is wanted) for wanted in (False, True))
     for missed, line in swarms(rows):
@@ -356,17 +366,19 @@ def swarms(rows: list[Row]) -> Iterator[tuple[int, str]]:
     """How many cases of a goal are missed, and a sentence about all of them."""
     for name in SWARMS:
         of = [row for row in rows if row["id"] == name and row["value"] is not None]
-        if not of:
+        clear = [row for row in of if not too_noisy(row)]
+        if not clear:
             continue
-        values, missed = [row["value"] for row in of], sum(not row["pass"] for row in of)
+        values, missed = [row["value"] for row in clear], sum(not row["pass"] for row in clear)
         worst = max(values) if of[0]["cost"] else min(values)
-        line = f"{name}, {TITLES[name]}: {len(of)} cases, median {statistics.median(values):.3g}, "
-        line += f"worst {worst:.3g}, goal {of[0]['goal']:.3g}"
-        yield missed, f"{line}, missed by {missed}." if missed else f"{line}."
+        noisy = f", {n} of them too noisy to say" if (n := len(of) - len(clear)) else ""
+        line = f"{name}, {TITLES[name]}: {len(of)} cases{noisy}; median "
+        line += f"{statistics.median(values):.3g}, worst {worst:.3g}, goal {of[0]['goal']:.3g}"
+        yield missed, f"{line}, missed by {missed}." if missed else f"{line}, missed by none."
 
 
 def unknown(runs: list[Run], rows: list[Row]) -> list[str]:
-    """What was not measured, and what was measured and is not built."""
+    """What was not measured on a GPU, and what no plugin here does."""
 
     def listed(ids: set[str]) -> list[str]:
         return [f"- {name}: {TITLES[name]}" for name in in_order(ids)]
@@ -375,13 +387,15 @@ def unknown(runs: list[Run], rows: list[Row]) -> list[str]:
     of_gpu = [row for run in runs if run["gpu"] for row in run["ratios"]]
     seen = {row["id"] for row in of_gpu if row["value"] is not None}
     on_gpu = {name for case in CASES if "gpu-full" in case.suites for name in case.ids} - seen
-    told = "Not measured on a GPU yet:" if on_gpu else "Every goal for a GPU has been measured."
     reasons = {row["id"]: row["reason"] for row in rows if row["value"] is None}
     absent = {name for name, reason in reasons.items() if reason.startswith("not built")}
-    lines = [told, "", *listed(on_gpu)]
-    if absent := absent - measured:
-        lines += ["", "Measured, but not built: no plugin here fuses it.", "", *listed(absent)]
-    return lines
+    absent -= measured
+    lines = []
+    if on_gpu := on_gpu - absent:
+        lines += ["Not measured on a GPU yet:", "", *listed(on_gpu)]
+    if absent:
+        lines += ["", "Not measured, because no plugin here does it:", "", *listed(absent)]
+    return lines or ["Every goal has been measured."]
 
 
 def alone(rows: list[Row]) -> list[str]:
@@ -392,7 +406,8 @@ def alone(rows: list[Row]) -> list[str]:
         over = [beside.get(f"opfuse-off / {name}") for name in ("eager", "hand")]
         cells = [f"{value:.2f}" if value else "" for value in over]
         noise = f"±{row['noise']:.0%}" if row["noise"] else ""
-        state = row["reason"] or ("met" if row["pass"] else "missed")
+        state = "met" if row["pass"] else "missed"
+        state = row["reason"] or ("too noisy" if too_noisy(row) else state)
         lines.append(
             f"| {row['case']} | {cells[0]} | {cells[1]} | {noise} | {row['goal']} | {state} |"
         )
@@ -419,7 +434,7 @@ def pictured(runs: list[Run]) -> list[Row]:
         row
         for run in runs
         for row in run["ratios"]
-        if row["id"] not in ("L1", "L3") and row["value"] is not None
+        if row["id"] not in ("L1", "L3") and row["value"] is not None and not too_noisy(row)
     ]
     return sorted(rows, key=lambda row: row["id"])
 

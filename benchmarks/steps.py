@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import opfuse
 from opfuse.engine.execute import run_forward
-from opfuse.engine.saved import restore_more
+from opfuse.engine.saved import rebuilt, restore_more
 
 
 class _Saved:
@@ -61,9 +61,12 @@ def alone(
     program, saved = fuser._last[1], _Saved()
     run_forward(saved, program, None, inputs[0].detach(), *(p.detach() for p in model.parameters()))
     ctxs = program.pool.new()
+    tensors = saved.saved_tensors
+    if program.recipe is not None:
+        tensors = rebuilt(tensors, saved.quantized)
     for index, start, stop in program.saved.ranges:
-        ctxs[index].saved_tensors = saved.saved_tensors[start:stop]
-    restore_more(saved, program, ctxs, saved.saved_tensors)
+        ctxs[index].saved_tensors = tensors[start:stop]
+    restore_more(saved, program, ctxs, tensors)
     tensors = list(model.parameters())
     for index, first, last in program.params:  # last: what is restored may have lost them
         ctxs[index].params = tuple(tensors[first:last])
@@ -75,10 +78,11 @@ def alone(
     if backward:
         for ctx in mine:
             ctx.owns_grad_output = owns or ctx.owns_grad_output
-        quantizer = mine[0].prev_op_grad_output_quantizer
-        call = lambda dy: step.op.fuser_backward(mine, dy, basic_op_grad_extra_outputs=nothing)  # noqa: E731
-        return Alone(call, quantizer, mine)
-    quantizer = mine[-1].next_op_input_quantizer
+        run = step.run if step.casts else step.op.fuser_backward
+        quantizer = dict(step.casts)[step.start].quantizer if step.begin % 2 == 0 else None
+        return Alone(lambda dy: run(mine, dy, basic_op_grad_extra_outputs=nothing), quantizer, mine)
+    run = step.run if step.casts else step.op.fuser_forward
+    quantizer = dict(step.casts)[step.stop].quantizer if step.end % 2 else None
     options = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": quantizer}
     options |= {"basic_op_extra_inputs": nothing, "basic_op_kwargs": [{}] * len(mine)}
-    return Alone(lambda x: step.op.fuser_forward(mine, x, **options)[0], quantizer, mine)
+    return Alone(lambda x: run(mine, x, **options)[0], quantizer, mine)

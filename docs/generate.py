@@ -24,16 +24,15 @@ DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
 
 HOOKS = """# Hooks
 
-What a plugin can implement, in the module that its entry point of group `{group}` names. \
-Every hook returns
-declarations. Hooks are called while planning, \
-never during a forward or backward pass, and each plugin on its own: one
-that raises is an {{class}}`opfuse.PluginWarning` and does not take the others along. \
-An implementation may take fewer
-arguments than the hook has. A function that is named like a hook but is none is refused, \
-with the list of hooks.
+A plugin implements hooks in the module that its entry point of group `{group}` names. \
+Every hook returns declarations.
+opfuse calls hooks while planning, never during a forward or backward pass. \
+It calls each plugin on its own: if one
+raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
+An implementation may take fewer arguments than
+the hook has. opfuse refuses a function that is named like a hook and is none, and lists the hooks.
 
-The examples go on from each other and begin with `import opfuse`.
+The examples build on each other, and begin with `import opfuse`.
 """
 
 CONTRACTS = """# The contracts
@@ -72,7 +71,9 @@ What dtype an entry has is in each op's description in the {{doc}}`reference`.
 
 An op of yours declares the same: `saved_names`, \
 `context_names`, `grad_input` and `num_extra_inputs` or
-`num_extra_outputs` on the class. One that declares no `saved_names` runs like any other, \
+`num_extra_outputs` on the class, and in `extra_input_dtypes` which extra inputs are `"integer"` \
+or `"bool"`; the others
+must be floating point. One that declares no `saved_names` runs like any other, \
 and no fusion but its own
 author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
 with numbers of its own leaves them as `numbers`, \
@@ -100,15 +101,20 @@ def hooks():
     return "\n".join(parts)
 
 
+PER_GROUP = {"GroupedLinear": ("input", "split_sizes", "weight0", "weight1", "...")}
+"""What an op saves whose number of tensors depends on its arguments."""
+
+
 def contracts():
     rows = {}
     for name in ops.__all__:
         op = getattr(ops, name)
         if issubclass(op, opfuse.BasicOperation):
-            extras = [f"{op.num_extra_inputs} in"] * bool(op.num_extra_inputs)
+            kinds = "".join(f", {kind}" for kind in op.extra_input_dtypes)
+            extras = [f"{op.num_extra_inputs} in{kinds}"] * bool(op.num_extra_inputs)
             extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
             contract = (
-                code(op.saved_names),
+                code(PER_GROUP.get(name) or op.saved_names),
                 code(op.context_names),
                 op.grad_input,
                 ", ".join(extras),
@@ -140,7 +146,8 @@ TE = {  # every public name of te.ops, and what is to be said about it
     "GEGLU": "",
     "GELU": "",
     "GLU": "",
-    "GroupedLinear": "use one `Linear` for each group",
+    "GroupedLinear": "the biases do not start at zero; no buffers as keyword arguments, and what "
+    "`single_grouped_weight`, `delay_wgrad_compute` and `scale_bias` ask for comes later",
     "Identity": "",
     "L2Normalization": "",
     "LayerNorm": "`sm_margin` has no effect",

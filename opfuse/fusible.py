@@ -58,7 +58,7 @@ class _OperationMeta(ABCMeta):
             taken = cls.takes_params  # type: ignore[attr-defined]
             op.param_names = tuple(name for name in names if taken is None or name in taken)
         if name:
-            op._name = name
+            op._call_it(name)
         op._constructed()
         return op
 
@@ -151,6 +151,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         Every op takes ``name`` by keyword.
         """
         return self._name or self._path
+
+    def _call_it(self, name: str) -> None:
+        """Take a name from the constructor."""
+        self._name = name
 
     def _rename(self, path: str) -> None:
         """Take a name from :func:`opfuse.prepare`."""

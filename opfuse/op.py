@@ -8,8 +8,6 @@ and keyword names are those of Transformer Engine's ``te.ops``, so an op written
 
 from __future__ import annotations
 
-import functools
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
 from .fusible import FusibleOperation
-from .op_context import OperationContext
+from .op_context import OperationContext, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.state import QuantizerStates
 from .quantization.updates import PreparedOps
@@ -42,6 +40,9 @@ class BasicOperation(FusibleOperation):
 
     Class attributes that describe an op to fusions and to the fuser:
         num_extra_inputs, num_extra_outputs: Tensors beside the main one.
+        extra_input_dtypes: What each extra input takes, one entry for each: ``"floating"``,
+            ``"integer"`` (targets, positions, split sizes) or ``"bool"``. Those of the last two
+            kinds get no gradient. Empty: all are floating point.
         takes_params: Names of the parameters that the passes take, in order; None: all that there
             are at the end of ``__init__``. Others belong to a ``forward`` of its own.
         saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
@@ -65,6 +66,7 @@ class BasicOperation(FusibleOperation):
     is_fused_op = False
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    extra_input_dtypes: tuple[str, ...] = ()
     saved_names: ClassVar[tuple[str, ...] | None] = None
     context_names: ClassVar[tuple[str, ...]] = ()
     in_features: int | None = None
@@ -81,6 +83,7 @@ class BasicOperation(FusibleOperation):
     def __init__(self) -> None:
         super().__init__()
         self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_input_names: tuple[str | None, ...] = (None,) * self.num_extra_inputs
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._quantizers = QuantizerStates()
@@ -137,7 +140,7 @@ class BasicOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
-    # Extra tensors bound to named channels
+    # Extra tensors bound to named channels, and external inputs that share a name
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Feed an extra input from the named channel of an earlier op instead of from the caller.
@@ -148,7 +151,30 @@ class BasicOperation(FusibleOperation):
             RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
         """
         self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._refuse_both(index, self._extra_input_names[index], channel)
         self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_input_name(self, index: int, name: str | None) -> BasicOperation:
+        """Name an extra input that the caller gives; inputs of one name take one argument.
+
+        Extra inputs of one name in one fuser take one argument, at the place of the first of them.
+        They all get the same tensor, and their gradients are added.
+
+        Args:
+            index: Which extra input.
+            name: The name, or None to remove it.
+
+        Raises:
+            IndexError: The op has no such extra input.
+            ValueError: ``name`` is neither None nor a non-empty string, or a channel feeds this
+                extra input.
+            RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
+        """
+        self._check_channel("input", index, self.num_extra_inputs, name, "name")
+        self._refuse_both(index, name, self._extra_input_channels[index])
+        names = self._extra_input_names
+        self._extra_input_names = (*names[:index], name, *names[index + 1 :])
         return self
 
     def set_extra_output_channel(
@@ -178,21 +204,36 @@ class BasicOperation(FusibleOperation):
         return tuple(self._extra_input_channels)
 
     @property
+    def extra_input_names(self) -> tuple[str | None, ...]:
+        """The name of each extra input; None: it has none."""
+        return self._extra_input_names
+
+    @property
     def extra_output_channels(self) -> tuple[str | None, ...]:
         """The channel under which each extra output is published; None: under none."""
         return tuple(self._extra_output_channels)
 
-    def _check_channel(self, side: str, index: int, count: int, channel: str | None) -> None:
+    def _check_channel(
+        self, side: str, index: int, count: int, channel: str | None, what: str = "channel"
+    ) -> None:
         name = type(self).__name__
         if not 0 <= index < count:
             raise IndexError(f"{name} has {count} extra {side}s, there is no extra {side} {index}")
         if channel is not None and (not isinstance(channel, str) or not channel):
-            raise ValueError(f"a channel is a non-empty string or None, {name} got {channel!r}")
+            raise ValueError(f"a {what} is a non-empty string or None, {name} got {channel!r}")
         if self._captured:
             when = "a Sequential at its first call, or op(x)"
             raise RuntimeError(
-                f"the channels of this {name} are fixed: a fuser captured them ({when}); use a "
+                f"the {what}s of this {name} are fixed: a fuser captured them ({when}); use a "
                 f"new op"
+            )
+
+    def _refuse_both(self, index: int, name: str | None, channel: str | None) -> None:
+        if name is not None and channel is not None:
+            raise ValueError(
+                f"extra input {index} of {type(self).__name__} has the name {name!r}, for a tensor "
+                f"of the caller, or the channel {channel!r}, for one of an earlier op, not both: "
+                f"set the other to None first"
             )
 
     # Quantizers
@@ -346,27 +387,6 @@ class BasicOperation(FusibleOperation):
 
 type.__setattr__(FusibleOperation, "_contract", BasicOperation)
 
-_QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
-
-
-def asks_for_quantizers(op: BasicOperation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
-    return _asked_by(
-        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
-    )
-
-
-asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
-
-
-@functools.lru_cache(maxsize=1024)
-def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
-    if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
-        return (), named
-    first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return (_QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
-
 
 class FusedOperation(FusibleOperation):
     """Stands for a run of basic ops and keeps no state of its own.
@@ -412,6 +432,11 @@ class FusedOperation(FusibleOperation):
                     f"{type(self).__name__} stands for basic ops, got {type(op).__name__}"
                 )
         self.basic_ops = nn.ModuleList(ops)
+
+    def _call_it(self, name: str) -> None:
+        super()._call_it(name)
+        for op in self.basic_ops:
+            op._name = op._name or name  # type: ignore[assignment]
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The first basic op's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +81,28 @@ class OperationContext:
         """
         assert self.weights is not None, "there is no recipe"
         return self.weights.quantized(name, self.params[index], self.quantizers[name], usage)
+
+
+_QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+
+
+def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
+    return _asked_by(
+        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
+    )
+
+
+asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
+    if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
+        return (), named
+    first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return (_QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
 
 
 class ModuleCache:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from .fusible import FusibleOperation
-from .op import BasicOperation, FusedOperation, asks_for_quantizers
+from .op import BasicOperation, FusedOperation
+from .op_context import asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"

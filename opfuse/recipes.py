@@ -30,7 +30,7 @@ def recipe_of(name: str) -> Recipe:
     """
     known = _offering()
     if name not in known:
-        raise ValueError(f"no installed plugin offers a recipe {name!r}; {_offered()}")
+        raise ValueError(f"no plugin offers a recipe {name!r}; {_offered()}")
     return known[name][0]()
 
 
@@ -43,8 +43,7 @@ def check_offered(recipe: Recipe) -> None:
     manager.active(current.selection)  # loads them
     if not _owners(recipe) and not _blocked(recipe):
         raise ValueError(
-            f"no installed plugin offers {type(recipe).__name__}, with the hook opfuse_recipes; "
-            f"{_offered()}"
+            f"no plugin offers {type(recipe).__name__}, with the hook opfuse_recipes; {_offered()}"
         )
 
 
@@ -111,8 +110,12 @@ def _blocked(recipe: Recipe) -> list[PluginRecord]:
 
 
 def _offered() -> str:
-    names = ", ".join(sorted(_offering()))
-    return f"those installed offer {names}" if names else "those installed offer none"
+    """What there is instead; a plugin that is off is not imported just to ask it."""
+    names = ", ".join(sorted(_offering())) or "none"
+    off = ", ".join(record.name for record in manager.records if record.state == "found")
+    return f"those in use offer {names}" + (
+        f"; not asked, since they are off: {off}" if off else ""
+    )
 
 
 ThreadSettings.quantizer = staticmethod(new_quantizer)

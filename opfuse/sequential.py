@@ -76,8 +76,10 @@ class Sequential(nn.Sequential):
             return run(input, *extra_inputs)
         extras = [_extras(group) for group in groups]
         if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
+            takers = ", ".join(taker for group in groups for taker in _takers(group))
             raise ValueError(
-                f"Sequential expected {expected} extra inputs, got {len(extra_inputs)}"
+                f"Sequential expected {expected} extra inputs, got {len(extra_inputs)} "
+                f"({takers or 'no op takes one'})"
             )
         kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
         x, outputs = input, []
@@ -186,6 +188,13 @@ def _extras(group: Any) -> tuple[int, int]:
     return sum(takes for takes, _ in counts), sum(gives for _, gives in counts)
 
 
+def _takers(group: Any) -> list[str]:
+    """Who takes the extra inputs of a part of a chain, for messages."""
+    if isinstance(group, OperationFuser):
+        return group._chain.takers()
+    return [f"{type(group).__name__} takes {count}"] if (count := _extras(group)[0]) else []
+
+
 def why_nested_apart(chain: Sequential) -> str:
     """Why a nested chain runs by its own call; ``""`` if its ops may join those around it."""
     if type(chain) is not Sequential:
@@ -220,7 +229,8 @@ def _run(
 def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
     """What a chain runs, nested chains replaced by what they run; and why the others are not.
 
-    Channels of one name are different ones in chains apart, and so they keep these apart.
+    Channels of one name are different ones in chains apart, and so they keep these apart. So do
+    names of extra inputs: how many a chain takes does not depend on whether its ops joined others.
     """
     children = [child for child in chain._modules.values() if child is not None]
     pieces: list[list[nn.Module]] = []
@@ -234,21 +244,23 @@ def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
                 inner, deeper = parts(child)
                 apart.update(deeper)
         pieces.append(inner)
-    written = Counter(name for piece in pieces for name in _written(piece))
-    for index, (child, piece) in enumerate(zip(children, pieces, strict=True)):
-        common = [name for name in _written(piece) if written[name] > 1]
+    names = [_names(piece) for piece in pieces]
+    pieces_with = Counter(name for of_piece in names for name in of_piece)
+    for index, (child, of_piece) in enumerate(zip(children, names, strict=True)):
+        common = [name for name in of_piece if pieces_with[name] > 1]
         if common and isinstance(child, Sequential):
-            apart[child] = (
-                f"its channel {common[0]!r} has the name of another one in the chain around it"
-            )
+            kind, name = common[0]
+            apart[child] = f"its {kind} {name!r} has the name of another one in the chain around it"
             pieces[index] = [child]
     return [part for piece in pieces for part in piece], apart
 
 
-def _written(modules: Iterable[nn.Module]) -> list[str]:
-    """The channels that the ops among some modules write."""
+def _names(modules: Iterable[nn.Module]) -> dict[tuple[str, str], None]:
+    """The channels that the ops among some modules write, and the names of their extra inputs."""
     ops = flatten([module for module in modules if isinstance(module, FusibleOperation)])
-    return [name for op in ops for name in op._extra_output_channels if name is not None]
+    channels = [("channel", name) for op in ops for name in op._extra_output_channels if name]
+    inputs = [("extra input", name) for op in ops for name in op.extra_input_names if name]
+    return dict.fromkeys([*channels, *inputs])
 
 
 def _regroup(chain: Sequential, *key: Any) -> None:

@@ -1294,6 +1294,21 @@ def test_a_partial_run_hides_nothing(tmp_path, monkeypatch):
     assert [[c["of"] for c in run["cases"]] for run in found] == [[3], [2], [1], [5]]
 
 
+def test_what_is_too_noisy_is_neither_met_nor_missed():
+    rows = [
+        ROW | {"id": "L3", "value": value, "pass": passed, "noise": noise, "goal": 0.97}
+        for value, passed, noise in ((1.0, True, 0.01), (0.5, False, 0.3), (15.3, True, 1.3))
+    ]
+    ((missed, line),) = report.swarms(rows)
+    assert missed == 0 and "3 cases, 2 of them too noisy to say; median 1, worst 1" in line
+    states = [line.split(" | ")[-1] for line in report.alone(rows)[2:]]
+    assert states == ["met |", "too noisy |", "too noisy |"]
+    assert report.pictured([{"ratios": [row | {"id": "C1"} for row in rows]}]) == [
+        rows[0] | {"id": "C1"}
+    ]
+    assert report.percent(1.3) == "130 %" and report.percent(0.00056) == "0.056 %"
+
+
 def test_the_page_is_current():
     text, fingerprint = report.written(report.committed())
     assert (ROOT / "docs" / "performance.md").read_text(encoding="utf-8") == text, (

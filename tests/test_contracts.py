@@ -43,7 +43,8 @@ def _alone():
 
 def expected_saved(op, x, y, extras, wants_input, wants_params):
     """The tensors that an op must leave, by the names it declares, None where no gradient needs them."""
-    wants_weight = bool(wants_params) and wants_params[0]
+    grouped = isinstance(op, ops.GroupedLinear)
+    wants_weight = any(wants_params[: op.num_groups if grouped else 1])
     scaled, norm = (
         isinstance(op, ops.ScaledActivation),
         isinstance(op, (ops.LayerNorm, ops.RMSNorm)),
@@ -52,7 +53,7 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
     wants_scales = scaled and extras[0].requires_grad
     wants_x = (
         wants_weight
-        if isinstance(op, ops.BasicLinear)
+        if isinstance(op, (ops.BasicLinear, ops.GroupedLinear))
         else wants_input or wants_weight or wants_scales
     )
     values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
@@ -61,6 +62,10 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
         values["scales"] = extras[0] if scaled else None
         if isinstance(op, ops.Dropout) and op.training and op.p:
             values["mask"] = y != 0
+    if grouped:
+        weights = {f"weight{i}": getattr(op, f"weight{i}") for i in range(op.num_groups)}
+        values |= weights if wants_input else dict.fromkeys(weights)
+        values["split_sizes"] = extras[0]
     if norm or isinstance(op, ops.L2Normalization):
         mean = x.mean(dims, keepdim=True)
         centered = x - mean if isinstance(op, ops.LayerNorm) else x

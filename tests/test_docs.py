@@ -144,7 +144,7 @@ def test_the_table_of_names_knows_every_op():
     (new,) = re.findall(r"^Only here, .*?: (.*)\.$", page, re.MULTILINE)
     assert {*rows, *re.findall(r"`(\w+)`", new)} >= set(opfuse.ops.__all__)
     absent = {name for name, where in rows.items() if where == "absent"}
-    assert absent == {"GroupedLinear", "fused", "is_op_fuser_grouped_tensor_path_supported"}
+    assert absent == {"fused", "is_op_fuser_grouped_tensor_path_supported"}
     for name in set(rows) - absent:
         path = rows[name].strip("`").split(".")[1:]
         assert functools.reduce(getattr, path, opfuse).__name__ == name

@@ -9,6 +9,10 @@ import sys
 
 import pytest
 import torch
+import toy_fusions
+import toy_recipe
+
+import opfuse
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = ["--batch", "4", "--context", "32", "--width", "64", "--layers", "2"]
@@ -127,3 +131,49 @@ def test_wrong_plugin_fails(tmp_path):
     result = example(*options, PYTHONPATH=str(tmp_path))
     assert result.returncode == 1, result.stdout + result.stderr
     assert "opfuse-plugin-wrong 1.0" in result.stdout and "losses DO NOT AGREE" in result.stdout
+
+
+def trained(script, plugins, steps=6):
+    """The losses of a short training under a recipe, the weights after it, and what ran."""
+    torch.manual_seed(0)
+    model = opfuse.prepare(script.LanguageModel(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    losses, tokens = [], torch.randint(256, (4, 33))
+    with opfuse.plugins.using(plugins):
+        for _ in range(steps):
+            with opfuse.autocast("delayed-int8"):
+                logits = model(tokens[:, :-1])
+            loss = script.loss_of(logits, tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with opfuse.autocast("delayed-int8"):
+            report = opfuse.explain(model, tokens[:, :-1])
+    return losses, model.state_dict(), report
+
+
+@needs_extras
+def test_it_trains_under_a_recipe_with_fused_casts_to_the_last_bit():
+    """The recipe is one plugin's, the fusions with casts are another one's."""
+    script = importlib.util.module_from_spec(
+        spec := importlib.util.spec_from_file_location("train_lm", SCRIPT)
+    )
+    spec.loader.exec_module(script)
+    records = [
+        opfuse.plugins.register(toy_recipe, name="toy-recipe"),
+        opfuse.plugins.register(toy_fusions, name="toy-fusions"),
+    ]
+    try:
+        losses, weights, report = trained(script, "toy-recipe")
+        fused_losses, fused_weights, fused_report = trained(script, "toy-recipe,toy-fusions")
+    finally:
+        for record in records:
+            opfuse.plugins.remove(record)
+    assert losses == fused_losses and losses[-1] < losses[0]
+    assert same(dict(weights), dict(fused_weights))
+    assert "GELU + Cast[Int8Quantizer]" in str(fused_report)
+    assert "Cast[Int8Quantizer] + Bias + GELU" in str(fused_report)
+    for which in ("forward", "backward"):
+        found = [row["fusion"] for row in fused_report.to_dict()[which] if row["fusion"]]
+        assert len(found) == 2 and not any(r["fusion"] for r in report.to_dict()[which])

@@ -16,7 +16,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("debug", "op_context"),
     ("fusible",),
     ("op",),
-    ("overrides",),
+    ("extra_inputs", "overrides"),
     ("ops",),
     ("authoring", "fusion"),
     ("hookspecs",),
@@ -145,7 +145,9 @@ def test_a_plugin_imports_nothing_private(path):
 
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
-MOST = {"engine": 2000, "ops": 1700, "report": 450, "testing": 3150}
+# of the engine 300 are for casts between ops; of the ops 250 are for groups of rows, whose product
+# torch has for one dtype on two kinds of GPU; of the kit 600 are for recipes and for what is cast
+MOST = {"engine": 2300, "ops": 2000, "report": 450, "testing": 3200}
 LONGER = {  # functions of more than 40 lines, and why
     "run_forward": "the loop of every call",
     "run_backward": "the loop of every call",

@@ -104,6 +104,28 @@ def test_an_evaluation_moves_nothing():
     assert torch.equal(evaluated, step(chain, x))
 
 
+@pytest.mark.parametrize("weights", ["fresh", "cached"])
+def test_an_evaluation_in_inference_mode_comes_first(weights):
+    chain, x = mlp()
+    with torch.inference_mode():
+        first = step(chain, x.detach(), weights=weights)
+    with torch.no_grad():
+        assert torch.equal(step(chain, x, weights=weights), first)
+    step(chain, x, weights=weights).sum().backward()
+    step(chain, x, weights=weights)
+    assert updates(chain) == [2, 2, 1] * 2
+
+
+def test_state_that_nobody_records_does_not_advance(monkeypatch):
+    """A calibrated scale, say: there is no update to call."""
+    monkeypatch.setattr(RoundingQuantizer, "pending_names", ())
+    monkeypatch.setattr(Rounding, "update", opfuse.Recipe.update)
+    chain, x = mlp()
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, x), step(chain, x))
+
+
 def test_an_evaluation_follows_the_state_wherever_it_goes():
     chain, x = mlp()
     with torch.no_grad():
@@ -177,6 +199,8 @@ def test_prepare_names_the_ops():
         assert chain[0].name == "" and opfuse.prepare(model) is model
         assert [chain[0].name, chain[0].basic_ops[0].name] == ["block.0"] * 2
         assert (chain[1].name, chain[2].name, model["head"].name) == ("act", "q", "mine")
+        named = ops.Linear(2, 2, name="given")
+        assert opfuse.prepare(nn.ModuleList([named]))[0].basic_ops[0].name == "given"
         with opfuse.plugins.using("names"), opfuse.autocast(RECIPE):
             model["head"](chain(torch.randn(2, 8)))
         roles = [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]

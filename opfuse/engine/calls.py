@@ -9,8 +9,8 @@ from typing import Any
 
 from ..debug import Watched
 from ..environment import Environment
-from ..op import BasicOperation, asks_for_quantizers
-from ..op_context import OperationContext
+from ..op import BasicOperation
+from ..op_context import OperationContext, asks_for_quantizers
 from ..ops.cast import Cast
 from ..overrides import op_class
 from .chain import Chain

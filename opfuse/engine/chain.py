@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from ..extra_inputs import Slot, arguments_of, kinds_of, takers
 from ..fusible import FusibleOperation
 from ..op import BasicOperation, FusedOperation
 from ..ops.cast import Cast
 from ..overrides import op_class
-
-Slot = tuple[int, int]
 
 
 def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
@@ -47,7 +46,10 @@ class Chain:
         title: The chain as error messages call it.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: Which of them belong to each op.
-        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order.
+        kinds: What each ``(op, slot)`` takes, see :func:`~opfuse.extra_inputs.kinds_of`.
+        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; of
+            those that share a name the first.
+        arguments: Which of these each ``(op, slot)`` takes that no channel feeds.
         public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
         width: Last dimension of the chain's input, or None for any.
@@ -71,12 +73,11 @@ class Chain:
             self.param_sources += [op.param_source(name) for name in op.param_names or ()]
             self.param_ranges.append((start, len(self.param_sources)))
         self._bind_channels(part)
-        self.external_inputs = [
-            (i, k)
-            for i, op in enumerate(self.ops)
-            for k in range(op.num_extra_inputs)
-            if (i, k) not in self.sources
-        ]
+        self.kinds = {
+            (i, k): kind for i, op in enumerate(self.ops) for k, kind in enumerate(kinds_of(op))
+        }
+        given = [slot for slot in self.kinds if slot not in self.sources]
+        self.external_inputs, self.arguments = arguments_of(self.ops, given, self.name)
         self.public_outputs = [
             (i, k)
             for i, op in enumerate(self.ops)
@@ -124,6 +125,10 @@ class Chain:
     def name(self, index: int) -> str:
         """An op as error messages call it."""
         return f"op {index} ({op_class(self.ops[index]).__name__})"
+
+    def takers(self) -> list[str]:
+        """Who takes each argument beside the input, for messages."""
+        return takers(self.ops, self.external_inputs, self.arguments, self.name)
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Whether an extra output is used by the caller, or by an op from ``stop`` on."""

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..extra_inputs import check_extra, kinds_of
 from ..overrides import kwarg_names, own_call
 from ..settings import checkpoint_frames, current
 from .chain import Chain
@@ -20,7 +21,7 @@ def refuse_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> N
     """Say what is wrong with the arguments of a call."""
     who, count = f"{chain.title} expected", len(chain.external_inputs)
     if len(extra_inputs) != count:
-        wanting = ", ".join(chain.name(i) for i, _ in chain.external_inputs) or "no op takes one"
+        wanting = ", ".join(chain.takers()) or "no op takes one"
         raise ValueError(f"{who} {count} extra inputs, got {len(extra_inputs)} ({wanting})")
     if not isinstance(input, Tensor):
         raise TypeError(f"{who} a tensor, got {type(input).__name__}")
@@ -64,10 +65,13 @@ def check_tensors(
         _check_params(chain, i, dtype if strict else None, device)
         if op is not owner or not own_call(op):  # which uses what it has
             _check_param_names(chain, i)
-    for (i, k), extra in zip(chain.external_inputs, extras, strict=True):
+        if kinds_of(op) != tuple(kind for (j, _), kind in chain.kinds.items() if j == i):
+            who = f"the extra_input_dtypes of {chain.name(i)}"
+            raise RuntimeError(f"{who} are fixed: a fuser captured them; use a new op")
+    for (i, k), number in chain.arguments.items():
         strict = chain.ops[i].params_in_compute_dtype and autocast is None
-        who = f"extra input {k} of {chain.name(i)}"
-        _check_extra(who, extra, dtype if strict else None, dtype, device)
+        wanted = chain.kinds[i, k], dtype if strict else None, device
+        check_extra(chain.ops[i], k, chain.name(i), extras[number], *wanted)
 
 
 def _check_params(
@@ -104,21 +108,6 @@ def _check_param_names(chain: Chain, index: int) -> None:
             "gradient would be lost; register it in __init__, and use it in op_forward or in its "
             "own forward"
         )
-
-
-def _check_extra(
-    who: str, extra: Any, wanted: torch.dtype | None, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Refuse an extra input on another device, a complex one, or one of another dtype."""
-    is_tensor = isinstance(extra, Tensor)
-    extra_dtype, extra_device = (extra.dtype, extra.device) if is_tensor else extra
-    if extra_dtype.is_complex:
-        what = f"expected a floating-point, integer or bool tensor, got {extra_dtype}"
-        raise TypeError(f"{who} {what}")
-    if extra_device != device:
-        raise ValueError(f"{who} is on {extra_device}, the input is on {device}")
-    if wanted is not None and extra_dtype.is_floating_point and extra_dtype != dtype:
-        raise TypeError(f"{who} expected {dtype} as the input, got {extra_dtype}")
 
 
 def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
@@ -172,7 +161,7 @@ def check_checkpoint(program: Program) -> None:
             "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
             "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
         )
-    if program.has_quantizer_state and program.recorded:
+    if program.advances and program.recorded:
         raise RuntimeError(
             f"autocast of {program.recipe}, which has state, inside of torch.utils.checkpoint: the "
             f"recomputation would use other scales, and cannot update them; put autocast around "

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..extra_inputs import Slot
 from ..fusible import FusibleOperation
 from ..op import BasicOperation
 from ..overrides import op_class
-from .chain import Chain, Slot, flatten
+from .chain import Chain, flatten
 
 
 class Part(NamedTuple):
@@ -64,18 +65,27 @@ def cut(
     parts, start = [], 0
     for run, of_run in runs:
         stop = start + len(flatten(of_run))
-        inputs = [
-            (i, k)
-            for i in range(start, stop)
-            for k in range(chain.ops[i].num_extra_inputs)
-            if (i, k) not in chain.sources or chain.sources[i, k][0] < start
-        ]
+        inputs = _taken(chain, start, stop)
         outputs = [
             (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
         ]
         parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
         start = stop
     return Cut(tuple(parts))
+
+
+def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
+    """The extra inputs that a part takes: of those that share a name the first."""
+    seen: set[int] = set()
+    taken: list[Slot] = []
+    for slot in (slot for slot in chain.kinds if start <= slot[0] < stop):
+        number = chain.arguments.get(slot)
+        if number is None:
+            taken += [slot] if chain.sources[slot][0] < start else []
+        elif number not in seen:
+            seen.add(number)
+            taken.append(slot)
+    return taken
 
 
 def run_cut(
@@ -95,7 +105,7 @@ def run_cut(
         kwargs: Keyword arguments per basic op, or None.
     """
     x: Any = input
-    given: dict[Slot, Any] = dict(zip(chain.external_inputs, extra_inputs, strict=True))
+    given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
     made: dict[Slot, Any] = {}
     for run, start, stop, inputs, outputs in cut.parts:
         extras = [given[slot] if slot in given else made[chain.sources[slot]] for slot in inputs]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .chain import Chain, Slot
+from ..extra_inputs import Slot, is_kind, refuse_kind
+from .chain import Chain
 from .program import Program
 from .step import Step
 
@@ -30,9 +31,9 @@ class ForwardExtras:
     def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
         self._program, self._chain = program, program.chain
         self._given = tensors[program.num_params :]
-        self._inputs: dict[Slot, Any] = dict(
-            zip(self._chain.external_inputs, self._given, strict=True)
-        )
+        self._inputs: dict[Slot, Any] = {
+            slot: self._given[number] for slot, number in self._chain.arguments.items()
+        }
         self._outputs: dict[Slot, Any] = {}
         self._aliases: dict[Slot, Tensor] = {}
         self.shapes: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -52,7 +53,11 @@ class ForwardExtras:
                 elif step.start <= source[0]:
                     slots.append(None)
                 else:
-                    slots.append(self._aliases.get(source, self._outputs[source]))
+                    tensor = self._aliases.get(source, self._outputs[source])
+                    if not is_kind(kind := self._chain.kinds[i, k], tensor.dtype):
+                        who = f"extra input {k} of {self._chain.name(i)}, out of a channel,"
+                        refuse_kind(who, kind, tensor.dtype)
+                    slots.append(tensor)
             gathered.append(slots)
         return gathered
 
@@ -169,7 +174,12 @@ class BackwardExtras:
 
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients before and behind those of the parameters; no two share memory."""
-        ends = [dx, *[self._of_inputs.get(slot) for slot in self._chain.external_inputs]]
+        of_arguments: list[Tensor | None] = [None] * len(self._chain.external_inputs)
+        for slot, number in self._chain.arguments.items():
+            if (grad := self._of_inputs.get(slot)) is not None:
+                before = of_arguments[number]
+                of_arguments[number] = grad if before is None else before + grad
+        ends = [dx, *of_arguments]
         if not is_dynamo_compiling():
             ends = _separate(
                 ends,

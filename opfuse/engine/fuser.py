@@ -231,7 +231,7 @@ class OperationFuser:
         """Run a program where there is more to do than to run its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
-        if program.has_quantizer_state and program.recorded:
+        if program.advances and program.recorded:
             # where torch.compile gave up on what calls it, it would trace this by itself
             traced = "torch._dynamo" in sys.modules and not program.compiling
             (_not_traced(_begin_recording) if traced else _begin_recording)(program)

@@ -141,7 +141,7 @@ class Program:
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before = _called_before(chain, contexts)
-        self.has_quantizer_state = _has_state(contexts)
+        self.advances = _advances(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def _recomputing(self) -> dict[int, Recompute]:
@@ -275,9 +275,9 @@ def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], t
     return tuple(found for found in ranges if found[1] < found[2]), none
 
 
-def _has_state(contexts: Sequence[dict[str, Any]]) -> bool:
-    """Whether a quantizer has state that lasts over steps."""
-    return any(q.state_names for values in contexts for q in values["quantizers"].values())
+def _advances(contexts: Sequence[dict[str, Any]]) -> bool:
+    """Whether a quantizer records what moves its state."""
+    return any(q.pending_names for values in contexts for q in values["quantizers"].values())
 
 
 def _called_before(

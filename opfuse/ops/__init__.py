@@ -17,6 +17,7 @@ from .gated import (
     SReGLU,
     SwiGLU,
 )
+from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .pointwise import ConstantScale, Identity, Reshape
@@ -27,8 +28,8 @@ from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, Scaled
 __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
     "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "Dropout",
-    "GatedActivation", "Identity", "L2Normalization", "LayerNorm", "Linear", "MakeExtraOutput",
-    "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU", "SReLU",
-    "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU",
-    "SiLU", "SiTUGLU", "SwiGLU",
+    "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
+    "MakeExtraOutput", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU",
+    "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
+    "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwiGLU",
 ]

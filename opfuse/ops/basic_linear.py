@@ -178,23 +178,32 @@ class BasicLinear(BasicOperation):
 
         Gives zeros where hooks must run on ``.grad``, else None.
         """
-        (weight,), (grad,) = params, grads
-        if grad is None:
-            return grads
-        if getattr(weight, "overwrite_main_grad", False):
-            _main_grad(weight).copy_(grad)
-        else:
-            _main_grad(weight).add_(grad)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return (None,)
-        weight.grad_added_to_main_grad = True
-        return (torch.zeros_like(weight),)
+        return (accumulate_main_grad(self, params[0], grads[0]),)
 
 
-def _main_grad(weight: Any) -> Tensor:
+def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:
+    """Add the gradient of a weight to its ``main_grad``; see :meth:`BasicLinear.accumulate_grads`.
+
+    Returns:
+        What autograd gets: zeros where hooks must run on ``.grad``, else None.
+    """
+    if grad is None:
+        return None
+    main_grad = _main_grad(op, weight)
+    if getattr(weight, "overwrite_main_grad", False):
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)
+
+
+def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
     """Where the gradient of a weight is accumulated; Megatron-FSDP tells at every call."""
     who, wanted = (
-        "BasicLinear(accumulate_into_main_grad=True) expected",
+        f"{type(op).__name__}(accumulate_into_main_grad=True) expected",
         f"a tensor of shape {tuple(weight.shape)}",
     )
     if not isinstance(weight, nn.Parameter):

@@ -9,8 +9,9 @@ from ._common import PassThrough
 class Quantize(PassThrough):
     """Quantizes what passes, under a recipe; without one it is the identity.
 
-    Takes and gives any shape. The op only declares what it wants; the cast is made by the op before
-    it, if that can write quantized tensors, or is a step of its own.
+    Takes and gives any shape. The op only declares what it wants. The cast stands on its edge, for
+    fusions to take, or is a step of its own. Next to an op that quantizes, it leaves the cast to
+    that op.
 
     Args:
         forward: Quantize the tensor in forward.

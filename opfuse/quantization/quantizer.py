@@ -101,8 +101,9 @@ class Quantizer(ABC):
         vars(twin).update(vars(self), _recording=self)
         for name in self.state_names:
             del vars(twin)[name]  # read from the one it stands for, whatever it is by then
-        for name in self.pending_names:
-            setattr(twin, name, getattr(self, name).clone())
+        with torch.inference_mode(False):  # it serves other calls too
+            for name in self.pending_names:
+                setattr(twin, name, getattr(self, name).clone())
         return twin
 
     def __getattr__(self, name: str) -> object:

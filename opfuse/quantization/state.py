@@ -54,9 +54,10 @@ class QuantizerStates:
         if recipe is None or recipe in self._by_recipe:
             return
         made: dict[str, Quantizer] = {}
-        for mode in MODES:
-            for name, role in zip(quantizer_names(op, mode), _roles(op, mode), strict=True):
-                made[name] = current.quantizer(recipe, role, current.environment)
+        with torch.inference_mode(False):  # their state is for training too
+            for mode in MODES:
+                for name, role in zip(quantizer_names(op, mode), _roles(op, mode), strict=True):
+                    made[name] = current.quantizer(recipe, role, current.environment)
         self._recipe_names[recipe] = current.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:

@@ -65,8 +65,9 @@ class Block:
                         if name in forward:
                             quantizer.discard()
             elif torch.is_grad_enabled() and not in_backward():
+                quantizers = _quantizers(recipe, ran, env)
                 with torch.no_grad():
-                    recipe.update(_quantizers(recipe, ran, env), self.group)
+                    recipe.update(quantizers, self.group)
 
 
 def in_backward() -> bool:
@@ -75,7 +76,7 @@ def in_backward() -> bool:
 
 
 def _quantizers(recipe: Recipe, ran: Iterable[Any], env: Any) -> list[Quantizer]:
-    """The quantizers with state of what ran; of a prepared model those of all its ops."""
+    """The quantizers with pending state of what ran; of a prepared model those of all its ops."""
     ops: dict[Any, None] = {}
     for op in ran:
         ops.update(dict.fromkeys(op._prepared.ops() or [op]))

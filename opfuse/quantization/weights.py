@@ -80,5 +80,5 @@ def _can_be_known_again(weight: Tensor) -> bool:
         type(weight) is nn.Parameter
         and weight.is_leaf
         and not weight.is_inference()
-        and not torch.compiler.is_compiling()
+        and not torch.is_inference_mode_enabled()  # what it gives is of no use for a backward
     )

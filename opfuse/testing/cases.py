@@ -20,7 +20,9 @@ from torch import Tensor
 
 from .. import ops as built_in
 from ..contexts import autocast as quantize
+from ..engine.chain import Chain
 from ..errors import PluginWarning
+from ..extra_inputs import kinds_of
 from ..fusion import FusionLike, fusion_name
 from ..op import BasicOperation
 from ..plugins import manager, using
@@ -219,6 +221,7 @@ class Case:
         autocast: Run under autocast to this dtype.
         wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
         residual: Extra inputs come out of a channel, from the first extra output.
+        shared: Split sizes of several ops are one tensor, by name.
         hidden: Extra outputs go into channels that nobody reads.
         device: Where it runs.
         training: The mode of the chain.
@@ -238,6 +241,7 @@ class Case:
     autocast: torch.dtype | None = None
     wide: bool = False
     residual: bool = False
+    shared: bool = True
     hidden: bool = False
     device: str = "cpu"
     training: bool = True
@@ -273,7 +277,8 @@ class Case:
     @property
     def gemm(self) -> bool:
         """Whether a matrix product is in the chain."""
-        return any(op.cls is built_in.BasicLinear for op in self.chain_ops)
+        products = built_in.BasicLinear, built_in.GroupedLinear
+        return any(op.cls in products for op in self.chain_ops)
 
     @property
     def has_modes(self) -> bool:
@@ -315,8 +320,11 @@ class Case:
         for op in basic if self.residual or self.hidden else ():
             for k in range(op.num_extra_outputs):
                 op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
-            for k in range(op.num_extra_inputs if self.residual else 0):
-                op.set_extra_input_channel(k, "residual")
+            for k, kind in enumerate(kinds_of(op) if self.residual else ()):
+                op.set_extra_input_channel(k, "residual" if kind == "floating" else None)
+        grouped = [op for op in basic if isinstance(op, built_in.GroupedLinear)]
+        for op in grouped if self.shared and len(grouped) > 1 else ():
+            op.set_extra_input_name(0, "split_sizes")
         return basic
 
     def first_width(self) -> int:
@@ -347,12 +355,14 @@ class Case:
         width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
         leaves["input"] = lay_out(draw((*self.rows, width), self.dtype, self.scale), layout)
         extra_dtype = self.autocast if self.autocast and not self.wide else self.dtype
-        for shape in () if self.residual else extra_shapes(basic, (*self.rows, width)):
-            leaves[f"extra {len(leaves) - 1}"] = lay_out(
-                draw(shape, extra_dtype, self.scale), layout
-            )
-        inputs = [] if self.residual else [op for op in basic for _ in range(op.num_extra_inputs)]
-        writable = [getattr(op, "in_place", False) for op in inputs]
+        structure, shapes = Chain(basic), input_shapes(basic, (*self.rows, width))
+        for number, (i, k) in enumerate(structure.external_inputs):
+            if structure.kinds[i, k] == "floating":
+                extra = draw(extra_shape(basic[i], shapes[i], k), extra_dtype, self.scale)
+            else:
+                extra = whole_numbers(basic[i], shapes[i], k, generator).to(self.device)
+            leaves[f"extra {number}"] = lay_out(extra, layout)
+        writable = [getattr(basic[i], "in_place", False) for i, _ in structure.external_inputs]
         for number, op in enumerate(basic):
             own = (
                 torch.float32
@@ -364,14 +374,14 @@ class Case:
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
                 leaves[f"{number}.{name}"] = param
         for name, leaf in leaves.items():
-            leaf.requires_grad_(name not in self.frozen)
+            leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
         autocast = self.autocast if dtype is None else None
         return Built(chain, leaves, names, autocast, self.recipe)
 
     def leaf_names(self) -> list[str]:
         """What could need a gradient."""
-        return list(self.build().leaves)
+        return [name for name, leaf in self.build().leaves.items() if leaf.is_floating_point()]
 
     def weights(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Incoming gradients, the same ones every time."""
@@ -423,24 +433,50 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
         )
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
-    around = tensor.new_full([size + 2 for size in tensor.shape], math.nan)
+    fill = math.nan if tensor.is_floating_point() else 1
+    around = tensor.new_full([size + 2 for size in tensor.shape], fill)
     part = around[tuple(slice(1, size + 1) for size in tensor.shape)]
     return part.copy_(tensor)
 
 
-def extra_shapes(
-    basic: Sequence[BasicOperation], shape: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
-    """The shapes of the extra inputs.
-
-    Scales have one per row, all others have the shape of the op's input.
-    """
+def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shape of each op's input, if that of the first op is ``shape``."""
+    shapes = []
     for op in basic:
-        for _ in range(op.num_extra_inputs):
-            yield shape[:-1] if isinstance(op, built_in.ScaledActivation) else shape
+        shapes.append(shape)
         if isinstance(op, built_in.Reshape):
             shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
         shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
+    return shapes
+
+
+def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """The shape of an extra input of an op, for an input of ``shape``.
+
+    Scales and whole numbers have one per row, split sizes one per group, all others have the shape
+    of the op's input.
+    """
+    if isinstance(op, built_in.GroupedLinear):
+        return (op.num_groups,)
+    per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"
+    return shape[:-1] if per_row else shape
+
+
+def whole_numbers(
+    op: BasicOperation, shape: tuple[int, ...], index: int, generator: torch.Generator
+) -> Tensor:
+    """An extra input of integers or bools, for an input of ``shape``.
+
+    Split sizes sum up to the rows; other integers are below the number of features, as targets are.
+    """
+    size = extra_shape(op, shape, index)
+    if isinstance(op, built_in.GroupedLinear):
+        cuts = torch.randint(0, shape[0] + 1, (op.num_groups - 1,), generator=generator)
+        ends = torch.tensor([0, *sorted(cuts.tolist()), shape[0]])
+        return ends.diff()
+    if kinds_of(op)[index] == "bool":
+        return torch.randint(0, 2, size, generator=generator).bool()
+    return torch.randint(0, max(1, shape[-1]), size, generator=generator)
 
 
 def next_width(op: BasicOperation, width: int) -> int | None:

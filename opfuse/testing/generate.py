@@ -17,10 +17,21 @@ import torch
 
 from .. import ops as built_in
 from ..engine.chain import Chain
+from ..extra_inputs import kinds_of
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
 from ..quantization import Recipe, Usage
-from .cases import CAST, Case, CubicActivation, CubicGLU, Op, Subject, extra_shapes, is_cast
+from .cases import (
+    CAST,
+    Case,
+    CubicActivation,
+    CubicGLU,
+    Op,
+    Subject,
+    extra_shape,
+    input_shapes,
+    is_cast,
+)
 from .placing import DEEP, environment, matched, next_width_behind, placed, width_behind
 from .recipes import recipes_for
 from .running import Declined, separate
@@ -126,6 +137,10 @@ _MAKERS: Makers = {
     built_in.AddExtraInput: lambda width: [
         Op(built_in.AddExtraInput),
         Op(built_in.AddExtraInput, in_place=True),
+    ],
+    built_in.GroupedLinear: lambda width: [
+        Op(built_in.GroupedLinear, 3, width, width + width // 2),
+        Op(built_in.GroupedLinear, 1, width, width, bias=False),
     ],
     built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
@@ -263,6 +278,8 @@ def make_chains(
                 ]
                 plain.append(accepted[0])
                 again, last = elements is last, elements  # under another recipe
+                if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
+                    odd.append(accepted[0].with_(shared=False))
                 every += accepted[:1] if again else accepted
                 every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
@@ -354,6 +371,7 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
     square: Makers = {
         **makers,
         built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
+        built_in.GroupedLinear: lambda width: Op(built_in.GroupedLinear, 3, width, width),
     }
     width = case.first_width()
     for ops in chains(elements, width, square):
@@ -364,11 +382,15 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         found = placed(case, ops, width)
         forked = () if forks else (Op(built_in.MakeExtraOutput),)
         found = found.with_(before=(*forked, *found.before))
-        shape = (*found.rows, found.first_width())
-        if (
-            set(extra_shapes(found.basic_ops(), shape)) == {shape}
-            and refusal(found.with_(residual=True)) is None
-        ):
+        shape, basic = (*found.rows, found.first_width()), found.basic_ops()
+        pairs = zip(basic, input_shapes(basic, shape), strict=True)
+        shapes = {
+            extra_shape(op, at, k)
+            for op, at in pairs
+            for k, kind in enumerate(kinds_of(op))
+            if kind == "floating"
+        }
+        if shapes == {shape} and refusal(found.with_(residual=True)) is None:
             yield found.with_(residual=True)
 
 

@@ -11,6 +11,11 @@ from opfuse import ops
 
 OPS = {
     "BasicLinear": (lambda: ops.BasicLinear(8, 4), ("input", "weight"), ()),
+    "GroupedLinear": (
+        lambda: ops.GroupedLinear(2, 8, 4),
+        ("input", "split_sizes", "weight0", "weight1"),
+        (),
+    ),
     "Bias": (lambda: ops.Bias(8), (), ()),
     "LayerNorm": (
         lambda: ops.LayerNorm(8),
@@ -39,10 +44,16 @@ OPS = {
 }
 
 
+def extras_of(op):
+    if isinstance(op, ops.GroupedLinear):
+        return [torch.tensor([1, 2])]
+    scaled = isinstance(op, ops.ScaledActivation)
+    return [torch.randn(3) if scaled else torch.randn(3, 8)] * op.num_extra_inputs
+
+
 def run(call, name, **flags):
     op = OPS[name][0]()
-    extras = [torch.randn(3) if "Scaled" in name else torch.randn(3, 8)] * op.num_extra_inputs
-    return op, call(op, torch.randn(3, 8), *extras, **flags)
+    return op, call(op, torch.randn(3, 8), *extras_of(op), **flags)
 
 
 def test_all_ops_are_covered():
@@ -62,7 +73,7 @@ def test_declarations(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    assert op.params_in_compute_dtype == (name in ("BasicLinear", "AddExtraInput"))
+    assert op.params_in_compute_dtype == (name in ("BasicLinear", "GroupedLinear", "AddExtraInput"))
     assert op.feature_ratio == {"Reshape": None}.get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )
@@ -105,9 +116,8 @@ def test_backward_gives_what_is_asked_for(call, name):
 @pytest.mark.parametrize("name", OPS)
 def test_forward_and_backward_write_nothing_on_the_op(call, name):
     op = OPS[name][0]()
-    extras = [torch.randn(3) if "Scaled" in name else torch.randn(3, 8)] * op.num_extra_inputs
     before = dict(vars(op))
-    ran = call(op, torch.randn(3, 8), *extras)
+    ran = call(op, torch.randn(3, 8), *extras_of(op))
     ran.backward(torch.randn_like(ran.y), *[None] * op.num_extra_outputs)
     assert vars(op) == before
 
@@ -133,6 +143,8 @@ SIGNATURES = {
     "sequence_parallel rng_state_tracker_function accumulate_into_main_grad userbuffers_options",
     "Linear": "in_features out_features bias device dtype tensor_parallel_mode tensor_parallel_group "
     "sequence_parallel rng_state_tracker_function accumulate_into_main_grad",
+    "GroupedLinear": "num_groups in_features out_features bias device dtype rng_state_tracker_function "
+    "accumulate_into_main_grad single_grouped_weight single_grouped_bias delay_wgrad_compute scale_bias",
     "Bias": "size device dtype tensor_parallel tensor_parallel_group",
     "Quantize": "forward backward",
     "LayerNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin",

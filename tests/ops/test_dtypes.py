@@ -60,6 +60,7 @@ SCALED = {
 EXPRESSIONS = {
     "BasicLinear": lambda x, p: F.linear(x, p(OUT, WIDTH)),
     "Linear": lambda x, p: F.linear(x, p(OUT, WIDTH), p(OUT)),
+    "GroupedLinear": lambda x, p: torch.cat([F.linear(part, p(OUT, WIDTH)) for part in x.split(1)]),
     "Bias": lambda x, p: x + p(WIDTH),
     "LayerNorm": lambda x, p: F.layer_norm(x, (WIDTH,), p(WIDTH), p(WIDTH)),
     "RMSNorm": lambda x, p: F.rms_norm(x, (WIDTH,), p(WIDTH)),
@@ -89,6 +90,7 @@ EXPRESSIONS = {
 ARGUMENTS = {
     "BasicLinear": (WIDTH, OUT),
     "Linear": (WIDTH, OUT),
+    "GroupedLinear": (ROWS, WIDTH, OUT),
     "Bias": (WIDTH,),
     "LayerNorm": (WIDTH,),
 }
@@ -104,6 +106,7 @@ def ours(name, x, p):
         if name != "Linear"
         else []
     )
+    extras = [torch.ones(ROWS, dtype=int)] if name == "GroupedLinear" else extras
     result = op(x, *extras)
     return result[0] if isinstance(result, tuple) else result
 
@@ -307,10 +310,11 @@ def test_random_chains_under_autocast_are_the_same_whatever_the_cover(style):
     for seed in range(60):
         drawn, results = chains.RandomChain(seed), []
         drawn.chain.float()
-        leaves = [t.detach().float() for t in (drawn.x, *drawn.extras)]
+        extras = [t.detach().float() if t.is_floating_point() else t for t in drawn.extras]
+        leaves = [drawn.x.detach().float(), *extras]
         for kinds in ((), tuple(chains.KINDS)):
             model = copy.deepcopy(drawn.chain)
-            given = [leaf.clone().requires_grad_() for leaf in leaves]
+            given = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in leaves]
             with chains.covers(seed, kinds, style), torch.autocast("cpu", BF16):
                 torch.manual_seed(0)
                 outputs = model(given[0], *[t * 1 for t in given[1:]])

@@ -188,6 +188,7 @@ class RandomChain:
             "join",
             "join",
             "scaled",
+            "grouped",
         ]
         length = self.rng.randint(1, 12)
         while len(self.modules) < length:
@@ -342,6 +343,32 @@ class RandomChain:
             lambda x, p, extras, channels, _: function(x) * get(extras, channels).unsqueeze(-1),
             shape,
         )
+
+    def grouped(self):
+        """Linear layers for groups of rows; some share their split sizes by a name."""
+        if len(self.shape) < 2:
+            return
+        rows, count, out = self.shape[0], self.rng.choice((1, 2, 3)), self.rng.choice((2, 4, 6))
+        bias, name = self.rng.random() < 0.6, f"sizes {len(self.modules)}"
+        op = ops.GroupedLinear(count, self.shape[-1], out, bias=bias, dtype=self.dtype)
+        fitting = [name for name, of in self.open.items() if of == ("sizes", rows, count)]
+        known = self.rng.choice(fitting) if fitting and self.rng.random() < 0.7 else None
+        if known is None:
+            ends = sorted(self.rng.randint(0, rows) for _ in range(count - 1))
+            self.extras.append(torch.tensor([0, *ends, rows]).diff())
+            self.writable.append(False)
+            self.open[name] = "sizes", rows, count
+        op.set_extra_input_name(0, known or name)
+
+        def step(x, p, extras, channels, outputs):
+            sizes = channels[known] if known else next(extras)
+            channels[name] = sizes
+            parts = enumerate(x.split(sizes.tolist()))
+            return torch.cat(
+                [F.linear(part, p[f"weight{i}"], p.get(f"bias{i}")) for i, part in parts]
+            )
+
+        self.add(op, step, (*self.shape[:-1], out))
 
     def cut(self):
         """Another module, or an op with a hook: no channel goes across."""

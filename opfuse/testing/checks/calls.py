@@ -70,7 +70,7 @@ def _calls(
     for number, count in enumerate(times):
         one = case.with_(rows=tuple(count * size for size in case.rows[:1]) + case.rows[1:])
         fresh = {name: leaf for name, leaf in one.build(dtype).leaves.items() if "." not in name}
-        for leaf in fresh.values():
+        for leaf in filter(Tensor.is_floating_point, fresh.values()):
             leaf.data.mul_((1.0, -2.5, 1.75)[number % 3])
         yield one, chain._replace(leaves={**chain.leaves, **fresh})
 
@@ -244,7 +244,7 @@ def versions(case: Case) -> None:
         result = Result(built, list(given.values()), outputs)
         try:
             with torch.no_grad():
-                given.get(name, built.leaves[name]).add_(1.0)
+                given.get(name, built.leaves[name]).add_(1)
             return backward(case, result)
         except RuntimeError:
             return None

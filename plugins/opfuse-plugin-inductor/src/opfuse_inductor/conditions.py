@@ -49,11 +49,6 @@ def _unavailable(env: Environment) -> str | None:
         )
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
-    if env.recipe is not None:
-        return (
-            f"{type(env.recipe).__name__} may quantize between the ops, "
-            "and a compiled function does not"
-        )
     if kind not in ("cpu", "cuda"):
         return f"it compiles for cpu and cuda, the input is on {kind}"
     if env.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

@@ -1,0 +1,238 @@
+"""Products of groups of rows, each with a matrix of its own; for ``GroupedLinear``.
+
+The rows of a tensor are those of its first dimension, the groups stand one behind the other.
+There are three ways: torch's grouped product, which never reads the sizes of the groups on the
+host; a loop over the groups; and the loop inside of custom operators, while ``torch.compile``
+traces, or where the sizes have no values yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+
+from ._common import sum_rows
+
+
+class Groups(NamedTuple):
+    """How many rows each group has.
+
+    Attributes:
+        sizes: The tensor that says so; on the CPU where it was read.
+        counts: The same as ints, for a loop.
+        ends: Where each group ends, as int32, for torch's grouped product.
+    """
+
+    sizes: Tensor
+    counts: list[int] | None = None
+    ends: Tensor | None = None
+
+
+def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], recorded: bool = False) -> Groups:
+    """The groups of the rows of ``x``.
+
+    Args:
+        x: What is multiplied.
+        sizes: How many rows each group has.
+        features: Both sizes of each matrix.
+        recorded: Whether autograd records what is done with them.
+
+    Raises:
+        ValueError: A size is negative, or they do not sum up to the rows of ``x``. Where they are
+            not read on the host, the device finds it: a RuntimeError, at the latest when it
+            synchronizes.
+    """
+    rows, inner = x.shape[0], math.prod(x.shape[1:-1])
+    if not recorded and _takes(x, features) and sizes.device == x.device and rows * inner:
+        ends = sizes.cumsum(0, dtype=torch.int64)
+        torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
+        return Groups(sizes, None, (ends * inner).to(torch.int32))
+    if is_compiling() or sizes.is_meta or type(sizes) is not Tensor:
+        return Groups(sizes)
+    sizes = sizes.cpu()
+    return Groups(sizes, _counts(sizes, rows))
+
+
+_EXPECTED = "GroupedLinear expected split_sizes of at least 0 that sum up to the rows of its input"
+
+
+def _counts(sizes: Tensor, rows: int) -> list[int]:
+    counts: list[int] = sizes.tolist()
+    if sum(counts) != rows or min(counts) < 0:
+        raise ValueError(f"{_EXPECTED}, {rows}, got {counts}")
+    return counts
+
+
+def _takes(x: Tensor, features: Sequence[int]) -> bool:
+    """Whether torch's grouped product takes such a tensor without reading sizes on the host.
+
+    That is so for bf16 on compute capability 9 and 10, as of torch 2.13; anywhere else it loops
+    over the groups itself. Rows must be whole numbers of 16 bytes.
+    """
+    if x.dtype is not torch.bfloat16 or any(size % 8 or not size for size in features):
+        return False
+    return x.is_cuda and _has_kernel(x.device)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+def products(
+    groups: Groups, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    """``x_i @ weight_i.T + bias_i`` for each group; there may be no biases."""
+    if groups.ends is not None:
+        y = _multiply(groups.ends, x, torch.stack(list(weights)).transpose(1, 2))
+        return y + torch.stack(list(biases))[_group_of_rows(groups, x)] if biases else y
+    if groups.counts is None:
+        y = _products(x, groups.sizes, list(weights), list(biases))
+        return y  # type: ignore[no-any-return]
+    return _loop(x, groups.counts, weights, biases)
+
+
+def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``dy_i @ weight_i`` for each group."""
+    if groups.ends is not None:
+        return _multiply(groups.ends, grad_output, torch.stack(list(weights)))
+    return products(groups, grad_output, [weight.t() for weight in weights], ())
+
+
+def weight_grads(
+    groups: Groups, grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """``dy_i.T @ x_i`` for each group that is wanted; zeros where it has no rows."""
+    if groups.ends is not None:
+        dy, x = _aligned(grad_output), _aligned(x)
+        whole = F.grouped_mm(dy.t(), x, offs=groups.ends)
+        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+    if groups.counts is None:
+        return _only(_weight_grads(grad_output, x, groups.sizes, list(wanted)), wanted)
+    return _only(_loop_weights(grad_output, x, groups.counts, wanted), wanted)
+
+
+def row_sums(groups: Groups, grad_output: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The sum of the rows of each group that is wanted; zeros where it has no rows."""
+    if groups.ends is not None:
+        dy = _aligned(grad_output)
+        # a product with ones is the same in every run, unlike sums by atomic adds
+        ones = dy.new_ones(dy.shape[0], 8)
+        whole = F.grouped_mm(dy.t(), ones, offs=groups.ends)[:, :, 0].contiguous()
+        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+    if groups.counts is None:
+        return _only(_row_sums(grad_output, groups.sizes, list(wanted)), wanted)
+    return _only(_loop_sums(grad_output, groups.counts, wanted), wanted)
+
+
+def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """What was computed, each at its place among all."""
+    rest = iter(found)
+    return [next(rest) if wants else None for wants in wanted]
+
+
+# Torch's grouped product
+
+
+def _multiply(ends: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
+    y = F.grouped_mm(_aligned(x), matrices, offs=ends)
+    return y.reshape(*x.shape[:-1], matrices.shape[-1])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The rows in memory as torch's grouped product wants them: dense, from a multiple of 16."""
+    x = x.reshape(-1, x.shape[-1])
+    if x.stride() == (x.shape[1], 1) and (is_compiling() or x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
+    """The number of the group that each row is in, shaped as the rows of ``x``."""
+    found = torch.repeat_interleave(groups.sizes.long(), output_size=x.shape[0])
+    return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
+
+
+# The loop, and the same as operators that torch.compile does not look into
+
+
+def _loop(
+    x: Tensor, counts: list[int], weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    each: Sequence[Tensor | None] = biases or [None] * len(weights)
+    parts = zip(torch.split(x, counts), weights, each, strict=True)
+    return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
+
+
+def _loop_weights(
+    grad_output: Tensor, x: Tensor, counts: list[int], wanted: Sequence[bool]
+) -> list[Tensor]:
+    parts = zip(torch.split(grad_output, counts), torch.split(x, counts), wanted, strict=True)
+    return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
+
+
+def _loop_sums(grad_output: Tensor, counts: list[int], wanted: Sequence[bool]) -> list[Tensor]:
+    parts = zip(torch.split(grad_output, counts), wanted, strict=True)
+    return [sum_rows(dy, 1) for dy, wants in parts if wants]
+
+
+# a graph of CUDA cannot hold what reads sizes on the host
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op(
+    "opfuse::grouped_products",
+    mutates_args=(),
+    schema="(Tensor x, Tensor sizes, Tensor[] weights, Tensor[] biases) -> Tensor",
+    tags=_TAGS,
+)
+def _products(
+    x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return _loop(x, _counts(sizes, x.shape[0]), weights, biases)
+
+
+@torch.library.custom_op(
+    "opfuse::grouped_weight_grads",
+    mutates_args=(),
+    schema="(Tensor grad_output, Tensor x, Tensor sizes, bool[] wanted) -> Tensor[]",
+    tags=_TAGS,
+)
+def _weight_grads(
+    grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]
+) -> list[Tensor]:
+    return _loop_weights(grad_output, x, _counts(sizes, x.shape[0]), wanted)
+
+
+@torch.library.custom_op(
+    "opfuse::grouped_row_sums",
+    mutates_args=(),
+    schema="(Tensor grad_output, Tensor sizes, bool[] wanted) -> Tensor[]",
+    tags=_TAGS,
+)
+def _row_sums(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return _loop_sums(grad_output, _counts(sizes, grad_output.shape[0]), wanted)
+
+
+@_products.register_fake
+def _(x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weights[0].shape[0])
+
+
+@_weight_grads.register_fake
+def _(grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    shape = grad_output.shape[-1], x.shape[-1]
+    return [x.new_empty(shape) for wants in wanted if wants]
+
+
+@_row_sums.register_fake
+def _(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [grad_output.new_empty(grad_output.shape[-1]) for wants in wanted if wants]
