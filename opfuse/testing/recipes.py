@@ -77,7 +77,7 @@ class _PerTensor(Quantizer):
         return self.scaled(tensor, _scale(_amax(tensor), self.dtype).reshape(1), usage)
 
     def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
-        data = _codes(tensor.detach(), scale, self.dtype).contiguous()
+        data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()
         return ScaledTensor(
             tensor.shape,
             tensor.dtype,
