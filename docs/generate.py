@@ -63,7 +63,12 @@ incoming gradient itself or a new tensor, *shared* may alias something that the 
 A step may write into its
 incoming gradient only where its context says `owns_grad_output`, which follows from this column. \
 Under a recipe the
-input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise.
+input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise. \
+Where `ctx.saves_params`
+(autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast. \
+A forward fusion that calls
+{{meth}}`opfuse.ops.BasicLinear.operands`, and a backward fusion that calls
+{{meth}}`opfuse.ops.BasicLinear.saved_operands`, need not know.
 
 What dtype an entry has is in each op's description in the {{doc}}`reference`.
 
@@ -101,10 +106,6 @@ def hooks():
     return "\n".join(parts)
 
 
-PER_GROUP = {"GroupedLinear": ("input", "split_sizes", "weight0", "weight1", "...")}
-"""What an op saves whose number of tensors depends on its arguments."""
-
-
 def contracts():
     rows = {}
     for name in ops.__all__:
@@ -113,8 +114,9 @@ def contracts():
             kinds = "".join(f", {kind}" for kind in op.extra_input_dtypes)
             extras = [f"{op.num_extra_inputs} in{kinds}"] * bool(op.num_extra_inputs)
             extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
+            saved = op.saved_names  # a property tells in words
             contract = (
-                code(PER_GROUP.get(name) or op.saved_names),
+                code(saved) if isinstance(saved, tuple) else in_words(saved),
                 code(op.context_names),
                 op.grad_input,
                 ", ".join(extras),
@@ -125,6 +127,10 @@ def contracts():
         for contract, names in rows.items()
     ]
     return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
+
+
+def in_words(described):
+    return described.__doc__.replace("``", "`").rstrip(".")
 
 
 def code(names):

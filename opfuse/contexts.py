@@ -15,22 +15,39 @@ from .quantization.updates import Block
 from .recipes import check_offered, recipe_of
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
-_CORE_OPTIONS: dict[str, type] = {"fusion_limit": int, "double_backward": bool, "debug": bool}
+_CORE_OPTIONS: dict[str, type] = {
+    "fusion_limit": int,
+    "double_backward": bool,
+    "debug": bool,
+    "prefer": str,
+}
 
 
 class options(Setting):
     """Set options of planning for a ``with`` block, in this thread.
 
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong
-    number), ``double_backward=True`` (run unfused, differentiable any number of times) and
+    number), ``double_backward=True`` (run unfused, differentiable any number of times),
     ``debug=True`` (slow: raise where a step writes into its input, a parameter, an extra or a saved
-    tensor that is not its own). A plugin's option is named after the plugin:
+    tensor that is not its own) and ``prefer``. A plugin's option is named after the plugin:
     ``options(**{"linear.recompute": True})``. Values must be hashable: they are part of the plan's
     key.
 
+    ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
+    saves its weight for the backward and casts it again there, where it would save what autocast
+    made of it. The weight must be a plain ``nn.Parameter`` that needs a gradient: one that is
+    frozen, computed by a parametrization, a DTensor or of another class is kept as cast. Gradients
+    are the same bits. A weight that changes between forward and backward is an error there, as it
+    is in torch without autocast. But a **fused** optimizer step (``AdamW(..., fused=True)``) and
+    ``weight.data`` change weights and tell nobody: between forward and backward they make the
+    gradients wrong without an error. Do not use ``prefer="memory"`` where an optimizer steps there,
+    as in some pipelines. A recomputation by ``torch.utils.checkpoint`` must run under the same
+    options: pass ``context_fn=opfuse.checkpoint_contexts``. What a graph of ``torch.compile`` saves
+    is its partitioner's choice in the end.
+
     Raises:
-        ValueError: An unknown option, or a negative limit. One that its plugin does not know is
-            refused by the next plan.
+        ValueError: An unknown option, a negative limit, or ``prefer`` of another value. An option
+            that its plugin does not know is refused by the next plan.
         TypeError: A value of the wrong type, or one that is not hashable.
     """
 
@@ -55,6 +72,8 @@ class options(Setting):
             raise ValueError(
                 f"option fusion_limit must not be negative, got {values['fusion_limit']}"
             )
+        if values.get("prefer", "speed") not in ("speed", "memory"):
+            raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
         super().__init__(0, values)
 
     def _new_value(self, before: Options) -> Options:

@@ -7,8 +7,9 @@ import inspect
 import numbers
 import threading
 from abc import ABCMeta
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -42,6 +43,8 @@ class _OperationMeta(ABCMeta):
             raise ValueError(
                 f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
             )
+        for attribute, value in namespace.items():
+            _check_number(cls, attribute, value)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         name = "" if _takes_name(cls) else kwargs.pop("name", "")
@@ -64,12 +67,22 @@ class _OperationMeta(ABCMeta):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._check_class_attribute(name)  # type: ignore[attr-defined]
+        _check_number(cls, name, value)
         super().__setattr__(name, value)
         _class_changed(name)
 
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
         _class_changed(name)
+
+
+def _check_number(cls: Any, name: str, value: Any) -> None:
+    """Refuse a tensor, or what else is no real number, where an op without its own would read it.
+
+    A property, and all that has ``__get__``, is the class author's to answer for.
+    """
+    if name in cls.real_numbers and not hasattr(value, "__get__"):
+        check_real(cls, name, value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,6 +119,20 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
 
 
+class ParamSource(NamedTuple):
+    """Where an op reads a parameter that it does not hold itself.
+
+    Attributes:
+        module: The module that holds it.
+        name: Its attribute there.
+        transposed: Whether the op takes the transposed matrix.
+    """
+
+    module: nn.Module
+    name: str
+    transposed: bool = False
+
+
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
@@ -131,6 +158,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     param_names: tuple[str, ...] | None = None
     _captured = False
     _name = _path = ""
+    # parameters that other modules hold, by name; outside of what nn.Module registers
+    _sources: Mapping[str, ParamSource] = MappingProxyType({})
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -198,9 +227,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             self._count_change()
 
     def _refuse_lent(self, name: str) -> None:
-        """Refuse to set a parameter that lives on the owner: the op would still read that one."""
-        if "_owner" in self.__dict__ and name in (self.param_names or ()):
-            owner = type(self.__dict__["_owner"]).__name__
+        """Refuse to set a parameter that another module holds: the op would still read that one."""
+        if name in self._sources:
+            owner = type(self._sources[name].module).__name__
             raise RuntimeError(
                 f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
             )
@@ -293,7 +322,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
 
 def check_real(op: object, name: str, value: Any) -> float:
-    """A real number, as a float.
+    """A real number, as a float; ``op`` is an op, or its class.
 
     Raises:
         TypeError: It is not a real number.
@@ -304,7 +333,8 @@ def check_real(op: object, name: str, value: Any) -> float:
             if isinstance(value, Tensor)
             else repr(value)
         )
-        raise TypeError(f"{type(op).__name__} expected a real number as {name}, got {what}")
+        who = op if isinstance(op, type) else type(op)
+        raise TypeError(f"{who.__name__} expected a real number as {name}, got {what}")
     return float(value)
 
 

@@ -9,7 +9,7 @@ and keyword names are those of Transformer Engine's ``te.ops``, so an op written
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
-from .fusible import FusibleOperation
+from .fusible import FusibleOperation, ParamSource
 from .op_context import OperationContext, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.state import QuantizerStates
@@ -61,6 +61,8 @@ class BasicOperation(FusibleOperation):
             unless the next op ``casts_input``; None: autocast's own.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
+        unquantized: What reports say of the op under a recipe, if you would expect it to be
+            quantized and it is not.
     """
 
     is_fused_op = False
@@ -79,6 +81,7 @@ class BasicOperation(FusibleOperation):
     casts_input: ClassVar[bool] = False
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
+    unquantized: ClassVar[str] = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,34 +93,54 @@ class BasicOperation(FusibleOperation):
         self._weights = WeightCache()
         self._prepared = PreparedOps()
 
-    # Parameters that live on another module
+    # Parameters that other modules hold
 
     def lend_parameters(self, owner: nn.Module) -> None:
         """Give this op's parameters to ``owner``, which registers them under the same names.
 
         The op goes on reading them, from ``owner``, at every call; its ``param_names`` stay.
         """
-        for name, param in list(self._parameters.items()):
-            del self._parameters[name]
+        lent = dict(self._parameters)
+        self.read_parameters({name: ParamSource(owner, name) for name in lent})
+        for name, param in lent.items():
             owner.register_parameter(name, param)
-        self.__dict__["_owner"] = owner
+
+    def read_parameters(self, sources: Mapping[str, ParamSource]) -> None:
+        """Take parameters from other modules from now on, at every call anew.
+
+        The op holds none of them: they are in neither its ``parameters()`` nor its state dict, and
+        gradients reach the Parameters of these modules. A copy of the op reads the copies of these
+        modules that are made with it.
+
+        Args:
+            sources: Where each parameter is.
+        """
+        for name in sources:
+            self._parameters.pop(name, None)
+        vars(self)["_sources"] = dict(sources)
 
     def param_source(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute from which a parameter is read at every call."""
-        module: nn.Module = self.__dict__.get("_owner", self)
+        if name in self._sources:
+            return self._sources[name].module, self._sources[name].name
+        module: nn.Module = self
         *path, leaf = name.split(".")
         for part in path:
             module = getattr(module, part)
         return module, leaf
 
+    def read_parameter(self, name: str) -> Any:
+        """The value of a parameter now, as the passes are given it; None if there is none."""
+        module, leaf = self.param_source(name)
+        value = getattr(module, leaf)
+        transposed = name in self._sources and self._sources[name].transposed
+        return value.t() if transposed and value is not None else value
+
     def __getattr__(self, name: str) -> Any:
-        owner = self.__dict__.get("_owner")
-        if owner is not None and name in (self.param_names or ()):
-            return getattr(owner, name)
-        return super().__getattr__(name)
+        return self.read_parameter(name) if name in self._sources else super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; refused where the parameter lives on the owner."""
+        """Register a parameter; refused where another module holds it."""
         self._refuse_lent(name)
         super().register_parameter(name, param)
         if self._captured and name not in (self.param_names or ()):

@@ -39,6 +39,10 @@ class OperationContext:
         weights: The casts of its weights; see :meth:`quantized_weight`.
         cast_input: The input of a cast and what it gave, where the input of this op may be computed
             again (forward only).
+        saves_params: Whether the op may save a parameter as it is, and not what autocast made of
+            it: the backward casts it again. So it is under ``options(prefer="memory")``, where all
+            parameters of the op are registered Parameters that need a gradient. See
+            :meth:`opfuse.ops.BasicLinear.operands`.
         saved_tensors: What :meth:`save_for_backward` was given (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
@@ -59,6 +63,7 @@ class OperationContext:
         self.quantizers: dict[str, Quantizer] = {}
         self.weights: WeightCache | None = None
         self.cast_input: tuple[Tensor, Any] | None = None
+        self.saves_params: bool = False
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False

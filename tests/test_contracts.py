@@ -43,8 +43,10 @@ def _alone():
 
 def expected_saved(op, x, y, extras, wants_input, wants_params):
     """The tensors that an op must leave, by the names it declares, None where no gradient needs them."""
-    grouped = isinstance(op, ops.GroupedLinear)
-    wants_weight = any(wants_params[: op.num_groups if grouped else 1])
+    count = (
+        op.num_groups if isinstance(op, ops.GroupedLinear) else len(getattr(op, "sizes", (None,)))
+    )
+    wants_weight = any(wants_params[:count])
     scaled, norm = (
         isinstance(op, ops.ScaledActivation),
         isinstance(op, (ops.LayerNorm, ops.RMSNorm)),
@@ -53,16 +55,19 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
     wants_scales = scaled and extras[0].requires_grad
     wants_x = (
         wants_weight
-        if isinstance(op, (ops.BasicLinear, ops.GroupedLinear))
+        if isinstance(op, (ops.BasicLinear, ops.GroupedLinear, ops.ParallelLinear))
         else wants_input or wants_weight or wants_scales
     )
     values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
+    if isinstance(op, ops.ParallelLinear):
+        weights = op.param_names[:count]
+        values |= {name: op.read_parameter(name) if wants_input else None for name in weights}
     if wants_input:
         values["weight"] = getattr(op, "weight", None)
         values["scales"] = extras[0] if scaled else None
         if isinstance(op, ops.Dropout) and op.training and op.p:
             values["mask"] = y != 0
-    if grouped:
+    if isinstance(op, ops.GroupedLinear):
         weights = {f"weight{i}": getattr(op, f"weight{i}") for i in range(op.num_groups)}
         values |= weights if wants_input else dict.fromkeys(weights)
         values["split_sizes"] = extras[0]
@@ -118,7 +123,7 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
             handle.unregister()
         wants, declared = drawn.x.requires_grad, []
         for op, ctx, x, out, *extras in Watching.seen:
-            params = [getattr(op, name) for name in op.param_names]
+            params = [op.read_parameter(name) for name in op.param_names]
             wants_params = [p.requires_grad for p in params]
             publics = [
                 e

@@ -97,9 +97,10 @@ def _check_param_names(chain: Chain, index: int) -> None:
     """Refuse parameters that an op did not have when it was made: their gradients would be lost."""
     op = chain.ops[index]
     names = op.param_names or ()
+    known = [f"{each}_" for each in names]  # weight_orig, weight_g
+    known += [f"{each.rpartition('.')[0]}.parametrizations.".lstrip(".") for each in names]
     for name, _ in op.named_parameters():
-        known = tuple(f"{each}_" for each in names)  # weight_orig, weight_g
-        if name in names or name.startswith(("parametrizations.", *known)) or "_owner" in vars(op):
+        if name in names or name.startswith(("parametrizations.", *known)):
             continue
         who = f"{chain.name(index)} of {chain.title}"
         raise TypeError(
@@ -140,9 +141,10 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 
 
 def check_attributes(chain: Chain, index: int) -> None:
-    """Refuse tensors on an op whose gradient would be lost, since they are no parameters."""
+    """Refuse tensors on an op or its class whose gradient would be lost: no parameters."""
     op = chain.ops[index]
-    for name, value in vars(op).items():
+    held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
+    for name, value in held.items():
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
             if name not in (op.param_names or ()):
                 who = f"{chain.name(index)} of {chain.title}"

@@ -83,10 +83,12 @@ class OperationFuser:
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
-                # that of a module inside the op is looked for anew at every call
+                # a module inside the op is looked for anew at every call, a view is made anew
                 module, leaf = op.param_source(name)
+                source = op._sources.get(name)
+                elsewhere = "." in name if source is None else source.transposed
                 self._params.append(
-                    (_ELSEWHERE, op, name) if "." in name else (vars(module), module, leaf)
+                    (_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf)
                 )
 
     # The latest plan, in Transformer Engine's form
@@ -172,9 +174,8 @@ class OperationFuser:
         """The parameters, as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
         for attributes, module, name in self._params:
-            if attributes is _ELSEWHERE:
-                module, name = module.param_source(name)
-            tensor = getattr(module, name)
+            there = attributes is _ELSEWHERE
+            tensor = module.read_parameter(name) if there else getattr(module, name)
             if tensor is None:
                 who = f"{self._chain.title} expected a tensor as {type(module).__name__}.{name}"
                 raise TypeError(f"{who}, got None")

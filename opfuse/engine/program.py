@@ -212,8 +212,11 @@ def compile_program(
             _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
         before = step
     contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
+    recipe = env.recipe is not None
     plan = FusionPlan(
-        _describe(forward, chain, off), _describe(backward, chain, off), choice.refused
+        _describe(forward, chain, recipe, off),
+        _describe(backward, chain, recipe, off),
+        choice.refused,
     )
     steps = forward, backward
     return Program(chain, plan, env, autocast, steps, contexts, needs, undeclared, choice.row_facts)
@@ -246,6 +249,7 @@ def _context_values(
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
+    prefers_memory = autocast is not None and env.options.get("prefer") == "memory"
     return [
         dict(
             requires_grad=env.requires_grad and i >= needs.first_backward,
@@ -259,6 +263,7 @@ def _context_values(
             weights=op._weights if env.recipe is not None else None,
             owns_grad_output=i in owned,
             may_recompute=i in recomputing,
+            saves_params=prefers_memory and any(needs.params[i]) and all(needs.params[i]),
         )
         for i, op in enumerate(chain.ops)
     ]
@@ -360,19 +365,21 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _describe(steps: Sequence[Step], chain: Chain, off: str) -> tuple[PlanStep, ...]:
+def _describe(steps: Sequence[Step], chain: Chain, recipe: bool, off: str) -> tuple[PlanStep, ...]:
     """The steps as report data."""
     rows = []
     for step in steps:
         names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
         casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
-        quantizes = off and any(op.num_quantizers("forward") for op in step.matched)
+        notes = [op.unquantized for op in step.matched if recipe and op.unquantized]
+        if off and any(op.num_quantizers("forward") for op in step.matched):
+            notes.append(off)
         row = PlanStep(
             names[0] if names else f"Cast[{casts[0][1]}]",
             names,
             step.start,
             casts=casts,
-            note=step.note or (off if quantizes else ""),
+            note="; ".join(filter(None, [step.note, *notes])),
         )
         if (source := step.source) is not None:
             row = dataclasses.replace(

@@ -20,6 +20,7 @@ from .gated import (
 from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
+from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Identity, Reshape
 from .quantize import Quantize
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
@@ -29,7 +30,8 @@ __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
     "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "Dropout",
     "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU",
+    "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
+    "Reshape", "SReGLU",
     "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
     "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwiGLU",
 ]

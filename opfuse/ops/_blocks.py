@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+
+from ._common import wide
 
 BLOCK = 1 << 18
 """How many numbers a block has.
@@ -29,6 +31,20 @@ def tracing() -> bool:
     Formulas are then better than kernels.
     """
     return is_dynamo_compiling() or dispatch_modes() > 0
+
+
+def writes_out(*tensors: Tensor) -> bool:
+    """Whether an operation on these may write into an ``out``: eagerly, with no gradient recorded.
+
+    Neither autograd nor tangents, nor ``torch.compile``, nor a subclass of Tensor follows it there.
+    """
+    return (
+        not tracing()
+        and _transforms() is None
+        and forward_ad._current_level < 0
+        and all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors])
+        and not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]))
+    )
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:
@@ -55,3 +71,44 @@ def blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     tensors = [tensor.view(-1, tensor.shape[-1]) for tensor in (x, *others)]
     rows = max(1, BLOCK // x.shape[-1])
     return zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)
+
+
+def scaled_by_blocks(
+    x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``x rstd scale``, and ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, by blocks of rows."""
+    wider = wide(x.dtype)
+    y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
+    for of_x, rows, of_rstd in blocks(x, y, rstd):
+        of_x = of_x.to(wider)
+        torch.rsqrt(of_x.square().sum(-1, keepdim=True).div_(count).add_(eps), out=of_rstd)
+        if scale is None:
+            torch.mul(of_x, of_rstd, out=rows)
+        else:
+            torch.mul(of_x * of_rstd, scale, out=rows)
+    return y, rstd
+
+
+def gradients_by_blocks(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    scale: Tensor | None,
+    count: int,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks of rows."""
+    dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
+    for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
+        normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)
+        product = g * normalized
+        if needs_weight:
+            dw = product.sum(0) if dw is None else dw.add_(product.sum(0))
+        if dx is None:
+            continue
+        if scale is not None:
+            product, g = product.mul_(scale), g * scale
+        mean = product.sum(-1, keepdim=True).div_(-count)
+        torch.mul(torch.addcmul(g, normalized, mean), of_rstd, out=rows)
+    return dx, dw

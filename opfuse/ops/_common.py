@@ -34,6 +34,11 @@ def widen(tensor: Tensor) -> Tensor:
     return cast(tensor, wide(tensor.dtype))
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with one row dimension."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     """The sum over all but the last ``dims`` dimensions, as a new tensor."""
     rows = tuple(range(tensor.ndim - dims))
@@ -82,19 +87,44 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int,
     return tuple(check_size(op, name, size) for size in shape)
 
 
-def refuse(op: object, feature: str, **arguments: Any) -> None:
-    """Refuse arguments of a feature that does not exist yet, where they are given."""
-    for name, value in arguments.items():
-        if value not in (None, False):
-            what = f"{type(op).__name__}: {name}={value!r} is not supported"
-            raise NotImplementedError(f"{what}, {feature} comes with a later release")
-
-
 def shows(*names: str) -> Callable[[Any], str]:
     """An ``extra_repr``: those of the attributes that are not None, with their values."""
     return lambda op: ", ".join(
         f"{name}={value}" for name in names if (value := getattr(op, name)) is not None
     )
+
+
+class WithLaterArguments(BasicOperation):
+    """An op that takes Transformer Engine's arguments for features of a later release.
+
+    A subclass names them in its own signature, and hands them on to this ``__init__``.
+
+    Args:
+        **given: What the constructor got for them.
+
+    Raises:
+        NotImplementedError: One is neither None nor False.
+    """
+
+    _later: ClassVar[dict[str, str]] = {
+        "tensor_parallel_mode": "tensor parallelism",
+        "tensor_parallel": "tensor parallelism",
+        "rng_state_tracker_function": "tensor parallelism",
+        "sequence_parallel": "sequence parallelism",
+        "userbuffers_options": "overlapped communication",
+        "cache_quantized_input": "caching a quantized input",
+        "single_grouped_weight": "one parameter for all groups",
+        "single_grouped_bias": "one parameter for all groups",
+        "delay_wgrad_compute": "a later gradient of the weights",
+        "scale_bias": "a bias times scales",
+    }
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        for name, value in given.items():
+            if value not in (None, False):
+                what = f"{type(self).__name__}: {name}={value!r} is not supported"
+                raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
 
 
 class PassThrough(BasicOperation):

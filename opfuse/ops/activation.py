@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ._blocks import blocks, dispatch_modes, in_blocks
-from ._common import Grads, PassThrough, cast, refuse, wide, widen
+from ._common import Grads, PassThrough, WithLaterArguments, cast, wide, widen
 
 _SHORTCUTS = {
     "value_and_derivative": ("value", "derivative"),
@@ -49,7 +49,7 @@ _COMMON = frozenset(vars(PassThrough()))
 """The attributes that every op has."""
 
 
-class Activation(BasicOperation):
+class Activation(WithLaterArguments):
     """An elementwise function. A subclass gives :meth:`value` and :meth:`derivative`; that is all.
 
     Takes and gives a tensor of any shape, in the compute dtype. Half precision is computed in fp32.
@@ -108,8 +108,7 @@ class Activation(BasicOperation):
                 type.__setattr__(cls, name, vars(base)[name])
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__()
-        refuse(self, "caching a quantized input", cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
 
     def _constructed(self) -> None:
         super()._constructed()

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from ..fusible import ParamSource
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization import (
@@ -22,10 +24,11 @@ from ..quantization import (
     dequantize,
 )
 from ..settings import current
-from ._common import Grads, check_size, refuse, shows
+from ._common import Grads, WithLaterArguments, check_size, shows
+from ._reading import tensor_of
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(WithLaterArguments):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight``
@@ -86,11 +89,12 @@ class BasicLinear(BasicOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", tensor_parallel_mode=tensor_parallel_mode)
-        refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
-        refuse(self, "sequence parallelism", sequence_parallel=sequence_parallel)
-        refuse(self, "overlapped communication", userbuffers_options=userbuffers_options)
+        super().__init__(
+            tensor_parallel_mode=tensor_parallel_mode,
+            rng_state_tracker_function=rng_state_tracker_function,
+            sequence_parallel=sequence_parallel,
+            userbuffers_options=userbuffers_options,
+        )
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.weight = nn.Parameter(
@@ -100,9 +104,49 @@ class BasicLinear(BasicOperation):
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
 
+    @classmethod
+    def reading(
+        cls,
+        module: nn.Module,
+        weight: str = "weight",
+        *,
+        transposed: bool = False,
+        accumulate_into_main_grad: bool = False,
+    ) -> BasicLinear:
+        """An op that reads its weight from another module at every call, and has none itself.
+
+        The gradient reaches the Parameter of the module, whatever that is at the time: after
+        ``load_state_dict(assign=True)``, ``to()``, a parametrization, FSDP2. The module is not
+        registered and not called, so its hooks do not run.
+
+        Args:
+            module: The module that holds the weight.
+            weight: Its attribute there, of shape ``(out_features, in_features)``.
+            transposed: The attribute has shape ``(in_features, out_features)``, as in the
+                ``Conv1D`` of GPT-2; the op reads a transposed view.
+            accumulate_into_main_grad: As for :class:`BasicLinear`; not with ``transposed``.
+
+        Raises:
+            AttributeError: The module has no such attribute.
+            TypeError: It is no floating-point tensor, or ``module`` is no module.
+            ValueError: It is no matrix, or both flags are set.
+        """
+        if transposed and accumulate_into_main_grad:
+            raise ValueError(
+                "BasicLinear.reading: main_grad has the shape of a Parameter, which "
+                "transposed=True does not: leave out accumulate_into_main_grad"
+            )
+        sizes = tensor_of(cls, module, weight, dims=2).shape
+        outputs, inputs = reversed(sizes) if transposed else sizes
+        op = cls(
+            inputs, outputs, device="meta", accumulate_into_main_grad=accumulate_into_main_grad
+        )
+        op.read_parameters({"weight": ParamSource(module, weight, transposed)})
+        return op
+
     def reset_parameters(self) -> None:
-        """Draw the weight anew, unless a ``Linear`` holds it or it is on the meta device."""
-        if "_owner" not in self.__dict__ and self.weight.numel():
+        """Draw the weight anew, unless another module holds it or it is on the meta device."""
+        if not self._sources and self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     extra_repr = shows("in_features", "out_features")
@@ -142,17 +186,34 @@ class BasicLinear(BasicOperation):
         if ctx.quantizers:
             return _quantized_operands(ctx, input_)
         x: Any = input_
+        kept = w = weight
         if dtype is not None:
-            x, weight = x.to(dtype), weight.to(dtype)
+            x, w = x.to(dtype), weight.to(dtype)
+            kept = weight if ctx.saves_params and _can_be_saved(weight) else w
         if ctx.requires_grad:
             ctx.to_save = (
                 x if ctx.param_requires_grad[0] else None,
-                weight if ctx.input_requires_grad else None,
+                kept if ctx.input_requires_grad else None,
             )
-        return x, weight
+        return x, w
+
+    @staticmethod
+    def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, Tensor | None]:
+        """Input and weight that the forward left, in ``ctx.dtype``; None where it left none.
+
+        For the op itself, and for fusions of the backward that multiply in another way, not under a
+        recipe. A weight that was saved as it is, since ``ctx.saves_params``, is cast here.
+        """
+        x, w = ctx.saved_tensors  # type: ignore[misc]
+        if ctx.saves_params and w is not None:
+            w = w.to(ctx.dtype)
+        return x, w
 
     def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
-        """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized."""
+        """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
+
+        The weight is saved as it is where ``ctx.saves_params``.
+        """
         x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
@@ -163,9 +224,9 @@ class BasicLinear(BasicOperation):
 
         Autograd casts them at the end.
         """
-        x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.quantizers:
-            return _quantized_backward(ctx, grad_output, x, w)
+            return _quantized_backward(ctx, grad_output, *ctx.saved_tensors)  # type: ignore[misc]
+        x, w = BasicLinear.saved_operands(ctx)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
@@ -179,6 +240,17 @@ class BasicLinear(BasicOperation):
         Gives zeros where hooks must run on ``.grad``, else None.
         """
         return (accumulate_main_grad(self, params[0], grads[0]),)
+
+
+def _can_be_saved(weight: Tensor) -> bool:
+    """Whether a weight is a Parameter, whose version tells when an optimizer changes it.
+
+    One that is computed, sharded or of another class is not; nor is one made in inference mode. It
+    is asked at every call, since FSDP2 and ``torch.func.functional_call`` replace weights.
+    """
+    if type(weight) is not nn.Parameter:
+        return False
+    return is_dynamo_compiling() or not weight.is_inference()  # which Dynamo cannot trace
 
 
 def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:

@@ -11,12 +11,20 @@ from torch import Tensor, nn
 
 from ..extra_inputs import is_kind, refuse_kind
 from ..op_context import OperationContext
-from ._common import AllGrads, ExtraTensorOperation, Outputs, cast, check_size, refuse, shows
+from ._common import (
+    AllGrads,
+    ExtraTensorOperation,
+    Outputs,
+    WithLaterArguments,
+    cast,
+    check_size,
+    shows,
+)
 from ._grouped import Groups, groups_of, input_grads, products, row_sums, weight_grads
 from .basic_linear import accumulate_main_grad
 
 
-class GroupedLinear(ExtraTensorOperation):
+class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     """``y_i = x_i @ weight_i.T + bias_i`` for each group ``i`` of rows: one linear layer per group.
 
     Takes ``x`` of shape ``(rows, ..., in_features)`` and one extra input ``split_sizes``: integers
@@ -83,12 +91,13 @@ class GroupedLinear(ExtraTensorOperation):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", rng_state_tracker_function=rng_state_tracker_function)
-        refuse(self, "one parameter for all groups", single_grouped_weight=single_grouped_weight)
-        refuse(self, "one parameter for all groups", single_grouped_bias=single_grouped_bias)
-        refuse(self, "a later gradient of the weights", delay_wgrad_compute=delay_wgrad_compute)
-        refuse(self, "a bias times scales", scale_bias=scale_bias)
+        super().__init__(
+            rng_state_tracker_function=rng_state_tracker_function,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            delay_wgrad_compute=delay_wgrad_compute,
+            scale_bias=scale_bias,
+        )
         self.num_groups = check_size(self, "num_groups", num_groups)
         if not self.num_groups:
             raise ValueError(f"{type(self).__name__} expected num_groups of at least 1, got 0")
@@ -120,6 +129,8 @@ class GroupedLinear(ExtraTensorOperation):
     def has_bias(self) -> bool:
         """Whether there are biases."""
         return self.bias0 is not None
+
+    unquantized = "its products are not quantized"
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]

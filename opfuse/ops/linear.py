@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..fusible import ParamSource
 from ..op import BasicOperation, FusedOperation
 from ..op_context import ModuleCache, OperationContext
-from ._common import Grads, check_size, refuse, sum_rows
+from ._common import Grads, WithLaterArguments, check_size, sum_rows
+from ._reading import check_stock, tensor_of
 from .basic_linear import BasicLinear
 
 
-class Bias(BasicOperation):
+class Bias(WithLaterArguments):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and gives ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
@@ -49,14 +51,29 @@ class Bias(BasicOperation):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        super().__init__()
-        refuse(self, "tensor parallelism", tensor_parallel=tensor_parallel)
+        super().__init__(tensor_parallel=tensor_parallel)
         self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
+    @classmethod
+    def reading(cls, module: nn.Module, bias: str = "bias") -> Bias:
+        """An op that reads its bias from another module; see :meth:`BasicLinear.reading`.
+
+        Args:
+            module: The module that holds the bias.
+            bias: Its attribute there, of shape ``(size,)``.
+
+        Raises:
+            AttributeError, TypeError, ValueError: As for :meth:`BasicLinear.reading`.
+        """
+        (size,) = tensor_of(cls, module, bias, dims=1).shape
+        op = cls(size, device="meta")
+        op.read_parameters({"bias": ParamSource(module, bias)})
+        return op
+
     def reset_parameters(self) -> None:
-        """Set the bias to zero, unless a ``Linear`` holds it."""
-        if "_owner" not in self.__dict__:
+        """Set the bias to zero, unless another module holds it."""
+        if not self._sources:
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
@@ -144,12 +161,37 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
         self._reset_bias()
 
+    @classmethod
+    def of(cls, module: nn.Linear, *, accumulate_into_main_grad: bool = False) -> Linear:
+        """A ``Linear`` with the very Parameters of a ``torch.nn.Linear``, with bias or without.
+
+        Both modules hold the same Parameter objects then; where one of them is to get others, as by
+        ``load_state_dict(assign=True)``, take :meth:`BasicLinear.reading`.
+
+        Args:
+            module: The module, which has no hooks, no parametrization and no forward of its own.
+            accumulate_into_main_grad: As for :class:`BasicLinear`.
+
+        Raises:
+            TypeError: ``module`` is no such module.
+        """
+        check_stock(cls, module, nn.Linear)
+        op = cls(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            device="meta",
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        op.weight, op.bias = module.weight, module.bias  # type: ignore[assignment]
+        return op.train(module.training)
+
     def __copy__(self) -> Linear:
         """A shallow copy, whose basic ops read the copy's parameters."""
         twin: Linear = object.__new__(type(self))
         ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
         for op in ops:
-            vars(op)["_owner"] = twin
+            vars(op)["_sources"] = {name: ParamSource(twin, name) for name in vars(op)["_sources"]}
         vars(twin).update(
             vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache()
         )

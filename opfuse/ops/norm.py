@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..fusible import ParamSource
 from ..op import BasicOperation
 from ..op_context import OperationContext
-from ._blocks import blocks, in_blocks
+from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import Grads, cast, check_shape, shows, sum_rows, wide
+from ._reading import check_stock, eps_of, tensor_of
 
 
 class _Norm(BasicOperation):
@@ -75,8 +77,8 @@ class _Norm(BasicOperation):
         )
 
     def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else."""
-        if self.weight is not None:
+        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
+        if self.weight is not None and not self._sources:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def _check_input(self, x: Tensor) -> None:
@@ -149,6 +151,69 @@ class LayerNorm(_Norm):
         )
         self.register_parameter("bias", zeros)
 
+    @classmethod
+    def reading(
+        cls,
+        module: nn.Module,
+        weight: str = "weight",
+        bias: str | None = "bias",
+        *,
+        eps: float | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> LayerNorm:
+        """An op that reads its parameters from another module; see :meth:`BasicLinear.reading`.
+
+        Args:
+            module: The module that holds the parameters.
+            weight: The attribute of the weight, whose shape is ``normalized_shape``.
+            bias: The attribute of the bias; None, or an attribute that is None: there is no bias.
+            eps: As for :meth:`RMSNorm.reading`.
+            zero_centered_gamma: As for :class:`LayerNorm`.
+
+        Raises:
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape.
+        """
+        shape = tuple(tensor_of(cls, module, weight).shape)
+        sources = {"weight": ParamSource(module, weight)}
+        if bias is not None and getattr(module, bias, 0) is not None:
+            sources["bias"] = ParamSource(module, bias)
+            if (got := tuple(tensor_of(cls, module, bias).shape)) != shape:
+                what = f"{type(module).__name__}.{bias} of shape {shape}, that of {weight}"
+                raise ValueError(f"{cls.__name__}.reading expected {what}, got {got}")
+        op = cls(
+            shape,
+            eps=eps_of(cls, module, eps),
+            bias="bias" in sources,
+            device="meta",
+            zero_centered_gamma=zero_centered_gamma,
+        )
+        op.read_parameters(sources)
+        return op
+
+    @classmethod
+    def of(cls, module: nn.LayerNorm) -> LayerNorm:
+        """A ``LayerNorm`` with the very Parameters of a ``torch.nn.LayerNorm``, if it has some.
+
+        See :meth:`Linear.of`.
+
+        Args:
+            module: The module, which has no hooks, no parametrization and no forward of its own.
+
+        Raises:
+            TypeError: ``module`` is no such module.
+        """
+        check_stock(cls, module, nn.LayerNorm)
+        op = cls(
+            module.normalized_shape,
+            eps=module.eps,
+            elementwise_affine=module.elementwise_affine,
+            bias=module.bias is not None,
+            device="meta",
+        )
+        op.weight, op.bias = module.weight, module.bias
+        return op.train(module.training)
+
     def extra_repr(self) -> str:
         """The shape and the constants."""
         return super().extra_repr() + (
@@ -156,9 +221,9 @@ class LayerNorm(_Norm):
         )
 
     def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else."""
+        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
         super().reset_parameters()
-        if getattr(self, "bias", None) is not None:
+        if getattr(self, "bias", None) is not None and not self._sources:
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
@@ -278,6 +343,56 @@ class RMSNorm(_Norm):
 
     saved_names = ("input", "weight", "rstd")
 
+    @classmethod
+    def reading(
+        cls,
+        module: nn.Module,
+        weight: str = "weight",
+        *,
+        eps: float | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> RMSNorm:
+        """An op that reads its weight from another module; see :meth:`BasicLinear.reading`.
+
+        Args:
+            module: The module that holds the weight.
+            weight: Its attribute there, whose shape is ``normalized_shape``.
+            eps: Added to the mean square, a number of the op from now on; None: the ``eps`` or
+                ``variance_epsilon`` that the module has now. An ``eps`` of None, as that of
+                ``torch.nn.RMSNorm``, is no number: pass one.
+            zero_centered_gamma: As for :class:`RMSNorm`; the module does not tell. Gemma's norms
+                need it.
+
+        Raises:
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            ValueError: The module tells no ``eps``, or two.
+        """
+        shape = tuple(tensor_of(cls, module, weight).shape)
+        number = eps_of(cls, module, eps)
+        op = cls(shape, eps=number, device="meta", zero_centered_gamma=zero_centered_gamma)
+        op.read_parameters({"weight": ParamSource(module, weight)})
+        return op
+
+    @classmethod
+    def of(cls, module: nn.RMSNorm, *, eps: float | None = None) -> RMSNorm:
+        """An ``RMSNorm`` with the very Parameter of a ``torch.nn.RMSNorm``, if it has one.
+
+        See :meth:`Linear.of`.
+
+        Args:
+            module: The module, which has no hooks, no parametrization and no forward of its own.
+            eps: As for :meth:`reading`.
+
+        Raises:
+            TypeError: ``module`` is no such module.
+            ValueError: The ``eps`` of the module is None, and none is given.
+        """
+        check_stock(cls, module, nn.RMSNorm)
+        number, affine = eps_of(cls, module, eps), module.elementwise_affine
+        op = cls(module.normalized_shape, eps=number, elementwise_affine=affine, device="meta")
+        op.weight = module.weight
+        return op.train(module.training)
+
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
@@ -285,7 +400,7 @@ class RMSNorm(_Norm):
         dtype = wide(input_.dtype)
         scale = _scale(weight, dtype, self.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(input_):
-            y, rstd = _scaled_by_blocks(
+            y, rstd = scaled_by_blocks(
                 input_, scale, self.eps, input_.shape[-1], ctx.dtype or input_.dtype
             )
         else:
@@ -310,7 +425,7 @@ class RMSNorm(_Norm):
             return None, ()
         scale = _scale(weight, rstd.dtype, ctx.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(x):
-            dx, dw = _gradients_by_blocks(
+            dx, dw = gradients_by_blocks(
                 grad_output.contiguous(), x, rstd, scale, x.shape[-1], needs_x, needs_weight
             )
             return dx, (dw,) if ctx.param_requires_grad else ()
@@ -324,47 +439,6 @@ class RMSNorm(_Norm):
         if needs_weight:
             dw = sum_rows(dy * normalized, len(self._dims))
         return dx, (dw,) if ctx.param_requires_grad else ()
-
-
-def _scaled_by_blocks(
-    x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """``x rstd scale``, and ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, by blocks of rows."""
-    wider = wide(x.dtype)
-    y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
-    for of_x, rows, of_rstd in blocks(x, y, rstd):
-        of_x = of_x.to(wider)
-        torch.rsqrt(of_x.square().sum(-1, keepdim=True).div_(count).add_(eps), out=of_rstd)
-        if scale is None:
-            torch.mul(of_x, of_rstd, out=rows)
-        else:
-            torch.mul(of_x * of_rstd, scale, out=rows)
-    return y, rstd
-
-
-def _gradients_by_blocks(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    scale: Tensor | None,
-    count: int,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of ``x`` and ``scale`` in :func:`_scaled_by_blocks`, by blocks of rows."""
-    dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
-    for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
-        normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)
-        product = g * normalized
-        if needs_weight:
-            dw = product.sum(0) if dw is None else dw.add_(product.sum(0))
-        if dx is None:
-            continue
-        if scale is not None:
-            product, g = product.mul_(scale), g * scale
-        mean = product.sum(-1, keepdim=True).div_(-count)
-        torch.mul(torch.addcmul(g, normalized, mean), of_rstd, out=rows)
-    return dx, dw
 
 
 class L2Normalization(BasicOperation):
@@ -404,7 +478,7 @@ class L2Normalization(BasicOperation):
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         if in_blocks(input_):
-            y, rstd = _scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)
+            y, rstd = scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)
         else:
             x = cast(input_, wide(input_.dtype))
             rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
@@ -420,7 +494,7 @@ class L2Normalization(BasicOperation):
             return None, ()
         if in_blocks(x):
             return (
-                _gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0],
+                gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0],
                 (),
             )
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import ops as built_in
 from ..contexts import autocast as quantize
+from ..contexts import options
 from ..engine.chain import Chain
 from ..errors import PluginWarning
 from ..extra_inputs import kinds_of
@@ -53,27 +54,39 @@ class CubicGLU(built_in.GatedActivation):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Op:
-    """How to make one basic op: its class and arguments."""
+    """How to make one basic op: its class and arguments, among which others may be to be made.
+
+    ``via`` names the method of the class that makes it, such as ``"reading"``.
+    """
 
     cls: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    via: str
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: Any, via: str = "", **kwargs: Any) -> None:
         object.__setattr__(self, "cls", cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", tuple(kwargs.items()))
+        object.__setattr__(self, "via", via)
 
     def __call__(self) -> BasicOperation:
         """A new op."""
-        args = [arg() if isinstance(arg, Op) else arg for arg in self.args]
-        return self.cls(*args, **dict(self.kwargs))  # type: ignore[no-any-return]
+        make = getattr(self.cls, self.via) if self.via else self.cls
+        return make(*map(_made, self.args), **dict(self.kwargs))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         given = [repr(arg) for arg in self.args] + [
-            f"{name}={value!r}" for name, value in self.kwargs
+            f"{name}={value!r}"
+            for name, value in (*self.kwargs, *(("via", self.via),) * bool(self.via))
         ]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
+
+
+def _made(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(map(_made, argument))
+    return argument() if isinstance(argument, Op) else argument
 
 
 CAST = Op(built_in.Cast)
@@ -162,6 +175,7 @@ class Built(NamedTuple):
         leaves: Input, extra inputs and parameters by name: ``input``, ``extra 0``, ``1.bias``.
         writable: Extra inputs that an op may write into.
         autocast: The dtype of autocast, or None.
+        prefer: The option of this name.
         recipe: What it is quantized by, or None.
     """
 
@@ -169,7 +183,8 @@ class Built(NamedTuple):
     leaves: dict[str, Tensor]
     writable: set[str]
     autocast: torch.dtype | None
-    recipe: Recipe | None
+    prefer: str = "speed"
+    recipe: Recipe | None = None
 
     def inputs(self) -> list[Tensor]:
         """Input and extra inputs of one call; a copy of what is written into."""
@@ -179,6 +194,14 @@ class Built(NamedTuple):
             if name == "input" or name.startswith("extra ")
         }
         return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
+
+    def params(self) -> dict[str, Tensor]:
+        """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
+        return {
+            f"{number}.{name}": param
+            for number, op in enumerate(self.chain)
+            for name, param in params_of(op).items()  # type: ignore[arg-type]
+        }
 
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
         """Every output of the chain, with torch's generators at the same seed in every call."""
@@ -193,11 +216,13 @@ class Built(NamedTuple):
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Autocast and the recipe in force, for a ``with`` block."""
+        """Autocast, options and the recipe in force, for a ``with`` block."""
         device = self.leaves["input"].device.type
         with contextlib.ExitStack() as around:
             if self.autocast:
                 around.enter_context(torch.autocast(device, self.autocast))
+            if self.prefer != "speed":
+                around.enter_context(options(prefer=self.prefer))
             if self.recipe:
                 around.enter_context(quantize(self.recipe))
             yield
@@ -219,6 +244,7 @@ class Case:
         scale: By which input and extra inputs are larger than around 1.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
+        prefer: The option of this name: "speed" or "memory".
         wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
         residual: Extra inputs come out of a channel, from the first extra output.
         shared: Split sizes of several ops are one tensor, by name.
@@ -239,6 +265,7 @@ class Case:
     scale: float = 1.0
     frozen: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
+    prefer: str = "speed"
     wide: bool = False
     residual: bool = False
     shared: bool = True
@@ -277,7 +304,7 @@ class Case:
     @property
     def gemm(self) -> bool:
         """Whether a matrix product is in the chain."""
-        products = built_in.BasicLinear, built_in.GroupedLinear
+        products = built_in.BasicLinear, built_in.GroupedLinear, built_in.ParallelLinear
         return any(op.cls in products for op in self.chain_ops)
 
     @property
@@ -369,7 +396,7 @@ class Case:
                 if self.wide and half and not op.params_in_compute_dtype
                 else self.dtype
             )
-            for name, param in op.named_parameters():
+            for name, param in params_of(op).items():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
                 leaves[f"{number}.{name}"] = param
@@ -377,7 +404,7 @@ class Case:
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
         autocast = self.autocast if dtype is None else None
-        return Built(chain, leaves, names, autocast, self.recipe)
+        return Built(chain, leaves, names, autocast, self.prefer, self.recipe)
 
     def leaf_names(self) -> list[str]:
         """What could need a gradient."""
@@ -405,6 +432,13 @@ def _first_width(ops: tuple[Op, ...]) -> int:
                 return insists * ratio
             ratio *= op.feature_ratio or 1
     return 8 * ratio
+
+
+def params_of(op: BasicOperation) -> dict[str, Tensor]:
+    """The Parameters of an op by name, those that it reads from another module too."""
+    read = {name: op.param_source(name) for name in op.param_names or ()}
+    found = {name: module._parameters[leaf] for name, (module, leaf) in read.items()}
+    return {**dict(op.named_parameters()), **{n: p for n, p in found.items() if p is not None}}
 
 
 def _tuple(items: Sequence[Op]) -> str:

@@ -104,7 +104,7 @@ def _by_constructor(cls: type, width: int) -> list[Op]:
         found.append(op)
         break
     takes = inspect.signature(cls).parameters if issubclass(cls, _GATED) else ()
-    found += [Op(cls, **{name: 2}) for name in ("glu_interleave_size",) if name in takes]
+    found += [Op(cls, glu_interleave_size=2)] if "glu_interleave_size" in takes else []
     if cls in _ARGUMENTS:
         found.append(Op(cls, **_ARGUMENTS[cls]))
     return found
@@ -125,12 +125,32 @@ _ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
 
 def _norms(cls: type, width: int) -> list[Op]:
     plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width))]
+    read = Op(cls, Op(cls, width, eps=0.1), via="reading")
+    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read]
+
+
+def _linears(width: int) -> list[Op]:
+    turned = Op(built_in.BasicLinear, width + width // 2, width)  # as GPT-2's Conv1D
+    read = Op(built_in.BasicLinear, turned, via="reading", transposed=True)
+    return [Op(built_in.BasicLinear, width, width + width // 2), read]
+
+
+def _parallel(width: int) -> list[Op]:
+    """With and without biases, of one width and of two."""
+    sizes = width - width // 4, width // 4 + width % 2
+    cls, plain = built_in.ParallelLinear, [Op(built_in.BasicLinear, width, size) for size in sizes]
+    biased = Op(built_in.Linear, width, sizes[0])
+    return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
 
 
 _MAKERS: Makers = {
     built_in.Cast: lambda width: CAST,
-    built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width + width // 2),
+    built_in.BasicLinear: _linears,
+    built_in.Bias: lambda width: [
+        Op(built_in.Bias, width),
+        Op(built_in.Bias, Op(built_in.Bias, width), via="reading"),
+    ],
+    built_in.ParallelLinear: _parallel,
     built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
     built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
     built_in.ConstantScale: lambda width: Op(built_in.ConstantScale, -0.75),

@@ -106,6 +106,7 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
             "params",
             "scale",
             "frozen",
+            "prefer",
             "autocast",
             "wide",
             "training",

@@ -17,6 +17,11 @@ OPS = {
         (),
     ),
     "Bias": (lambda: ops.Bias(8), (), ()),
+    "ParallelLinear": (
+        lambda: ops.ParallelLinear({"a": ops.Linear(8, 4), "b": ops.BasicLinear(8, 2)}),
+        ("input", "a.weight", "b.weight"),
+        (),
+    ),
     "LayerNorm": (
         lambda: ops.LayerNorm(8),
         ("input", "weight", "mean", "rstd"),
@@ -73,7 +78,8 @@ def test_declarations(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    assert op.params_in_compute_dtype == (name in ("BasicLinear", "GroupedLinear", "AddExtraInput"))
+    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
+    assert op.params_in_compute_dtype == (name in strict)
     assert op.feature_ratio == {"Reshape": None}.get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )
@@ -251,6 +257,59 @@ def test_a_number_is_no_tensor(name):
         setattr(op, name, numpy.full((), 0.5))
     setattr(op, name, numpy.float32(0.5))
     assert type(getattr(op, name)) is float and getattr(op, name) == 0.5
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_a_class_is_no_tensor_either(name):
+    """An op that lost its own reads that of its class, where a tensor would get no gradient."""
+    cls = type(NUMBERS[name]())
+    refused = rf"{cls.__name__} expected a real number as {name}, got a Tensor, whose gradient"
+    for value in (torch.ones((), requires_grad=True), torch.ones(()).exp()):
+        with pytest.raises(TypeError, match=refused):
+            setattr(cls, name, value)
+        with pytest.raises(TypeError, match="Derived" + refused):
+            type(f"Derived{cls.__name__}", (cls,), {name: value})
+    assert not hasattr(cls, name)
+    derived = type(f"Derived{cls.__name__}", (cls,), {name: 0.25})
+    setattr(derived, name, 0.5)
+    setattr(derived, name, property(lambda self: 0.75))
+
+
+class Shifts(ops.Identity):
+    """Adds what its class has."""
+
+    grad_input = "same"
+    differentiable = True
+    saved_names = ()
+
+    def op_forward(self, ctx, input_):
+        return input_ + self.shift
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+def test_a_tensor_of_a_class_that_would_lose_its_gradient(monkeypatch):
+    op, x = Shifts(), torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(Shifts, "shift", torch.ones(3), raising=False)
+    assert op(x).eq(2).all()
+    monkeypatch.setattr(Shifts, "shift", torch.ones(3, requires_grad=True))
+    with pytest.raises(TypeError, match=r"\(Shifts\) .*has the tensor 'shift'.* would get none"):
+        op(x)
+    with torch.no_grad():
+        assert op(x).eq(2).all()
+    with opfuse.options(double_backward=True):
+        op(x).sum().backward()
+    assert Shifts.shift.grad.eq(1).all()
+
+
+def test_an_argument_of_a_later_release_is_refused_wherever_it_is_passed_on():
+    class Caching(ops.GELU):
+        def __init__(self):
+            super().__init__(cache_quantized_input=True)
+
+    with pytest.raises(NotImplementedError, match="Caching: cache_quantized_input=True .* later"):
+        Caching()
 
 
 def test_the_form_of_a_gelu_in_geglu_is_fixed():

@@ -61,6 +61,9 @@ EXPRESSIONS = {
     "BasicLinear": lambda x, p: F.linear(x, p(OUT, WIDTH)),
     "Linear": lambda x, p: F.linear(x, p(OUT, WIDTH), p(OUT)),
     "GroupedLinear": lambda x, p: torch.cat([F.linear(part, p(OUT, WIDTH)) for part in x.split(1)]),
+    "ParallelLinear": lambda x, p: torch.cat(
+        [F.linear(x, p(OUT, WIDTH), p(OUT)), F.linear(x, p(OUT, WIDTH))], -1
+    ),
     "Bias": lambda x, p: x + p(WIDTH),
     "LayerNorm": lambda x, p: F.layer_norm(x, (WIDTH,), p(WIDTH), p(WIDTH)),
     "RMSNorm": lambda x, p: F.rms_norm(x, (WIDTH,), p(WIDTH)),
@@ -100,7 +103,9 @@ ARGUMENTS |= {"RMSNorm": (WIDTH,), "Dropout": (0.5,), "ConstantScale": (2.0,), "
 def ours(name, x, p):
     """The op's output; its parameters have the dtype of what ``p`` gives."""
     torch.manual_seed(1)
-    op = getattr(ops, name)(*ARGUMENTS.get(name, ())).to(p(1).dtype)
+    linears = [ops.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT, bias=False)]
+    given = (linears,) if name == "ParallelLinear" else ARGUMENTS.get(name, ())
+    op = getattr(ops, name)(*given).to(p(1).dtype)
     extras = (
         [p(ROWS) if "Scaled" in name else p(ROWS, WIDTH)] * op.num_extra_inputs
         if name != "Linear"

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from rounding import Rounding, RoundingPlugin
 from torch import nn
 
 import opfuse
@@ -486,3 +487,18 @@ def test_the_kit_tells_a_fusion_that_takes_one_for_the_other():
         for case in apart:
             with pytest.raises(Failure, match="is wrong by|raised"):
                 gradients(case)
+
+
+def test_under_a_recipe_the_report_says_that_it_is_not_quantized():
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding")
+    chain = opfuse.Sequential(ops.Linear(8, 8), ops.GroupedLinear(2, 8, 4))
+    try:
+        with opfuse.plugins.using("rounding"), opfuse.autocast(Rounding()):
+            report = opfuse.explain(chain, torch.randn(5, 8), torch.tensor([2, 3]))
+    finally:
+        opfuse.plugins.remove(record)
+    rows = report.to_dict()["forward"]
+    assert [row["note"] for row in rows if row["op"] == "GroupedLinear"] == [
+        "its products are not quantized"
+    ]
+    assert "GroupedLinear: its products are not quantized" in str(report)

@@ -209,6 +209,8 @@ class RandomChain:
 
     def linear(self):
         out, bias = self.rng.choice((2, 4, 6, 8)), self.rng.random() < 0.6
+        if out == 8 and len(self.modules) % 3 == 2:
+            return self.parallel(bias)
         module = ops.Linear(self.shape[-1], out, bias=bias, dtype=self.dtype)
         self.add(
             module,
@@ -217,6 +219,17 @@ class RandomChain:
         )
         if self.rng.random() < 0.3:  # what the fusions of fusing.py are for
             self.add(ops.GELU(), lambda x, *_: _gelu(x))
+
+    def parallel(self, bias):
+        inputs = self.shape[-1]
+        linears = {"a": ops.Linear(inputs, 2), "b": nn.Linear(inputs, 6, bias=bias)}
+        module = ops.ParallelLinear(linears).to(self.dtype)
+
+        def step(x, p, *_):
+            parts = [F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias")) for name in linears]
+            return torch.cat(parts, -1)
+
+        self.add(module, step, (*self.shape[:-1], 8))
 
     def bias(self):
         self.add(ops.Bias(self.shape[-1], dtype=self.dtype), lambda x, p, *_: x + p["bias"])

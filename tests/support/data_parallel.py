@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import fusing
@@ -14,12 +15,34 @@ from opfuse import ops
 from opfuse.overrides import op_class
 
 WIDTH = 16
-WRAPPINGS = ("ddp", "ddp compiled", "fsdp root", "fsdp each op", "fsdp compiled")
+WRAPPINGS = (
+    *("ddp", "ddp compiled", "fsdp root", "fsdp each op", "fsdp compiled"),
+    *("ddp reading", "fsdp reading", "fsdp reading compiled"),
+)
 
 
-def models():
+class Reader(nn.Module):
+    """Its chain reads the parameters of its layers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, first, last = layers, layers[0], layers[2]
+        self.chain = opfuse.Sequential(
+            ops.BasicLinear.reading(first),
+            ops.Bias.reading(first),
+            ops.GELU(),
+            ops.ParallelLinear.reading([last]),
+        )
+
+    def forward(self, x):
+        return self.chain(x)
+
+
+def models(how):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU("tanh"), nn.Linear(WIDTH, WIDTH))
+    if "reading" in how:
+        return Reader(copy.deepcopy(plain)), plain
     chain = opfuse.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH))
     chain.load_state_dict(plain.state_dict())
     return chain, plain
@@ -54,7 +77,7 @@ def worker(rank, file):
 
 def train(rank, how, name):
     batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
-    chain, plain = models()
+    chain, plain = models(how)
     plain(batch).square().mean().backward()
     model = wrap(chain, how)
     optimizer = torch.optim.AdamW(chain.parameters())

@@ -77,7 +77,7 @@ class Backward(opfuse.FusedOperation):
     grad_input = "fresh"
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        x, weight = basic_op_ctxs[0].saved_tensors
+        x, weight = self.saved_operands(basic_op_ctxs[0])
         dy = (
             grad_output
             if basic_op_ctxs[0].dtype is None
@@ -91,6 +91,9 @@ class Backward(opfuse.FusedOperation):
             [(dw,), (db,)],
             [(), ()],
         )
+
+    def saved_operands(self, ctx):
+        return BasicLinear.saved_operands(ctx)
 
     def grad_weight(self, dy, x):
         return dy.t() @ x
@@ -267,6 +270,21 @@ class SavesWithoutGrad(Forwarding):
 class DoublesAGradient(Backward):
     def grad_weight(self, dy, x):
         return 2 * (dy.t() @ x)
+
+
+@faulty(
+    "main_grad",
+    r"with accumulate_into_main_grad=True, the gradient of weight of op 0 \(BasicLinear\) is wrong by",
+    "backward",
+    BasicLinear,
+    Bias,
+)
+class AddsToMainGradItself(Backward):
+    def grad_weight(self, dy, x):
+        grad = dy.t() @ x
+        if self.basic_ops[0].accumulates_grads:
+            self.basic_ops[0].weight.main_grad.add_(grad)
+        return grad
 
 
 @faulty(
@@ -496,6 +514,30 @@ class WritesIntoItsInput(opfuse.FusedOperation):
         scaled = input_.mul_(self.basic_ops[0].scale)
         act = self.basic_ops[1]
         return act.forward_value(act.operand(basic_op_ctxs[1], scaled)), [(), ()]
+
+
+@faulty(
+    "saved_state",
+    r"(?s)'weight' for op 0 \(BasicLinear\) has dtype torch.bfloat16 .*prefer='memory'",
+    "forward",
+    BasicLinear,
+    Bias,
+)
+class KeepsTheCastOfAWeight(Forward):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        linear, bias = basic_op_ctxs
+        dtype = linear.dtype or input_.dtype
+        x, weight = input_.to(dtype), linear.params[0].to(dtype)
+        if linear.requires_grad:
+            wgrad, dgrad = linear.param_requires_grad[0], linear.input_requires_grad
+            linear.save_for_backward(x if wgrad else None, weight if dgrad else None)
+        return F.linear(x, weight, bias.params[0].to(dtype)), [(), ()]
+
+
+@faulty("autocast", r"(?s)it raised RuntimeError.*prefer='memory'", "backward", BasicLinear, Bias)
+class TakesASavedWeightForCast(Backward):
+    def saved_operands(self, ctx):
+        return ctx.saved_tensors
 
 
 @faulty("unmodified_gradients", "its backward modifies the incoming gradient", "backward", GELU)

@@ -12,7 +12,7 @@ gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads
-without_grad gradcheck recipe deepcopy checkpoint
+without_grad gradcheck main_grad recipe deepcopy checkpoint
 opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}

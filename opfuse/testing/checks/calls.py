@@ -177,7 +177,7 @@ def follows_values(case: Case) -> None:
         changes = (lambda data: data, lambda data: data.mul_(-1.5), lambda data: data * 0.75)
         # as fused optimizers do, where no version moves; then to another address
         for change in changes:
-            for param in built.chain.parameters():
+            for param in built.params().values():
                 param.data = change(param.data)
             if len(results) == 2:
                 _renumber(built.chain)

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...contexts import checkpoint_contexts
-from ..cases import Case
+from ...ops import BasicLinear
+from ..cases import Case, Op
 from ..generate import Chains
-from ..reference import compare_outputs, compare_results
+from ..reference import compare_grads, compare_outputs, compare_results, describe
 from ..running import (
     Declined,
     Failure,
@@ -31,7 +32,7 @@ from ..running import (
     separate,
     watched,
 )
-from .registry import check, decline_state, first, joined, plain, surrounded
+from .registry import check, decline_state, first, joined, keeping_weights, plain, surrounded
 
 
 @check(plain, passes=("forward", "joint"))
@@ -62,6 +63,8 @@ def _autocasts(chains: Chains) -> Iterator[Case]:
         yield case.with_(autocast=torch.bfloat16, wide=True)
         yield joined(case).with_(autocast=torch.bfloat16, wide=True)
         yield case.with_(autocast=torch.bfloat16, frozen=("input",))
+        yield from keeping_weights(case)
+        yield from keeping_weights(joined(case))
 
 
 @check(_autocasts)
@@ -265,12 +268,58 @@ def deepcopy(case: Case) -> None:
     def step() -> Result:
         original = forward(case).built
         twin = copy.deepcopy(original.chain)
-        for param in original.chain.parameters():
+        for param in original.params().values():
             param.data.add_(1)
-        built = original._replace(
-            chain=twin, leaves={**original.leaves, **dict(twin.named_parameters())}
-        )
+        built = original._replace(chain=twin)
+        built = built._replace(leaves={**original.leaves, **built.params()})
         return backward(case, forward(case, built=built))
 
     got, expected = both(case, step)
     compare_results(case, got, expected, expected)
+
+
+# Gradients that autograd does not get
+
+
+def _accumulating(chains: Chains) -> Iterator[Case]:
+    for case in chains.plain:
+        ops = [
+            Op(op.cls, *op.args, **{**dict(op.kwargs), "accumulate_into_main_grad": True})
+            if op.cls is BasicLinear and not op.via
+            else op
+            for op in case.ops
+        ]
+        if tuple(ops) != case.ops:
+            yield case.with_(ops=tuple(ops))
+            yield case.with_(ops=tuple(ops), rows=(2, 5), frozen=("input",))
+
+
+@check(_accumulating)
+def main_grad(case: Case) -> None:
+    """With ``accumulate_into_main_grad`` it leaves the gradient of a weight to the op."""
+
+    def step(dtype: torch.dtype | None = None) -> Result:
+        result = forward(case, dtype)
+        leaves: dict[str, Any] = result.built.leaves
+        basic = enumerate(result.built.chain)
+        names = [f"{i}.weight" for i, op in basic if getattr(op, "accumulates_grads", False)]
+        for name in names:
+            leaves[name].main_grad = torch.ones_like(leaves[name])
+        pairs = zip(result.outputs, case.weights(result.outputs), strict=True)
+        chosen = [pair for pair in pairs if pair[0].requires_grad]
+        torch.autograd.backward([y for y, _ in chosen], [weight for _, weight in chosen])
+        result.grads = {name: leaf.grad for name, leaf in leaves.items()}
+        for name in names:
+            if leaves[name].grad is not None:
+                raise Failure(f"{describe(case, name)} gets a .grad beside its main_grad")
+            result.grads[name] = leaves[name].main_grad
+        return result
+
+    with only():
+        truth = step(case.exact)
+    got, expected = both(case, step)
+    try:
+        compare_grads(case, got, expected, truth)
+    except Failure as failure:
+        hint = "the op adds to main_grad what the backward returns"
+        raise Failure(f"with accumulate_into_main_grad=True, {failure}; {hint}") from failure

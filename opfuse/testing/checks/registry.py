@@ -159,6 +159,12 @@ def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
         yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
 
 
+def keeping_weights(case: Case) -> Iterator[Case]:
+    """A case with a linear under autocast, which saves the weight itself and not a cast of it."""
+    if case.gemm:
+        yield case.with_(autocast=torch.bfloat16, prefer="memory")
+
+
 def joined(case: Case) -> Case:
     """The case before an op that gives its gradient to two."""
     from ...ops import AddExtraInput

@@ -27,7 +27,17 @@ from ..running import (
     separate,
     watched,
 )
-from .registry import MANY_ROWS, check, evaluating, frozen, joined, numeric, plain, surrounded
+from .registry import (
+    MANY_ROWS,
+    check,
+    evaluating,
+    frozen,
+    joined,
+    keeping_weights,
+    numeric,
+    plain,
+    surrounded,
+)
 
 
 def _pair(case: Case) -> tuple[Result, Result]:
@@ -51,7 +61,7 @@ def _with_shapes(case: Case) -> Case:
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for basic, grads in zip(op.basic_ops, result[1], strict=True):
             for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
-                if grad is not None and grad.shape != getattr(basic, name).shape:
+                if grad is not None and grad.shape != basic.read_parameter(name).shape:
                     wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
                     raise Failure(
                         f"its backward returns a gradient of shape {wrong}, "
@@ -67,6 +77,7 @@ def _saving(chains: Chains) -> Iterator[Case]:
     yield from frozen(chains, every_rank=False)
     for case in chains.plain:
         yield case.with_(autocast=torch.bfloat16)
+        yield from keeping_weights(case)
         yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
         yield case.with_(rows=(5,), layout="strided")
         yield case.with_(rows=MANY_ROWS)

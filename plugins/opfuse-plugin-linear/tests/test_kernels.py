@@ -119,6 +119,32 @@ def transposed(x):
 
 
 @needs_onednn
+@pytest.mark.parametrize("layout", [lambda x: x, strided, expanded, transposed])
+@pytest.mark.parametrize("lead", [(ROWS,), (4, ROWS // 4)], ids=str)
+def test_several_linears_of_one_input(lead, layout):
+    x, w, b, v = arguments((IN, (OUT, IN), (OUT,), (8, IN)), lead, layout=layout)
+    wide = [t.double() for t in (x, w, b, v)]
+    got, calls = calls_of(kernels.linears, x, [w, v], [b, None])
+    assert calls == 2 and got.is_contiguous()
+    check(got, torch.cat([wide[0] @ wide[1].T + wide[2], wide[0] @ wide[3].T], -1))
+    (dy,) = arguments((OUT + 8,), (ROWS,), layout=layout)
+    parts = dy.split((OUT, 8), 1)
+    check(
+        kernels.linears_dgrad(parts, [w, v]),
+        parts[0].double() @ wide[1] + parts[1].double() @ wide[3],
+    )
+    assert kernels.linears_dgrad(parts, [None, None]) is None
+    for given in (
+        [x.bfloat16(), [w.bfloat16()], [None]],
+        [x[:1, :3], [w], [b]],
+        [x, [w[:3]], [None]],
+    ):
+        assert kernels.linears(*given) is None
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert kernels.linears(x, [w, v], [b, None]) is None
+
+
+@needs_onednn
 @pytest.mark.parametrize(
     "layout",
     [lambda x: x, strided, expanded, transposed],

@@ -61,7 +61,11 @@ def linear(**kwargs):
     return ops.Linear(IN, OUT, **kwargs)
 
 
-BACK = "linear+bias+activation"
+def parallel():
+    return ops.ParallelLinear([ops.Linear(IN, OUT - 4), ops.BasicLinear(IN, 4)])
+
+
+BACK, SIDES = "linear+bias+activation", "parallel linear+activation"
 CASES = {
     "bias": Case(lambda: [linear()], ("linear+bias",), (BACK,)),
     "act": Case(lambda: [linear(), ops.GELU()], (BACK,), (BACK,)),
@@ -80,6 +84,9 @@ CASES = {
     "scale": Case(
         lambda: [linear(bias=False), ops.ConstantScale(0.3)], ("linear",), ("linear+scale",)
     ),
+    "side by side": Case(lambda: [parallel()], ("parallel linear",), (SIDES,)),
+    "side by side, act": Case(lambda: [parallel(), ops.GELU()], (SIDES,), (SIDES,)),
+    "side by side, gated": Case(lambda: [parallel(), ops.SwiGLU()], (SIDES,), (SIDES,)),
     "fork": Case(lambda: [ops.MakeExtraOutput(), linear()], ("linear+bias",), ("linear+add",)),
     "fork, no bias": Case(
         lambda: [ops.MakeExtraOutput(), linear(bias=False)], ("linear",), ("linear+add",)
@@ -195,6 +202,8 @@ def test_a_frozen_start_uses_no_backward_fusion_there():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_go_to_main_grad(case, autocast):
     chain, inputs = case.chain(), case.inputs()
+    if isinstance(chain[0], ops.ParallelLinear):
+        pytest.skip("ParallelLinear refuses accumulate_into_main_grad")
     weights = [op.weight for op in chain.modules() if isinstance(op, ops.BasicLinear)]
     expected = run(under_autocast(chain) if autocast else chain, weights, inputs, "")
     for op in chain.modules():
@@ -676,6 +685,21 @@ def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
     (few, got), (many, expected) = results[True], results[False]
     assert sorted([*few, 40]) == many  # the output of the activation
     for mine, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
+def test_the_activation_behind_linears_side_by_side_is_computed_again(act):
+    chain, x = mlp(act()), torch.randn(5, 6, requires_grad=True)
+    half = chain[0].out_features // 2
+    chain[0] = ops.ParallelLinear({"gate": ops.Linear(6, half), "up": ops.BasicLinear(6, half)})
+    results = []
+    for wanted in (True, False):
+        with opfuse.options(**{"linear.recompute": wanted}):
+            y, sizes = kept(chain, x)
+            results.append((sizes, torch.autograd.grad(y.sum(), [x, *chain.parameters()])))
+    assert sorted([*results[0][0], 40]) == results[1][0]  # the output of the activation
+    for mine, want in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(mine, want)
 
 

@@ -386,7 +386,7 @@ def twin_of(op: Any) -> Any:
     twin = copy.copy(op)
     modules = {name: twin_of(child) for name, child in op.named_children()}
     vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
-    vars(twin).pop("_owner", None)
+    vars(twin).pop("_sources", None)
     if computes_as(op, GatedActivation, "backward_value"):
         vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
     return twin

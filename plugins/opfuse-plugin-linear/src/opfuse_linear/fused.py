@@ -25,6 +25,7 @@ from opfuse.ops import (
     Bias,
     ConstantScale,
     MakeExtraOutput,
+    ParallelLinear,
     SiLU,
 )
 
@@ -150,6 +151,41 @@ class ForwardLinearBiasActivation(FusedOperation):
         return y
 
 
+class ForwardParallelLinear(FusedOperation):
+    """Linears side by side, in the faster of PyTorch's libraries."""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._parallel = basic_ops[0]
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        return _side_by_side(self._parallel, basic_op_ctxs[0], input_), ((),)
+
+
+class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
+    """Linears side by side + activation, which is gated where they are gate and up."""
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        parallel, act = basic_op_ctxs
+        _, operand, forward_value, _, no_extras = self._parts
+        y = forward_value(operand(act, _side_by_side(self.basic_ops[0], parallel, input_)))
+        if parallel.may_recompute and act.input_requires_grad:
+            parallel.recomputable_output = y
+        return y, no_extras
+
+
+def _side_by_side(op: Any, ctx: OperationContext, input_: Tensor) -> Tensor:
+    operands = op.operands(ctx, input_)
+    y = kernels.linears(*operands)
+    return op.product(*operands) if y is None else y
+
+
 class ForwardLinearAdd(FusedOperation):
     """Linear [+ bias] or linear + scale, and the extra input added."""
 
@@ -216,7 +252,7 @@ class BackwardLinear(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         act, has_bias, no_extras = self._parts
         dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
-        x, weight = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(basic_op_ctxs[0])
         grads: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
             grads = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
@@ -228,6 +264,34 @@ class BackwardLinear(FusedOperation):
             ((grad_weight,), grads, of_act) if has_bias else ((grad_weight,), of_act),
             no_extras,
         )
+
+
+class BackwardParallelLinear(FusedOperation):
+    """The backward of linears side by side [+ activation].
+
+    The gradient of the input is added up in the matrix products.
+    """
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        act = basic_ops[1].op_backward if len(basic_ops) > 1 else None
+        self._parts = basic_ops[0], act, ((),) * len(basic_ops)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        op, act, no_extras = self._parts
+        dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
+        x, *weights = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
+        parts = op.parts_of(basic_op_ctxs[0], dy)
+        dx = kernels.linears_dgrad(parts, weights)
+        if dx is not None and dy.ndim != 2:
+            dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        grads = op.param_grads(basic_op_ctxs[0], parts, lambda part: kernels.linear_wgrad(part, x))
+        return dx, (grads,) if act is None else (grads, of_act), no_extras
 
 
 class BackwardLinearScale(FusedOperation):
@@ -243,7 +307,7 @@ class BackwardLinearScale(FusedOperation):
         dy, scale = grad_output, last.scale  # type: ignore[attr-defined]
         if dy.is_cpu:  # cheaper than two scaled matrix products
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
-        x, weight = linear.saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(linear)
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight, scale=scale)
         return grad_input, ((grad_weight,), ()), ((), ())
 
@@ -257,7 +321,7 @@ class BackwardLinearAdd(FusedOperation):
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        x, weight = basic_op_ctxs[1].saved_tensors  # type: ignore[misc]
+        x, weight = BasicLinear.saved_operands(basic_op_ctxs[1])
         addend = basic_op_grad_extra_outputs[0][0]
         grad_input, grad_weight = kernels.linear_grads(grad_output, x, weight, addend=addend)
         return grad_input, ((), (grad_weight,)), ((), ())
@@ -370,6 +434,13 @@ FORWARD = [
         _with_activation,
         name="linear+bias+activation",
     ),
+    Fusion((ParallelLinear,), ForwardParallelLinear, _alone_pays, name="parallel linear"),
+    Fusion(
+        (ParallelLinear, _ACT),
+        ForwardParallelLinearActivation,
+        _with_activation,
+        name="parallel linear+activation",
+    ),
     Fusion((BasicLinear, Optional(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
     Fusion((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearAdd, name="linear+scale+add"),
 ]
@@ -380,6 +451,12 @@ BACKWARD = [
         BackwardLinear,
         _activation_pays,
         name="linear+bias+activation",
+    ),
+    Fusion(
+        (ParallelLinear, Optional(_ACT)),
+        BackwardParallelLinear,
+        _activation_pays,
+        name="parallel linear+activation",
     ),
     # the others go first
     Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),

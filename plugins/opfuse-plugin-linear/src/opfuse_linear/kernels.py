@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -124,6 +124,8 @@ def _onednn(
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with one row dimension."""
+    if tensor.ndim == 2:
+        return tensor
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
 
 
@@ -141,6 +143,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
         return linear_then_add(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """The linears of one input, side by side, in the dtype of ``x`` and the weights.
+
+    None where the default library, which writes each product to its place, is as fast.
+    """
+    pairs = list(zip(weights, biases, strict=True))
+    if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair) for pair in pairs]):
+        return None
+    sizes = [weight.shape[0] for weight in weights]
+    y = x.new_empty((*x.shape[:-1], sum(sizes)))
+    for place, pair in zip(torch.split_with_sizes(y, sizes, -1), pairs, strict=True):
+        place.copy_(_onednn(x, *pair))
+    return y
 
 
 def is_small(x: Tensor) -> bool:
@@ -216,10 +233,23 @@ def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Ten
     return grad_output.mm(weight) if grad_output.ndim == 2 else grad_output @ weight
 
 
+def linears_dgrad(parts: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+    """Gradient of linears of one input for it, from matrices: the sum of ``part @ weight``.
+
+    None where the weights, which are there or not together, are None.
+    """
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if weight is None:
+            return None
+        first = total is None
+        total = linear_dgrad(part, weight) if first else linear_dgrad_add(part, weight, total)
+    return total
+
+
 def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
     """Gradient of ``scale * linear`` for its weight: ``scale * grad_output.T @ x``, all rows."""
-    if x.ndim != 2:
-        grad_output, x = _rows(grad_output), _rows(x)
+    grad_output, x = _rows(grad_output), _rows(x)
     if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, x):
         (rows, inputs), outputs = x.shape, grad_output.shape[1]
         # oneDNN copies a transposed left operand: better the small one, even if the result must be

@@ -1,0 +1,266 @@
+"""``ParallelLinear``: several linear layers of one input, side by side in one output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..fusible import ParamSource
+from ..op import BasicOperation
+from ..op_context import OperationContext
+from ..overrides import hook_dicts, hook_kinds, op_class
+from ..quantization import Recipe
+from ._blocks import writes_out
+from ._common import Grads, rows_of
+from ._reading import tensor_of
+from .basic_linear import BasicLinear
+from .linear import Linear
+
+_LINEARS = nn.Linear, Linear, BasicLinear
+Modules = Mapping[str, nn.Module] | Sequence[nn.Module]
+
+
+class ParallelLinear(BasicOperation):
+    """``y = concat(x @ w.T + b for w, b in linears)``: several linear layers of one input.
+
+    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype, where
+    ``out_features`` is the sum of those of the linears. Each product is written to its place in one
+    buffer, and the input is kept once. So gate and up are one op before a ``SwiGLU``, and query,
+    key and value one op before a split, while each keeps its own Parameters and their names::
+
+        ParallelLinear({"gate_proj": Linear(64, 256), "up_proj": Linear(64, 256)})
+
+    has the state dict ``gate_proj.weight``, ``gate_proj.bias``, ``up_proj.weight``,
+    ``up_proj.bias``. The linears are its submodules, but it does not call them: one with hooks or a
+    ``forward`` of its own is refused. They may have biases or not, each for itself. All parameters
+    have one dtype, that of the input, except under ``torch.autocast``. A quantization recipe is
+    refused.
+
+    Attributes:
+        sizes: ``out_features`` of each linear.
+        biased: Whether each linear has a bias.
+
+    Args:
+        linears: The linears by name, or in a sequence, where their names are "0", "1", ... Each is
+            a ``torch.nn.Linear``, a :class:`Linear` or a :class:`BasicLinear`.
+
+    Raises:
+        TypeError: One is of another class.
+        ValueError: There is none, one takes another number of features than the first, has hooks
+            or a ``forward`` of its own, reads its parameters from another module, or accumulates
+            into ``main_grad``.
+        RuntimeError: In a call under a quantization recipe.
+    """
+
+    keeps_rows = True
+    grad_input = "fresh"
+    differentiable = True
+    params_in_compute_dtype = True
+    casts_input = True
+
+    def __init__(self, linears: Modules) -> None:
+        super().__init__()
+        named = _named(linears)
+        for name, linear in named.items():
+            _check_new(name, linear)
+            self.add_module(name, linear)
+        self.in_features = next(iter(named.values())).in_features  # type: ignore[assignment]
+        for name, linear in named.items():
+            if linear.in_features != self.in_features:
+                who = f"ParallelLinear expected linears of {self.in_features} features"
+                raise ValueError(f"{who}, got {linear.in_features} for {name}")
+        self.sizes: tuple[int, ...] = tuple([linear.out_features for linear in named.values()])  # type: ignore[misc]
+        self.biased = tuple(
+            [getattr(linear, "bias", None) is not None for linear in named.values()]
+        )
+        self.out_features = sum(self.sizes)
+        biased = [name for name, has_bias in zip(named, self.biased, strict=True) if has_bias]
+        self.param_names = (*[f"{name}.weight" for name in named], *[f"{n}.bias" for n in biased])
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``input``, and the weight of each linear."""
+        assert self.param_names is not None
+        return ("input", *self.param_names[: len(self.sizes)])
+
+    @classmethod
+    def reading(
+        cls,
+        modules: Modules,
+        *,
+        weight: str = "weight",
+        bias: str = "bias",
+        transposed: bool = False,
+    ) -> ParallelLinear:
+        """An op that reads its parameters from other modules; see :meth:`BasicLinear.reading`.
+
+        Args:
+            modules: The modules that hold the parameters, by name or in a sequence.
+            weight: The attribute of each weight.
+            bias: The attribute of each bias; where it is missing or None, there is none.
+            transposed: As for :meth:`BasicLinear.reading`, for all of them.
+
+        Raises:
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            ValueError: A weight is no matrix or does not fit, or a bias does not fit its weight.
+        """
+        sources, linears = {}, {}
+        for name, module in _named(modules).items():
+            sizes = tensor_of(cls, module, weight, dims=2).shape
+            outputs, inputs = reversed(sizes) if transposed else sizes
+            sources[f"{name}.weight"] = ParamSource(module, weight, transposed)
+            has_bias = getattr(module, bias, None) is not None
+            linears[name] = Linear(inputs, outputs, bias=has_bias, device="meta")
+            if has_bias:
+                sources[f"{name}.bias"] = ParamSource(module, bias)
+                if (got := tensor_of(cls, module, bias).shape) != (outputs,):
+                    what = f"{type(module).__name__}.{bias} of shape ({outputs},)"
+                    raise ValueError(f"{cls.__name__}.reading expected {what}, got {tuple(got)}")
+        op = cls(linears)
+        op._modules.clear()
+        op.read_parameters(sources)
+        return op
+
+    def param_source(self, name: str) -> tuple[nn.Module, str]:
+        """The module and attribute from which a parameter is read at every call.
+
+        Raises:
+            ValueError, TypeError: The linear is one that must be called, not read.
+        """
+        if name in self._sources:
+            return super().param_source(name)
+        linear, leaf = name.split(".")
+        module: Any = self._modules[linear]  # quicker than by attribute
+        _check_linear(linear, module)
+        return module, leaf
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as each linear does, if the op holds them."""
+        for linear in self.children():
+            linear.reset_parameters()  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"in_features={self.in_features}, sizes={self.sizes}, biased={self.biased}"
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Refuse a recipe, since this op quantizes nothing.
+
+        Raises:
+            RuntimeError: There is a recipe.
+        """
+        if recipe is not None:
+            what = f"ParallelLinear does not quantize, and {type(recipe).__name__} asks for it"
+            raise RuntimeError(f"{what}: run it outside of opfuse.autocast, or use Linear")
+
+    # The operation itself
+
+    def operands(
+        self, ctx: OperationContext, input_: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+        """Input, weights and biases in ``ctx.dtype``; a bias that is not there is None.
+
+        Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
+        that multiply in another way.
+        """
+        x, params, count = input_, ctx.params, len(self.sizes)
+        if ctx.dtype is not None:
+            x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
+        weights, rest = params[:count], iter(params[count:])
+        if ctx.requires_grad:
+            ctx.to_save = (
+                x if any(ctx.param_requires_grad[:count]) else None,
+                *(weights if ctx.input_requires_grad else (None,) * count),
+            )
+        return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+        """The products side by side; saves ``(input, *weights)``, in the compute dtype."""
+        return self.product(*self.operands(ctx, input_))
+
+    def product(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The products side by side, out of what :meth:`operands` gives."""
+        if not writes_out(x, *weights, *[bias for bias in biases if bias is not None]):
+            pairs = zip(weights, biases, strict=True)  # autograd and tracers do not follow an out
+            return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
+        rows = rows_of(x)
+        y = x.new_empty((rows.shape[0], sum(self.sizes)))
+        for place, weight, bias in zip(self.split(y), weights, biases, strict=True):
+            if bias is None:
+                torch.mm(rows, weight.t(), out=place)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=place)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
+        x, *weights = ctx.saved_tensors  # type: ignore[misc]
+        parts = self.parts_of(ctx, grad_output)
+        dx = None
+        for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
+            dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
+        if dx is not None and grad_output.ndim != 2:
+            dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
+        rows = None if x is None else rows_of(x)
+        return dx, self.param_grads(ctx, parts, lambda dy: dy.t().mm(rows))
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Views of the last dimension, one for each linear."""
+        return torch.split_with_sizes(tensor, self.sizes, -1)
+
+    def parts_of(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor]:
+        """The gradient of each linear's output, with one row dimension, in the compute dtype."""
+        dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
+        return self.split(rows_of(dy))
+
+    def param_grads(self, ctx: OperationContext, parts: Sequence[Tensor], of_weight: Any) -> Grads:
+        """The gradients of the parameters that need one, in the order of ``param_names``.
+
+        Args:
+            ctx: The context.
+            parts: See :meth:`parts_of`.
+            of_weight: Makes the gradient of a weight out of its part.
+        """
+        needs = iter(ctx.param_requires_grad)
+        grads = [of_weight(dy) if next(needs) else None for dy in parts]
+        biased = [dy for dy, has_bias in zip(parts, self.biased, strict=True) if has_bias]
+        return (*grads, *[dy.sum(0) if next(needs) else None for dy in biased])
+
+
+def _named(modules: Modules) -> dict[str, nn.Module]:
+    """The modules by name; those of a sequence are numbered."""
+    by_name = isinstance(modules, (Mapping, nn.ModuleDict))
+    named = dict(modules.items() if by_name else enumerate(modules))  # type: ignore[union-attr]
+    if not named:
+        raise ValueError("ParallelLinear expected at least one linear, got none")
+    return {str(name): module for name, module in named.items()}
+
+
+def _check_linear(name: str, linear: nn.Module) -> None:
+    """Refuse a linear that does more than its parameters tell; asked at every call."""
+    if type(linear) not in _LINEARS and op_class(linear) not in _LINEARS:
+        who = "ParallelLinear expected a torch.nn.Linear, ops.Linear or ops.BasicLinear"
+        raise TypeError(f"{who} as {name}, got {type(linear).__name__}")
+    if "forward" in vars(linear) or any(hook_dicts(linear)):
+        what = f"{hook_kinds(linear)} hooks" if hook_kinds(linear) else "a forward of its own"
+        who = f"ParallelLinear reads its linear {name} and does not call it"
+        raise ValueError(f"{who}, which has {what}: put them on the ParallelLinear")
+
+
+def _check_new(name: str, linear: nn.Module) -> None:
+    """Refuse a linear that the op cannot stand for."""
+    _check_linear(name, linear)
+    if isinstance(linear, BasicLinear) and linear._sources:
+        remedy = "ParallelLinear.reading takes that module"
+        raise ValueError(f"ParallelLinear: {name} reads its weight from another module: {remedy}")
+    if any(getattr(part, "accumulates_grads", False) for part in linear.modules()):
+        remedy = "which ParallelLinear does not do"
+        raise ValueError(f"ParallelLinear: {name} has accumulate_into_main_grad=True, {remedy}")
