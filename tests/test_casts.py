@@ -166,6 +166,26 @@ def test_forward_patterns_with_casts(name, debug, register):
     ]
 
 
+def test_what_has_extra_tensors_may_end_in_a_cast(register):
+    chain = opfuse.Sequential(
+        ops.MakeExtraOutput(), ops.AddExtraInput(), ops.GELU(), ops.Linear(4, 4)
+    )
+    x, extra = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+
+    def both():
+        with opfuse.autocast(Rounding()):
+            outputs = chain(x, extra)
+        return [*outputs, *torch.autograd.grad(outputs[1].sum(), [x, extra], allow_unused=True)]
+
+    expected = both()
+    pattern = (ops.MakeExtraOutput, ops.AddExtraInput, ops.GELU, ops.Cast)
+    register("forward", opfuse.Fusion(pattern, Separately))
+    got = both()
+    assert any(step.fusion for step in plan(chain).forward)
+    same(got[:3], expected[:3])
+    assert got[3] is expected[3] is None
+
+
 BACKWARD = {
     "(Cast, Bias, GELU)": (ops.Cast, ops.Bias, ops.GELU),
     "(Cast,)": (ops.Cast,),

@@ -9,6 +9,7 @@ import sys
 
 import faulty
 import faulty_axes
+import faulty_casts  # adds to the faults
 import faulty_distributions
 import faulty_fresh
 import faulty_values  # noqa: F401  # adds to the faults
@@ -56,6 +57,14 @@ def test_wrong_fusions(name, register):
 
 def test_a_sound_recomputation(register):
     register(name="faulty", forward_fusions=[opfuse.Fusion((opfuse.ops.GELU,), faulty.Recomputing)])
+    (subject,) = testing.subjects("faulty")
+    assert first_failure(subject) is None
+
+
+@pytest.mark.parametrize("name", faulty_casts.SOUND)
+def test_sound_fusions_with_casts(name, register):
+    passes, fusion = faulty_casts.SOUND[name]
+    register(name="faulty", **{f"{passes}_fusions": [fusion]})
     (subject,) = testing.subjects("faulty")
     assert first_failure(subject) is None
 

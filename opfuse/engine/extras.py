@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..extra_inputs import Slot, is_kind, refuse_kind
+from ..quantization import QuantizedTensor
 from .chain import Chain
 from .program import Program
 from .step import Step
@@ -64,7 +65,10 @@ class ForwardExtras:
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
         """Check and keep the extra outputs of a step; ``x`` is its main output."""
         chain = self._chain
-        self.shapes[step.stop - 1] = x.shape, x.dtype, x.device
+        # where it is quantized, its gradient is not
+        parts = x.tensors() if isinstance(x, QuantizedTensor) else (x,)
+        (device, *_) = [part.device for part in parts if part is not None]
+        self.shapes[step.stop - 1] = x.shape, x.dtype, device
         for i, tensors in _per_basic_op(step, outputs, chain, "extra outputs"):
             for k, tensor in enumerate(tensors):
                 if tensor is None and chain.needed_after((i, k), step.stop):

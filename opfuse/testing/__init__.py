@@ -9,6 +9,7 @@ from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, lay_out, 
 from .checks import CHECKS
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
+from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
 from .running import Declined, Failure
 from .suite import FusionSuite
@@ -17,7 +18,8 @@ from .tolerance import ROWS, TOLERANCES, assert_close, tolerance
 # fmt: off
 __all__ = [
     "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined",
-    "Failure", "FusionSuite", "Op", "Outcome", "Subject", "Tier", "assert_close", "find", "lay_out",
-    "make_chains", "run", "run_all", "snippet", "subjects", "tiers", "tolerance",
+    "Delayed", "Failure", "FusionSuite", "Op", "Outcome", "PerBlock", "PerTensor", "Subject",
+    "Tier", "assert_close", "find", "lay_out", "make_chains", "run", "run_all", "snippet",
+    "subjects", "tiers", "tolerance",
 ]
 # fmt: on

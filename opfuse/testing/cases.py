@@ -12,13 +12,14 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops as built_in
+from ..contexts import autocast as quantize
 from ..contexts import options
 from ..engine.chain import Chain
 from ..errors import PluginWarning
@@ -26,6 +27,7 @@ from ..extra_inputs import kinds_of
 from ..fusion import FusionLike, fusion_name
 from ..op import BasicOperation
 from ..plugins import manager, using
+from ..quantization import Recipe
 from ..sequential import Sequential
 
 LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
@@ -87,27 +89,48 @@ def _made(argument: Any) -> Any:
     return argument() if isinstance(argument, Op) else argument
 
 
+CAST = Op(built_in.Cast)
+"""Stands among the ops of a case where the fusion's pattern has a cast, which the engine makes."""
+
+
+def is_cast(op: Op) -> bool:
+    """Whether it is :data:`CAST`."""
+    return op.cls is built_in.Cast
+
+
 def where(cls: type) -> str:
     """How code names a class."""
     if getattr(built_in, cls.__name__, None) is cls:
         return f"ops.{cls.__name__}"
     return (
         f"testing.{cls.__name__}"
-        if cls.__module__ == __name__
+        if cls.__module__.startswith(__package__)
         else f"{cls.__module__}.{cls.__qualname__}"
     )
+
+
+def recipe_code(recipe: Recipe) -> str:
+    """A recipe as code that makes it again."""
+    given = [
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(recipe)
+        if (value := getattr(recipe, field.name)) != field.default
+    ]
+    return f"{where(type(recipe))}({', '.join(given)})"
 
 
 class Subject(NamedTuple):
     """The fusion under test: which plugin offers it, and for which pass.
 
-    ``makers`` says how ops that are not built in are made.
+    ``makers`` says how ops that are not built in are made; ``inexact`` whether a code of what it
+    casts may be one step off.
     """
 
     plugin: str
     passes: str
     fusion: FusionLike
     makers: tuple[tuple[type, Callable[[int], Any]], ...] = ()
+    inexact: bool = False
 
     @property
     def name(self) -> str:
@@ -153,6 +176,7 @@ class Built(NamedTuple):
         writable: Extra inputs that an op may write into.
         autocast: The dtype of autocast, or None.
         prefer: The option of this name.
+        recipe: What it is quantized by, or None.
     """
 
     chain: Sequential
@@ -160,6 +184,7 @@ class Built(NamedTuple):
     writable: set[str]
     autocast: torch.dtype | None
     prefer: str = "speed"
+    recipe: Recipe | None = None
 
     def inputs(self) -> list[Tensor]:
         """Input and extra inputs of one call; a copy of what is written into."""
@@ -181,16 +206,26 @@ class Built(NamedTuple):
     def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
         """Every output of the chain, with torch's generators at the same seed in every call."""
         device = self.leaves["input"].device
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            if self.autocast:
-                stack.enter_context(torch.autocast(device.type, self.autocast))
-            if self.prefer != "speed":
-                stack.enter_context(options(prefer=self.prefer))
+        with contextlib.ExitStack() as around:
+            around.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            around.enter_context(self.settings())
             generator = torch.cuda if device.type == "cuda" else torch.default_generator
             generator.manual_seed(0)  # what draws, draws the same with and without a fusion
             result = (chain or self.chain)(*(inputs or self.inputs()))
         return result if isinstance(result, tuple) else (result,)
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Autocast, options and the recipe in force, for a ``with`` block."""
+        device = self.leaves["input"].device.type
+        with contextlib.ExitStack() as around:
+            if self.autocast:
+                around.enter_context(torch.autocast(device, self.autocast))
+            if self.prefer != "speed":
+                around.enter_context(options(prefer=self.prefer))
+            if self.recipe:
+                around.enter_context(quantize(self.recipe))
+            yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +234,7 @@ class Case:
 
     Attributes:
         subject: The fusion under test.
-        ops: The ops that it replaces.
+        ops: The ops that it replaces, with :data:`CAST` where its pattern has a cast.
         before, after: Ops around them.
         rows: Leading dimensions of the input.
         dtype: Of the input, and of the parameters.
@@ -216,6 +251,7 @@ class Case:
         hidden: Extra outputs go into channels that nobody reads.
         device: Where it runs.
         training: The mode of the chain.
+        recipe: What it is quantized by.
     """
 
     subject: Subject
@@ -236,6 +272,7 @@ class Case:
     hidden: bool = False
     device: str = "cpu"
     training: bool = True
+    recipe: Recipe | None = None
 
     def __repr__(self) -> str:
         lines = [f"    {self.subject!r},", f"    ops={_tuple(self.ops)},"]
@@ -243,6 +280,7 @@ class Case:
             value = getattr(self, field.name)
             if value != field.default:
                 text = _tuple(value) if field.name in ("before", "after") else repr(value)
+                text = recipe_code(value) if field.name == "recipe" else text
                 lines.append(f"    {field.name}={text},")
         return "testing.Case(\n" + "\n".join(lines) + "\n)"
 
@@ -251,10 +289,23 @@ class Case:
         return dataclasses.replace(self, **changes)
 
     @property
+    def chain_ops(self) -> tuple[Op, ...]:
+        """The ops of the chain, those around included, without casts."""
+        return tuple(op for op in (*self.before, *self.ops, *self.after) if not is_cast(op))
+
+    @property
+    def edges(self) -> set[int]:
+        """The edges of the chain on which its pattern has a cast."""
+        numbers = [
+            len(self.before) + n - sum(map(is_cast, self.ops[:n])) for n in range(len(self.ops))
+        ]
+        return {edge for edge, op in zip(numbers, self.ops, strict=True) if is_cast(op)}
+
+    @property
     def gemm(self) -> bool:
         """Whether a matrix product is in the chain."""
         products = built_in.BasicLinear, built_in.GroupedLinear, built_in.ParallelLinear
-        return any(op.cls in products for op in (*self.before, *self.ops, *self.after))
+        return any(op.cls in products for op in self.chain_ops)
 
     @property
     def has_modes(self) -> bool:
@@ -269,8 +320,11 @@ class Case:
     def exact(self) -> torch.dtype | None:
         """What the truth is computed in: fp64, or None for the dtypes of the case.
 
-        It is None where the numbers drawn depend on the dtype.
+        It is None where the numbers drawn depend on the dtype, and under a recipe: what is rounded
+        to a few bits depends on the last bits of what it was.
         """
+        if self.recipe is not None:
+            return None
         draws = self.training and any(issubclass(op.cls, built_in.Dropout) for op in self.ops)
         return None if draws and self.device != "cpu" else torch.float64
 
@@ -289,7 +343,7 @@ class Case:
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
         with torch.random.fork_rng([]):
-            basic = [op() for op in (*self.before, *self.ops, *self.after)]
+            basic = [op() for op in self.chain_ops]
         for op in basic if self.residual or self.hidden else ():
             for k in range(op.num_extra_outputs):
                 op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
@@ -305,7 +359,7 @@ class Case:
 
         It is what the first op that insists on some takes, or else what the others need.
         """
-        return _first_width((*self.before, *self.ops, *self.after))
+        return _first_width(self.chain_ops)
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
         """Ops and tensors, the same ones every time.
@@ -349,7 +403,8 @@ class Case:
         for name, leaf in leaves.items():
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
-        return Built(chain, leaves, names, self.autocast if dtype is None else None, self.prefer)
+        autocast = self.autocast if dtype is None else None
+        return Built(chain, leaves, names, autocast, self.prefer, self.recipe)
 
     def leaf_names(self) -> list[str]:
         """What could need a gradient."""

@@ -17,11 +17,12 @@ import torch
 
 from .. import ops as built_in
 from ..engine.chain import Chain
-from ..environment import Environment
 from ..extra_inputs import kinds_of
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
+from ..quantization import Recipe, Usage
 from .cases import (
+    CAST,
     Case,
     CubicActivation,
     CubicGLU,
@@ -29,8 +30,10 @@ from .cases import (
     Subject,
     extra_shape,
     input_shapes,
-    next_width,
+    is_cast,
 )
+from .placing import DEEP, environment, matched, next_width_behind, placed, width_behind
+from .recipes import recipes_for
 from .running import Declined, separate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -43,12 +46,18 @@ WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
 """Widths in real models, where a row is more than one block, and not a power of two."""
 
+SHAPES = tuple(itertools.product(((3,), (16,)), WIDTHS))
+"""Rows and widths to try."""
+
+SHAPES_OF_RECIPES = (((3,), 8), ((3,), 64), ((32,), 64), ((128,), 128), ((128,), 512))
+"""Rows and widths to try under a recipe, whose blocks may have to be whole."""
+
 Makers = Mapping[type, Callable[[int], Any]]
 
 
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    collectives = ("AllGather", "AllReduce", "ReduceScatter")
-    found = [getattr(built_in, name) for name in built_in.__all__ if name not in collectives]
+    others = ("AllGather", "AllReduce", "ReduceScatter", "Cast")
+    found = [getattr(built_in, name) for name in built_in.__all__ if name not in others]
     classes = [
         cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
     ]
@@ -117,7 +126,7 @@ _ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
 def _norms(cls: type, width: int) -> list[Op]:
     plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
     read = Op(cls, Op(cls, width, eps=0.1), via="reading")
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (_DEEP[-1], width)), read]
+    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read]
 
 
 def _linears(width: int) -> list[Op]:
@@ -134,11 +143,8 @@ def _parallel(width: int) -> list[Op]:
     return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
 
 
-_DEEP = (4, 4)
-"""Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""
-
-
 _MAKERS: Makers = {
+    built_in.Cast: lambda width: CAST,
     built_in.BasicLinear: _linears,
     built_in.Bias: lambda width: [
         Op(built_in.Bias, width),
@@ -191,7 +197,7 @@ def chains(
     def options(place: int, at: int) -> list[tuple[Op, int]]:
         """What is possible at a place, and how wide its output is."""
         found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
-        return [(op, behind) for op in found if (behind := _width_behind(op, at)) is not None]
+        return [(op, behind) for op in found if (behind := next_width_behind(op, at)) is not None]
 
     def find(
         numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width
@@ -221,11 +227,6 @@ def chains(
     return list(made)
 
 
-@functools.lru_cache(maxsize=4096)
-def _width_behind(op: Op, width: int) -> int | None:
-    return next_width(op(), width)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chains:
     """The chains that a fusion is tested on.
@@ -236,6 +237,7 @@ class Chains:
         all: These, and one for every other class and variant.
         models: One case per structure and width of real models.
         residual: Chains whose extra input comes out of a channel of the same chain.
+        quantized: One case per structure and recipe, between ops that quantize.
         declined: Why the fusion is not used for the structures that are left out, by structure.
         thorough: Whether the checks are to look at all they can think of, however long it takes.
     """
@@ -245,6 +247,7 @@ class Chains:
     all: tuple[Case, ...]
     models: tuple[Case, ...]
     residual: tuple[Case, ...]
+    quantized: tuple[Case, ...]
     declined: dict[str, str]
     thorough: bool = False
 
@@ -274,43 +277,89 @@ def make_chains(
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     models: list[Case] = []
+    recipes = recipes_for(subject.plugin)
+    quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
-    for elements in structures(pattern):
+    last: list[Any] = []
+    for elements, recipe in _structures_and_recipes(pattern, recipes):
         reason: str | None = "no op could be made; tell how with `makers`"
-        for dtype, rows, width in itertools.product(DTYPES, ((3,), (16,)), WIDTHS):
-            base = Case(subject, (), rows=rows, dtype=dtype, device=device)
+        for dtype, (rows, width) in itertools.product(
+            DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
+        ):
+            base = Case(subject, (), rows=rows, dtype=dtype, device=device, recipe=recipe)
             made = chains(elements, width, makers, one_by_one=thorough)
-            cases = [base.with_(ops=ops, rows=_DEEP if _is_deep(ops) else rows) for ops in made]
+            cases = [placed(base, ops, width) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [base.with_(ops=ops) for ops in chains(elements, 2 * width - 1, makers)[:1]]
+                odd = [
+                    placed(base, ops, 2 * width - 1)
+                    for ops in chains(elements, 2 * width - 1, makers)[:1]
+                ]
                 plain.append(accepted[0])
+                again, last = elements is last, elements  # under another recipe
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
                     odd.append(accepted[0].with_(shared=False))
-                every += [*accepted, *(case for case in odd if refusal(case) is None)]
+                every += accepted[:1] if again else accepted
+                every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
                 models += [
                     case
-                    for width in widths
+                    for width in (() if again else widths)
                     for case in _as_in_models(accepted[0], elements, makers, width)
                 ]
+                quantized += _quantized(accepted[0], elements, makers, recipes)
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
         else:
             names = [getattr(element, "__name__", str(element)) for element in elements]
+            names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
     every, models = list(dict.fromkeys(every)), list(dict.fromkeys(models))
-    return Chains(
-        subject, tuple(plain), tuple(every), tuple(models), tuple(residual), declined, thorough
-    )
+    found = [tuple(cases) for cases in (plain, every, models, residual, quantized)]
+    return Chains(subject, *found, declined, thorough)  # type: ignore[call-arg,arg-type]
 
 
-def _is_deep(ops: Sequence[Op]) -> bool:
-    """Whether a norm is over more than the last dimension."""
-    norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
-    return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
+def _structures_and_recipes(
+    pattern: Sequence[Any], recipes: Sequence[Recipe]
+) -> Iterator[tuple[list[Any], Recipe | None]]:
+    """The structures of a pattern; one with a cast once for each recipe, or there is none."""
+    for elements in structures(pattern):
+        casts = any(built_in.Cast in classes_of(element) for element in elements)
+        yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
+
+
+def _quantized(
+    case: Case, elements: Sequence[Any], makers: Makers, recipes: Sequence[Recipe]
+) -> Iterator[Case]:
+    """A case in fp64, where nothing is a last bit beside a code, between linears that quantize.
+
+    There is one for each recipe, with as many rows and features as that takes.
+    """
+    exact = case.with_(dtype=torch.float64)
+    case = exact if refusal(exact) is None else case
+    if case.recipe is not None:
+        yield case
+        return
+    width = case.first_width()
+    for recipe in recipes:
+        for rows, at in ((case.rows, width), *SHAPES_OF_RECIPES):
+            ops = case.ops if at == width else next(iter(chains(elements, at, makers)), ())
+            behind = width_behind(ops, at)
+            found = case.with_(
+                ops=ops,
+                rows=rows,
+                recipe=recipe,
+                before=(Op(built_in.BasicLinear, at, at),),
+                after=(Op(built_in.BasicLinear, behind, behind),),
+            )
+            try:
+                separate(found)
+            except Declined:
+                continue
+            yield found
+            break
 
 
 def _as_in_models(
@@ -327,7 +376,7 @@ def _as_in_models(
             **makers,
         }
         for ops in chains(elements, first, made)[:1]:
-            found = case.with_(ops=ops)
+            found = placed(case, ops, first)
             if (first == width or any(width in op.args for op in ops)) and refusal(
                 found, runs=True
             ) is None:
@@ -344,12 +393,15 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
         built_in.GroupedLinear: lambda width: Op(built_in.GroupedLinear, 3, width, width),
     }
-    for ops in chains(elements, case.first_width(), square):
+    width = case.first_width()
+    for ops in chains(elements, width, square):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
         if not reads or (forks and forks[0] > reads[0]):
             continue
-        found = case.with_(ops=ops, before=() if forks else (Op(built_in.MakeExtraOutput),))
+        found = placed(case, ops, width)
+        forked = () if forks else (Op(built_in.MakeExtraOutput),)
+        found = found.with_(before=(*forked, *found.before))
         shape, basic = (*found.rows, found.first_width()), found.basic_ops()
         pairs = zip(basic, input_shapes(basic, shape), strict=True)
         shapes = {
@@ -370,15 +422,14 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    start, basic_ops = len(case.before), case.basic_ops()
-    ops = tuple(basic_ops[start : start + len(case.ops)])
-    rows = math.prod(case.rows)
-    env = environment(case.device, dtype=case.dtype, features=Chain(basic_ops).widths[start])
+    rows, features = math.prod(case.rows), Chain(case.basic_ops()).widths[len(case.before)]
+    env = environment(case.device, dtype=case.dtype, features=features, recipe=case.recipe)
     if fusion.needs_row_alignment:
         env = env._replace(row_alignment=math.gcd(rows, 16))
     if fusion.needs_rows:
         env = env._replace(rows=rows and 1 << rows.bit_length() - 1)
     try:
+        ops = matched(case)
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:
             return answer
@@ -394,20 +445,13 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     return None
 
 
-def environment(device: str, **changes: Any) -> Environment:
-    """The environment of a plain training step."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    env = Environment(torch.device(device), capability, torch.float32, requires_grad=True)
-    return env._replace(**changes)
-
-
 @functools.cache
 def neighbours(case: Case) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """An op to stand before, and one to stand after, that no match of the fusion reaches into."""
     fusion = case.subject.fusion
     for op in (Op(built_in.ConstantScale, 2.0), Op(built_in.SiLU), Op(built_in.L2Normalization)):
-        around = case.with_(before=(op,), after=(op,))
-        basic = around.basic_ops()
+        around = (op, *case.before, *case.ops, *case.after, op)
+        basic = [built_in.Cast(None, Usage()) if is_cast(op) else op() for op in around]  # type: ignore[arg-type]
         if not isinstance(fusion, Fusion):
             return (op,), (op,)
         ends = [(start, end) for start in range(len(basic)) for end in fusion.match(basic, start)]

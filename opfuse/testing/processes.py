@@ -25,14 +25,17 @@ with warnings.catch_warnings(record=True) as caught:
         rows = [row for row in opfuse.plugins.listing() if row["name"] == name]
         groups = [record.group for record in manager.records if record.name == name]
     state = {"triton": "triton" in sys.modules, "cuda": torch.cuda.is_initialized()}
+import importlib
 from opfuse import ops, testing
-plans = []
+class Names(dict):
+    __missing__ = staticmethod(importlib.import_module)
+plans, names = [], Names(testing=testing, ops=ops, torch=torch)
 for code in chains:
-    with using(name):
-        case = eval(code, {"testing": testing, "ops": ops, "torch": torch})
-        built = case.build()
-        plans.append("\\n".join(str(call.plan) for call in \
-opfuse.explain(built.chain, *built.inputs()).calls))
+    with testing.recipes.offered(), using(f"{name},{testing.recipes.NAME}"):
+        built = eval(code, {}, names).build()
+        with built.settings():
+            calls = opfuse.explain(built.chain, *built.inputs()).calls
+        plans.append("\\n".join(str(call.plan) for call in calls))
 messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
 print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
 """

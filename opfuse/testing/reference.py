@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..quantization import COLUMNWISE, ROWWISE, QuantizedTensor
+from ..quantization.formats import BlockScaledTensor
 from .cases import Case
 from .running import Failure, Result
-from .tolerance import difference
+from .tolerance import code_steps, difference
 
 
 def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) -> None:
@@ -74,12 +78,77 @@ def compare(
                 f"instead of {getattr(expected, attribute)}"
             )
     # each op of a chain rounds its result
-    roundings = 2 if case.compute_dtype is torch.float16 else 1
+    roundings, dtype = 2 if case.compute_dtype is torch.float16 else 1, case.compute_dtype
+    if case.recipe is not None and (case.subject.inexact or dtype.itemsize < 4):
+        dtype = torch.float8_e4m3fn  # a last bit that differs may have become a code
     problem = difference(
-        got, truth, rounded=expected, dtype=case.compute_dtype, gemm=case.gemm, roundings=roundings
+        got, truth, rounded=expected, dtype=dtype, gemm=case.gemm, roundings=roundings
     )
     if problem is not None:
         raise Failure(f"{what} {problem}")
+
+
+MOST_CODES = 1e-3
+"""The share of codes that may be one step off, where the subject is declared to be inexact."""
+
+
+def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) -> None:
+    """Hold a quantized tensor against the separate ops': the same format, codes and scales.
+
+    Raises:
+        Failure: They differ.
+    """
+    if type(got) is not type(expected):
+        names = [type(tensor).__name__ for tensor in (got, expected)]
+        raise Failure(f"{what} is a {names[0]} instead of a {names[1]}")
+    if not got.usage.covers(expected.copies):
+        raise Failure(f"{what} is good for {got.usage} instead of {expected.copies}")
+    scales_first = sorted(expected.tensor_names, key=lambda name: name in expected.data_names)
+    for name in scales_first:
+        mine, other = _used(got, name), _used(expected, name)
+        if mine is None or other is None:
+            continue
+        if mine.dtype != other.dtype:
+            raise Failure(f"{what}: {name} has dtype {mine.dtype} instead of {other.dtype}")
+        if name in expected.data_names:
+            _compare_data(case, f"{what}: {name}", mine, other)
+            continue
+        error = (mine.float() - other.float()).abs().nan_to_num()
+        if (error > (1e-6 if case.subject.inexact else 0) * other.float().abs()).any():
+            place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+            raise Failure(
+                f"{what}: {name} is {mine[place].item():.8g} instead of "
+                f"{other[place].item():.8g} at {place}"
+            )
+    for usage in (ROWWISE, COLUMNWISE):  # one copy may serve as the other
+        if expected.copies.covers(usage) and not got.copies.covers(usage):
+            if not torch.equal(got.dequantize(usage), expected.dequantize(usage)):
+                raise Failure(f"{what} stands for other values, read for {usage}")
+
+
+def _compare_data(case: Case, what: str, got: Tensor, expected: Tensor) -> None:
+    steps = code_steps(got, expected)
+    count = int((steps > 0).sum())
+    if not count:
+        return
+    share, most = count / steps.numel(), int(steps.max())
+    found = f"{count} of {steps.numel()} codes differ ({100 * share:.2g} %), by up to {most} steps"
+    if not case.subject.inexact:
+        raise Failure(
+            f"{what}: {found}; round where the separate ops round, or declare it in `inexact`"
+        )
+    if most > 1 or (share > MOST_CODES and count > 1):
+        raise Failure(f"{what}: {found}; {MOST_CODES:.1%} by one step are allowed to be inexact")
+    print(f"{case.subject.name}: {found}")
+
+
+def _used(tensor: QuantizedTensor, name: str) -> Tensor | None:
+    """One of its tensors, without what is there only to fill up rows of scales."""
+    part: Tensor | None = getattr(tensor, name)
+    if part is None or name in tensor.data_names or not isinstance(tensor, BlockScaledTensor):
+        return part
+    size = tensor.shape[-1] if name.startswith("rowwise") else tensor.shape[:-1].numel()
+    return part if tensor.block[0] == 1 else part[:, : -(-size // 128)]
 
 
 def describe(case: Case, leaf: str) -> str:
@@ -87,5 +156,5 @@ def describe(case: Case, leaf: str) -> str:
     if leaf == "input" or leaf.startswith("extra "):
         return "the input" if leaf == "input" else leaf.replace("extra", "extra input")
     number, _, name = leaf.partition(".")
-    op = (*case.before, *case.ops, *case.after)[int(number)]
+    op = case.chain_ops[int(number)]
     return f"{name} of op {number} ({op.cls.__name__})"

@@ -127,7 +127,8 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
 
 def snippet(check: str, case: Case) -> str:
     """Code that runs a check on a case."""
-    named = [where(op.cls) for op in (*case.before, *case.ops, *case.after)]
+    named = [where(op.cls) for op in case.chain_ops]
+    named += [where(type(case.recipe))] if case.recipe else []
     modules = {
         name.rpartition(".")[0] for name in named if not name.startswith(("ops.", "testing."))
     }

@@ -20,6 +20,7 @@ from ..fusion import Fusion
 from ..op import FusedOperation
 from ..plugins import manager
 from ..settings import Recorder, current
+from . import recipes
 from .cases import Built, Case, Subject
 
 R = TypeVar("R")
@@ -38,18 +39,19 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin, no fusion but these, no options but those of plugins.
+    """No plugin but that of the kit's recipes, no fusion but these, no options but of plugins.
 
     A warning about a plugin is an error.
     """
     before, manager._registered = manager._registered, []
     settings = current.values
-    current.values = tuple(option for option in settings[0] if "." in option[0]), "", None
+    options = tuple(option for option in settings[0] if "." in option[0])
+    current.values = options, recipes.NAME, None
     manager._changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.passes, subject.fusion, False)
     try:
-        with warnings.catch_warnings():
+        with recipes.offered(), warnings.catch_warnings():
             warnings.simplefilter("error", PluginWarning)
             yield
     finally:
@@ -74,18 +76,19 @@ class Plans(Recorder):
             Declined: It refused, or the pass it is for does not run there.
             Failure: It is not used, and nobody said why.
         """
-        subject = case.subject
-        for plan in self.plans:
-            forward, backward = (
-                {step.fusion for step in steps} for steps in (plan.forward, plan.backward)
-            )
-            if subject.name in (backward if subject.passes == "backward" else forward):
+        subject, passes = case.subject, case.subject.passes
+        plans = [plan for plan in self.plans if plan.backward or passes != "backward"]
+        if self.plans and not plans:
+            raise Declined("there is no backward")
+        for plan in plans:
+            steps = plan.backward if passes == "backward" else plan.forward
+            if subject.name in {step.fusion for step in steps}:
                 return
-            if subject.passes == "backward" and not plan.backward:
-                raise Declined("there is no backward")
             reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == subject.name]
             if reasons:
                 raise Declined(reasons[0])
+            if not case.edges <= {edge for step in steps for edge, _ in step.casts}:
+                raise Declined("nothing is cast where its pattern has a cast")
         if (case.before or case.after) and not isinstance(subject.fusion, Fusion):
             raise Declined("a fusion function decides for itself which chains it takes")
         raise Failure("it is not used for its own chain, and says no reason")
@@ -201,34 +204,44 @@ def blamed() -> Iterator[None]:
         ) from error
 
 
-@functools.lru_cache(maxsize=2048)
 def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
     """The same case without any fusion; with ``dtype`` fp64, the truth.
 
     Raises:
         Declined: The separate ops do not take it.
     """
+    return _separate(case, dtype and case.exact, only_main)
+
+
+@functools.lru_cache(maxsize=2048)
+def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
     try:
         with only():
-            return backward(case, forward(case, dtype and case.exact), only_main)
+            return backward(case, forward(case, dtype), only_main)
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 
 
-OnForward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
-OnBackward = Callable[[FusedOperation, list[Any], Tensor, Any], None]
+Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
 
 
 def watched(
-    case: Case, on_forward: OnForward | None = None, on_backward: OnBackward | None = None
+    case: Case,
+    on_forward: Callback | None = None,
+    on_backward: Callback | None = None,
+    on_recompute: Callback | None = None,
 ) -> Case:
     """The case with a fusion whose fused ops call back after each pass.
 
-    The callback gets the op, its contexts, the incoming tensor and the result.
+    The callback gets the op, its contexts, the incoming tensor (None where the output is computed
+    again) and the result.
     """
+    callbacks = dict(
+        fuser_forward=on_forward, fuser_backward=on_backward, fuser_recompute=on_recompute
+    )
 
     def watch(op: FusedOperation) -> FusedOperation:
-        for name, callback in (("fuser_forward", on_forward), ("fuser_backward", on_backward)):
+        for name, callback in callbacks.items():
             if callback is not None:
                 vars(op)[name] = types.MethodType(_calling(getattr(op, name), callback), op)
         return op
@@ -258,19 +271,30 @@ def watched(
 
 def _calling(plain: Any, callback: Any) -> Any:
     @functools.wraps(plain)
-    def call(op: FusedOperation, ctxs: Any, tensor: Any, **given: Any) -> Any:
-        result = plain(ctxs, tensor, **given)
-        callback(op, ctxs, tensor, result)
+    def call(op: FusedOperation, ctxs: Any, *tensor: Any, **given: Any) -> Any:
+        result = plain(ctxs, *tensor, **given)
+        callback(op, ctxs, *(tensor or (None,)), result)
         return result
 
     return call
 
 
 class OneByOne(FusedOperation):
-    """The forward of its basic ops, one after the other."""
+    """Its basic ops and casts, one after the other."""
 
     kwarg_names = None
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **given: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         return self.run_separately(basic_op_ctxs, input_, **given)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **given: Any) -> Any:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+def one_by_one(case: Case) -> Case:
+    """The case with a fusion of the same ops that runs them, and their casts, one by one."""
+    casts = getattr(case.subject.fusion, "casts", False)
+    fusion = Fusion([op.cls for op in case.ops], OneByOne, name="one by one", casts=casts)
+    return case.with_(subject=case.subject._replace(fusion=fusion))

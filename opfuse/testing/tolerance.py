@@ -98,6 +98,18 @@ def difference(
     )
 
 
+def code_steps(got: Tensor, expected: Tensor) -> Tensor:
+    """How many codes lie between two tensors of codes, such as fp8 values, element by element."""
+    if got.dtype.itemsize > 1 or not got.dtype.is_floating_point:
+        return (got.double() - expected.double()).abs()
+    codes = [codes.view(torch.uint8).short() for codes in (got, expected)]
+    sign = 128
+    if got.dtype is torch.float4_e2m1fn_x2:
+        codes, sign = [torch.stack([both & 15, both >> 4]) for both in codes], 8
+    one, other = (torch.where(code >= sign, sign - code, code) for code in codes)
+    return (one - other).abs()
+
+
 def assert_close(
     got: Tensor, expected: Tensor, *, gemm: bool = False, what: str = "the result"
 ) -> None:

@@ -43,14 +43,14 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def faulty(check, says, kind, *pattern, when=None, examples=()):
+def faulty(check, says, kind, *pattern, when=None, examples=(), **given):
     """Register a fused op class, or a function that makes one, as a fault."""
 
     def add(cls):
         make = (
             (lambda: cls)
             if kind == "function"
-            else lambda: Fusion(pattern, cls, when, name=cls.__name__)
+            else lambda: Fusion(pattern, cls, when, name=cls.__name__, **given)
         )
         FAULTS[cls.__name__] = Fault(
             check, says, "forward" if kind == "function" else kind, make, examples
@@ -489,11 +489,11 @@ class IgnoresAutocast(Forwarding):
         return super().fuser_forward(basic_op_ctxs, input_, **given)
 
 
-@faulty("recipe", "under a recipe .* the output is wrong by", "forward", BasicLinear, Bias)
+@faulty("recipe", "in step 1 under .* the output is wrong by", "forward", BasicLinear, Bias)
 class IgnoresTheRecipe(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)
-        if basic_op_ctxs[0].quantizers[0]:
+        if basic_op_ctxs[0].quantizers:
             y = (
                 F.linear(
                     input_.dequantize() if hasattr(input_, "quantizer") else input_,

@@ -3,12 +3,12 @@
 What a later one finds may be due to an earlier one.
 """
 
-from . import calls, features, memory, planning, values  # noqa: F401  # each adds its checks
+from . import calls, features, memory, planning, quantized, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
-ORDER = """condition pattern same_plan runs unmodified_inputs \
-saved_state unmodified_gradients output gradients
-recompute aliasing requires_grad grad_input autocast \
+ORDER = """condition pattern same_plan runs codes unmodified_inputs \
+saved_state unmodified_gradients output recompute
+gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads

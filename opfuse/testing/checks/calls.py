@@ -30,7 +30,7 @@ from ..running import (
     only,
     separate,
 )
-from .registry import check, evaluating, plain, surrounded
+from .registry import check, decline_state, evaluating, plain, surrounded
 
 R = TypeVar("R")
 
@@ -38,6 +38,7 @@ R = TypeVar("R")
 @check(surrounded)
 def repeatable(case: Case) -> None:
     """The same chain gives bitwise the same twice, and the right thing in every call."""
+    decline_state(case)
     expected, truth = separate(case), separate(case, torch.float64)
     with only(case.subject), Plans() as plans:
         built = case.build()
@@ -285,7 +286,8 @@ def generator(case: Case) -> None:
         with torch.random.fork_rng([device] if cuda else []):
             torch.manual_seed(0)
             result = Result(built, built.inputs(), ())
-            outputs = built.chain(*result.given)
+            with built.settings():
+                outputs = built.chain(*result.given)
             result.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             states.append(torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state())
             backward(case, result)
@@ -350,6 +352,7 @@ def threads(case: Case) -> None:
     """Two threads that call one chain, each with values of its own, get each their own results."""
     if case.draws:
         raise Declined("threads share torch's generator")
+    decline_state(case)
     fused(case)
     with only():
         pairs = list(_calls(case, (1, 1)))

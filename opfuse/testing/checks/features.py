@@ -1,12 +1,11 @@
 """Checks against the rest of torch.
 
-They cover modes without gradients, autocast, compile, checkpoint, copies, errors and recipes.
+They cover modes without gradients, autocast, compile, checkpoint, copies and errors.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +15,8 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...contexts import autocast as quantize
 from ...contexts import checkpoint_contexts
-from ...hookspecs import hookimpl
 from ...ops import BasicLinear
-from ...plugins import manager, using
-from ...quantization import QuantizedTensor, Quantizer, QuantizerRole, Recipe, Usage
-from ...quantization.formats import ScaledTensor
 from ..cases import Case, Op
 from ..generate import Chains
 from ..reference import compare_grads, compare_outputs, compare_results, describe
@@ -38,7 +32,7 @@ from ..running import (
     separate,
     watched,
 )
-from .registry import check, first, joined, keeping_weights, plain, surrounded
+from .registry import check, decline_state, first, joined, keeping_weights, plain, surrounded
 
 
 @check(plain, passes=("forward", "joint"))
@@ -83,6 +77,8 @@ def autocast(case: Case) -> None:
 @check(plain)
 def gradcheck(case: Case) -> None:
     """Numerical and analytical gradients agree, in fp64."""
+    if case.recipe is not None:
+        raise Declined("what is quantized has no derivative")
     case = case.with_(dtype=torch.float64, rows=(2,))
     fused(case, grads=False)
     with only(case.subject):
@@ -132,10 +128,13 @@ class Raising(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @check(plain)
 def errors(case: Case) -> None:
     """An error inside a kernel reaches the caller, and what the separate ops refuse is refused."""
-    fused(case, grads=False)
+    warm = fused(case, grads=False).built
     with only(case.subject):
+        if case.recipe is not None:
+            forward(case, built=warm)
         for at in range(40):
-            built = case.build()
+            # where a quantizer cannot be made, its plugin is off from then on
+            built = case.build() if case.recipe is None else warm
             try:
                 with Raising(at) as mode:
                     backward(case, forward(case, built=built))
@@ -236,6 +235,7 @@ def _compiled(chains: Chains) -> Iterator[Case]:
 @check(_compiled, slow=True)
 def compile(case: Case) -> None:
     """``torch.compile(fullgraph=True)`` gives the same, for one row count and for any."""
+    decline_state(case)
     expected, truth = separate(case), separate(case, torch.float64)
     fused(case, grads=False)
     for dynamic in [case.rows != (1,)]:
@@ -323,68 +323,3 @@ def main_grad(case: Case) -> None:
     except Failure as failure:
         hint = "the op adds to main_grad what the backward returns"
         raise Failure(f"with accumulate_into_main_grad=True, {failure}; {hint}") from failure
-
-
-# Recipes
-
-
-@dataclasses.dataclass(frozen=True)
-class GridRecipe(Recipe):
-    """Rounds to multiples of a step."""
-
-    step: float = 0.25
-
-
-class _GridQuantizer(Quantizer):
-    def __init__(self, recipe: GridRecipe) -> None:
-        self.step = recipe.step
-
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
-        step = torch.full((1,), self.step, device=tensor.device)
-        return ScaledTensor(
-            tensor.shape, tensor.dtype, self, rowwise_data=(tensor / step).round(), scale_inv=step
-        )
-
-
-class GridPlugin:
-    """Offers :class:`GridRecipe`."""
-
-    @hookimpl
-    def opfuse_recipes(self) -> dict[str, type[Recipe]]:
-        """See :func:`opfuse.hookspecs.opfuse_recipes`."""
-        return {"grid": GridRecipe}
-
-    @hookimpl
-    def opfuse_quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
-        """See :func:`opfuse.hookspecs.opfuse_quantizer`."""
-        return _GridQuantizer(recipe) if isinstance(recipe, GridRecipe) else None
-
-
-@check(plain)
-def recipe(case: Case) -> None:
-    """Under a quantization recipe it declines, or gives what the separate ops give under it."""
-    case = case.with_(dtype=torch.float64)
-    record = manager.register(GridPlugin(), name="opfuse-testing-grid")
-    try:
-        for override in (None, "high_precision", "dequantized"):
-            results = []
-            for subject in (None, case.subject):
-                with only(subject), using("opfuse-testing-grid"):
-                    try:
-                        with quantize(recipe=GridRecipe(backward_override=override)):
-                            results.append(forward(case))
-                    except Exception as error:
-                        if subject is None:
-                            raise Declined(f"the separate ops refuse a recipe: {error}") from error
-                        raise
-                    backward(case, results[-1])
-            try:
-                compare_results(case, results[1], results[0], results[0])
-            except Failure as failure:
-                raise Failure(
-                    f"under a recipe with backward_override={override!r}, {failure}"
-                ) from failure
-    finally:
-        manager.remove(record)

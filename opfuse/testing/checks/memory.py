@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...contexts import _CORE_OPTIONS, options
+from ...op import BasicOperation
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import describe
@@ -241,6 +242,7 @@ def _released(case: Case) -> None:
                 wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
                 grads = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
             del outputs, wanted, grads
+        _forget_casts(built)
         gc.collect()
         for what in births.still_there(_memory(built.leaves.values())):
             raise Failure(f"{what} after the backward")
@@ -249,6 +251,13 @@ def _released(case: Case) -> None:
     gc.collect()
     for what in births.still_there(set()):
         raise Failure(f"{what} after the chain is gone")
+
+
+def _forget_casts(built: Built) -> None:
+    """Forget the casts of weights, which ops keep for later calls."""
+    for op in built.chain.modules():
+        if isinstance(op, BasicOperation):
+            op._weights.clear()
 
 
 def _all_is_seen(built: Built) -> None:
@@ -261,6 +270,7 @@ def _all_is_seen(built: Built) -> None:
 
     with births, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = built(*given)
+    _forget_casts(built)
     for what in births.still_there(seen | _memory([*given, *outputs, *built.leaves.values()])):
         hint = "give it to save_for_backward, or neither offloading nor version checks see it"
         raise Failure(f"{what} after the forward, and no saved-tensor hook has seen it: {hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import sys
@@ -16,8 +17,9 @@ from ...environment import Environment
 from ...fusion import Fusion, OneOrMore, Optional, Subclasses
 from ...op import BasicOperation
 from ...quantization import Recipe
-from ..cases import Case, Op
-from ..generate import WIDTHS, chains, environment, structures
+from ..cases import Case, Op, is_cast
+from ..generate import WIDTHS, chains, structures
+from ..placing import environment, matched, placed
 from ..reference import compare_results
 from ..running import Declined, Failure, Plans, backward, blamed, forward, fused, only, separate
 from .registry import check, every, first, plain
@@ -47,8 +49,8 @@ def condition(case: Case) -> None:
     if not isinstance(fusion, Fusion):
         return
     for device in ("meta", case.device):
-        ops = tuple(op.to(device) for op in case.basic_ops())
-        for env in environments(case.device):
+        ops = tuple(op.to(device) for op in matched(case))
+        for env in environments(case.device, case.recipe):
             try:
                 answer = True if fusion.when is None else fusion.when(ops, env)
                 benefit = fusion.benefit_of(ops, env)
@@ -87,7 +89,8 @@ def refusals(case: Case) -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        for ops, env in itertools.product(_any_chains(case), environments(case.device)):
+        envs = environments(case.device, case.recipe)
+        for ops, env in itertools.product(_any_chains(case), envs):
             if seen and all(seen.intersection(lines) for _, lines in wanted):
                 break
             try:
@@ -115,7 +118,8 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
         for elements in structures(case.subject.fusion.pattern):
             for width in (*WIDTHS[:4], 7):
                 for made in chains(elements, width, dict(case.subject.makers)):
-                    yield tuple(op() for op in made)
+                    with contextlib.suppress(Declined):
+                        yield matched(placed(case, made, width))
 
 
 def _refusing_returns(when: Any) -> list[tuple[str, range]]:
@@ -155,7 +159,7 @@ class ProbeRecipe(Recipe):
     """A recipe that no plugin knows."""
 
 
-def environments(device: str) -> Iterator[Environment]:
+def environments(device: str, recipe: Recipe | None = None) -> Iterator[Environment]:
     """Environments that differ in everything a condition may look at."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     places: list[tuple[str, Any]] = [
@@ -170,7 +174,7 @@ def environments(device: str) -> Iterator[Environment]:
         env = environment(device)._replace(
             device=torch.device(name), capability=capability, dtype=dtype
         )
-        yield env
+        yield env._replace(recipe=recipe)
         yield env._replace(recipe=ProbeRecipe())
         yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
         yield env._replace(row_alignment=16, rows=1 << 16, features=4096)
@@ -188,7 +192,7 @@ def _is_here(env: Environment) -> bool:
 def neighbours(case: Case) -> None:
     """With one op derived, missing or added, a chain gives what its separate ops give."""
     for number, op in enumerate(case.ops):
-        if not _by_protocol(case.subject.fusion, op.cls):
+        if not is_cast(op) and not _by_protocol(case.subject.fusion, op.cls):
             derived = Op(_derived(op.cls), *op.args, **dict(op.kwargs))
             what = f"its pattern with a subclass of {op.cls.__name__} that computes something else"
             _unlike(case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what)
@@ -203,7 +207,7 @@ def neighbours(case: Case) -> None:
 def subclasses(case: Case) -> None:
     """With an op of a derived class that computes something else, it gives that, or is not used."""
     for number, op in enumerate(case.ops):
-        if _by_protocol(case.subject.fusion, op.cls):
+        if not is_cast(op) and _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
                 derived = Op(cls, *op.args, **dict(op.kwargs))
                 what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"

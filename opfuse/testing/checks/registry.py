@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ...fusion import PASSES
+from ...quantization import Recipe
 from ..cases import LAYOUTS, Case, Op
 from ..generate import Chains, neighbours
+from ..running import Declined
 from ..tolerance import MORE_ROWS, ROWS
 
 
@@ -89,6 +91,7 @@ def surrounded(chains: Chains) -> Iterator[Case]:
         before, after = neighbours(case)
         yield case
         if before:
+            before, after = (*before, *case.before), (*case.after, *after)
             yield case.with_(after=after)
             yield case.with_(before=before)
             yield case.with_(before=before, after=after)
@@ -120,6 +123,16 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
     yield from evaluating(chains)
     yield from chains.residual
+
+
+def decline_state(case: Case) -> None:
+    """Leave out what a recipe gives other results for in every call.
+
+    Raises:
+        Declined: The scales of its recipe follow from earlier calls.
+    """
+    if case.recipe is not None and type(case.recipe).update is not Recipe.update:
+        raise Declined(f"the scales of {type(case.recipe).__name__} change from call to call")
 
 
 def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
@@ -156,4 +169,4 @@ def joined(case: Case) -> Case:
     """The case before an op that gives its gradient to two."""
     from ...ops import AddExtraInput
 
-    return case.with_(after=(Op(AddExtraInput),))
+    return case.with_(after=(*case.after, Op(AddExtraInput)))

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...fusion import Fusion
-from ...ops import BasicLinear
-from ..cases import Case, Op, next_width, subjects
+from ...ops import Cast
+from ...quantization import QuantizedTensor
+from ..cases import Case, subjects
 from ..generate import Chains
-from ..reference import compare, compare_grads, compare_outputs, compare_results
+from ..reference import compare, compare_codes, compare_grads, compare_outputs, compare_results
 from ..running import (
     Declined,
     Failure,
-    OneByOne,
     Result,
     backward,
     both,
     forward,
     fused,
+    one_by_one,
     only,
     separate,
     watched,
@@ -82,18 +81,15 @@ def _saving(chains: Chains) -> Iterator[Case]:
         yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
         yield case.with_(rows=(5,), layout="strided")
         yield case.with_(rows=MANY_ROWS)
+    yield from chains.quantized
 
 
 @check(_saving, passes=("forward",))
 def saved_state(case: Case) -> None:
     """A forward leaves in contexts what the ops would: names, order, values, dtypes, aliases."""
     kept, reference = Kept(), Kept()
-    one_by_one = Fusion([op.cls for op in case.ops], OneByOne, name="one by one")
     fused(watched(case, kept), grads=False)
-    fused(
-        watched(case.with_(subject=case.subject._replace(fusion=one_by_one)), reference),
-        grads=False,
-    )
+    fused(watched(one_by_one(case), reference), grads=False)
     for number, (got, expected) in enumerate(zip(kept.left, reference.left, strict=True)):
         who = f"op {number} ({case.ops[number].cls.__name__})"
         _compare_context(case, who, got, expected)
@@ -124,20 +120,20 @@ class Kept:
             names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
             entry = {"needed": ctx.requires_grad, "saved": saved, "names": names}
             entry["aliases"] = [aliases(t, known) for t in saved or ()]
-            entry["context"] = {name: getattr(ctx, name, None) for name in basic.context_names}
+            names = () if isinstance(basic, Cast) else basic.context_names
+            entry["context"] = {name: getattr(ctx, name, None) for name in names}
             self.left.append(entry)
 
 
-def aliases(tensor: Any, known: dict[str, Tensor]) -> list[str]:
-    """Which of the known tensors share memory with this one."""
-    if not isinstance(tensor, Tensor) or not tensor.numel():
-        return []
-    storage = tensor.untyped_storage()._cdata
-    return [
-        name
-        for name, other in known.items()
-        if other.numel() and other.untyped_storage()._cdata == storage
-    ]
+def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
+    """Which of the known tensors, quantized or not, share memory with this one."""
+    memory = _memory(tensor)
+    return [name for name, other in known.items() if memory & _memory(other)]
+
+
+def _memory(tensor: Any) -> set[int]:
+    parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
+    return {t.untyped_storage()._cdata for t in parts if isinstance(t, Tensor) and t.numel()}
 
 
 def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -174,7 +170,10 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
                 f"{what} shares memory with {shares}, the basic op's with "
                 f"{' and '.join(expected['aliases'][k]) or 'nothing'}"
             )
-        compare(case, what, mine, other, other.double())
+        if isinstance(other, QuantizedTensor):
+            compare_codes(case, what, mine, other)
+        else:
+            compare(case, what, mine, other, other.double())
     for name, value in expected["context"].items():
         if got["context"][name] != value:
             raise Failure(
@@ -207,45 +206,6 @@ def gradients(case: Case) -> None:
             raise Failure(f"where no extra output is used, {failure}") from failure
 
 
-def _followed(chains: Chains) -> Iterator[Case]:
-    for case in chains.plain:
-        width = functools.reduce(
-            lambda width, op: next_width(op, width) or width, case.basic_ops(), case.first_width()
-        )
-        case = case.with_(after=(Op(BasicLinear, width, 3),))
-        yield case
-        yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
-        yield case.with_(autocast=torch.bfloat16)
-        yield case.with_(rows=MANY_ROWS)
-
-
-@check(_followed, passes=("forward", "joint"))
-def recompute(case: Case) -> None:
-    """If a fused op computes its output again for the next op, gradients are and stay right."""
-    ops = case.basic_ops()[: len(case.ops)]
-    if (
-        not isinstance(case.subject.fusion, Fusion)
-        or not case.subject.fusion.build(tuple(ops)).recomputes
-    ):
-        raise Declined("it does not compute its output again")
-    left: list[Any] = []
-    alone = case.with_(after=())
-    fused(
-        watched(alone, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)),
-        grads=False,
-    )
-    if any(value is not None for value in left):
-        raise Failure(
-            "it leaves recomputable_output on the context where nobody behind it would do without"
-        )
-    expected, truth = _pair(case)
-    compare_results(case, fused(case), expected, truth)
-    with only(case.subject):
-        result = forward(case)
-        for retain in (True, False):
-            compare_grads(case, backward(case, result, retain_graph=retain), expected, truth)
-
-
 @check(frozen)
 def requires_grad(case: Case) -> None:
     """Whichever leaves need a gradient get the right one, and no other work is done."""
@@ -276,7 +236,7 @@ def together(case: Case) -> None:
     ]
     if not every:
         raise Declined("its plugin offers no other fusion")
-    for dtype in (case.dtype, torch.bfloat16):
+    for dtype in (case.dtype, torch.bfloat16) if case.recipe is None else (torch.float64,):
         case = case.with_(dtype=dtype)
         expected, truth = _pair(case)
         with only(case.subject, *every):

@@ -1,0 +1,208 @@
+"""Checks of what is cast, of what is computed again, and of a chain under a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...fusion import Fusion
+from ...ops import BasicLinear, Cast
+from ...quantization import QuantizedTensor
+from ..cases import Case, Op, is_cast
+from ..generate import Chains
+from ..placing import matched, width_behind
+from ..recipes import variants
+from ..reference import compare_codes, compare_results
+from ..running import (
+    Declined,
+    Failure,
+    Plans,
+    Result,
+    backward,
+    both,
+    forward,
+    fused,
+    one_by_one,
+    only,
+    separate,
+    watched,
+)
+from .registry import MANY_ROWS, check
+from .values import aliases
+
+
+def _casts_its_result(case: Case) -> bool:
+    return is_cast(case.ops[0 if case.subject.passes == "backward" else -1])
+
+
+def _casting(chains: Chains) -> Iterator[Case]:
+    """Chains in which the fusion casts its result, in every dtype, and with every usage."""
+    yield from filter(_casts_its_result, chains.all)
+    for case in filter(_casts_its_result, chains.plain):
+        for dtype in (torch.float64, torch.bfloat16, torch.float16):
+            yield case.with_(dtype=dtype)
+        yield from (case.with_(rows=rows) for rows in ((), (1,), (0,), (2, 3), (129,), MANY_ROWS))
+        yield case.with_(rows=MANY_ROWS, dtype=torch.bfloat16)
+        yield case.with_(rows=(5,), layout="strided")
+        yield case.with_(autocast=torch.bfloat16)
+        yield from (case.with_(frozen=(name,)) for name in case.leaf_names())
+
+
+@check(_casting)
+def codes(case: Case) -> None:
+    """Where it casts its result: the codes and scales of the separate ops, for the uses asked."""
+    given: tuple[list[Any], list[Any]] = [], []
+    for one, found in zip((case, one_by_one(case)), given, strict=True):
+        ends = [_at_end(found, place) for place in (-1, 0)]
+        fused(watched(one, *ends), grads=case.subject.passes != "forward")
+    for (cast, made), (_, expected) in zip(*given, strict=True):
+        if not isinstance(made, QuantizedTensor):
+            raise Failure(
+                "it gives a plain tensor where its pattern has a Cast: who reads it casts it, or "
+                "nobody does; give ctx.quantizer(y, ctx.usage) of the cast's context"
+            )
+        if not made.usage.covers(cast.usage):
+            raise Failure(f"what it casts is good for {made.usage}, {cast.usage} is asked for")
+        state = {name: getattr(cast.quantizer, name) for name in cast.quantizer.state_names}
+        for name, tensor in zip(made.tensor_names, made.tensors(), strict=True):
+            for other in aliases(tensor, state):
+                raise Failure(
+                    f"the {name} of what it casts shares memory with the state {other!r} of the "
+                    f"quantizer, which changes before the backward: copy it"
+                )
+        compare_codes(case, "what it casts", made, expected)
+
+
+def _at_end(found: list[Any], place: int) -> Any:
+    def look(op: Any, ctxs: Any, x: Any, result: Any) -> None:
+        if isinstance(op.basic_ops[place], Cast):
+            found.append((op.basic_ops[place], result[0]))
+
+    return look
+
+
+def _followed(chains: Chains) -> Iterator[Case]:
+    for case in chains.plain:
+        if not case.after:
+            width = width_behind(case.chain_ops, case.first_width())
+            case = case.with_(after=(Op(BasicLinear, width, 3),))
+        yield case
+        yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
+        yield case.with_(autocast=torch.bfloat16)
+        yield case.with_(rows=MANY_ROWS)
+    yield from chains.quantized
+
+
+@check(_followed, passes=("forward", "joint"))
+def recompute(case: Case) -> None:
+    """If a fused op computes its output again for the next op, gradients are and stay right."""
+    fusion = case.subject.fusion
+    if not isinstance(fusion, Fusion) or not fusion.build(matched(case)).recomputes:
+        raise Declined("it does not compute its output again")
+    if case.recipe is None:
+        _lets_go_only_if_asked(case.with_(after=()))
+    expected, truth = separate(case), separate(case, torch.float64)
+    made: list[list[Tensor | None]] = []
+
+    def keep(op: Any, ctxs: Any, x: Any, result: Any) -> None:
+        made.append(_parts(result[0]))
+
+    def again(op: Any, ctxs: Any, x: Any, result: Any) -> None:
+        for one, first in zip(_parts(result), made[-1], strict=True):
+            if case.recipe and one is not None and first is not None and not _same(one, first):
+                raise Failure(
+                    "what it computes again and casts is not bit by bit what it was: compute it "
+                    "in the same way, and cast it with ctx.quantizer.requantize and the scales in "
+                    "the saved_tensors of the cast's context"
+                )
+
+    def step() -> tuple[list[Result], dict[str, Tensor]]:
+        result, results = forward(case), []
+        for retain in (True, False):
+            results.append(backward(case, result, retain_graph=retain))
+            compare_results(case, results[-1], expected, truth)
+        return results, _states(result.built.chain)
+
+    (_, mine), (_, other) = both(watched(case, keep, None, again), step)
+    _compare_states(mine, other, "after a backward that computes again")
+
+
+def _lets_go_only_if_asked(case: Case) -> None:
+    left: list[Any] = []
+    fused(
+        watched(case, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)),
+        grads=False,
+    )
+    if any(value is not None for value in left):
+        raise Failure(
+            "it leaves recomputable_output on the context where nobody behind it would do without"
+        )
+
+
+def _parts(tensor: Any) -> list[Tensor | None]:
+    parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
+    return [part if part is None else part.detach().clone() for part in parts]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(
+        *(t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+    )
+
+
+def _under_recipes(chains: Chains) -> Iterator[Case]:
+    for case in chains.quantized:
+        assert case.recipe is not None
+        yield from (case.with_(recipe=recipe) for recipe in variants(case.recipe))
+
+
+@check(_under_recipes)
+def recipe(case: Case) -> None:
+    """Under a recipe, three steps give what the separate ops give, and the same state."""
+
+    def step() -> tuple[list[Result], dict[str, Tensor]]:
+        built, results = case.build(), []
+        for _ in range(3):
+            results.append(backward(case, forward(case, built=built)))
+            built.leaves["input"].data.mul_(1.5)
+        return results, _states(built.chain)
+
+    try:
+        with only(case.subject), Plans() as plans:
+            got, mine = step()
+        plans.require(case)
+    except (Declined, Failure):
+        raise
+    except Exception:
+        separate(case)  # they may not take it either
+        raise
+    with only():
+        expected, other = step()
+    for number, (one, result) in enumerate(zip(got, expected, strict=True)):
+        try:
+            compare_results(case, one, result, result)
+        except Failure as failure:
+            raise Failure(f"in step {number + 1} under {case.recipe}, {failure}") from failure
+    _compare_states(mine, other, f"after three steps under {case.recipe}")
+
+
+def _states(chain: nn.Module) -> dict[str, Tensor]:
+    """The state of the quantizers of a chain."""
+    return {
+        name: value.clone()
+        for name, value in chain.state_dict().items()
+        if ".quantizers." in name and not name.endswith(".recipe")
+    }
+
+
+def _compare_states(got: dict[str, Tensor], expected: dict[str, Tensor], when: str) -> None:
+    for name, other in expected.items():
+        if name not in got or not torch.allclose(got[name], other, rtol=1e-5, atol=0.0):
+            values = " instead of ".join(str(v.tolist()) for v in (got[name], other))
+            raise Failure(
+                f"{when}, the quantizer state {name} is {values}: cast what the separate ops cast, "
+                "once, with the same quantizer, and let nothing else be recorded"
+            )

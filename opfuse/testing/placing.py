@@ -1,0 +1,81 @@
+"""Where the ops of a case stand: what is around them, and which casts are between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import ops as built_in
+from ..engine.chain import Chain
+from ..engine.edges import Needs
+from ..engine.planner import _ask_ops
+from ..environment import Environment
+from ..op import BasicOperation
+from ..settings import current
+from .cases import Case, Op, is_cast, next_width
+from .running import Declined, only
+
+DEEP = (4, 4)
+"""Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""
+
+
+@functools.lru_cache(maxsize=4096)
+def next_width_behind(op: Op, width: int) -> int | None:
+    """Features that an op gives for ``width`` features, or None if it does not take that many."""
+    return width if is_cast(op) else next_width(op(), width)
+
+
+def width_behind(ops: Sequence[Op], width: int) -> int:
+    """Features that ops give for ``width`` features."""
+    return functools.reduce(lambda at, op: next_width_behind(op, at) or at, ops, width)
+
+
+def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
+    """The case with other ops, and around them what asks for the casts at their ends."""
+    case = case.with_(ops=ops, rows=DEEP if is_deep(ops) else case.rows, before=(), after=())
+    if case.subject.passes == "backward" and is_cast(ops[0]):
+        return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
+    if case.subject.passes == "forward" and is_cast(ops[-1]):
+        behind = width_behind(ops, width)
+        return case.with_(after=(Op(built_in.BasicLinear, behind, min(behind, 512)),))
+    return case
+
+
+def is_deep(ops: Sequence[Op]) -> bool:
+    """Whether a norm is over more than the last dimension."""
+    norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
+    return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
+
+
+def matched(case: Case) -> tuple[BasicOperation, ...]:
+    """New ops that the fusion would stand for, as its condition sees them: with their casts.
+
+    Raises:
+        Declined: Nothing is cast where its pattern has a cast.
+    """
+    basic, recipe = case.basic_ops(), case.recipe
+    start = len(case.before)
+    stop = start + len(case.ops) - sum(map(is_cast, case.ops))
+    if not case.edges:
+        return tuple(basic[start:stop])
+    env = environment(case.device, dtype=case.dtype, recipe=recipe)
+    flags = (True,) * len(basic)
+    needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
+    with only():
+        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe))
+    begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
+    view = edges.view(basic, case.subject.passes)
+    found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]
+    if len(found) != len(case.ops):
+        raise Declined("nothing is cast where its pattern has a cast")
+    return tuple(found)
+
+
+def environment(device: str, **changes: Any) -> Environment:
+    """The environment of a plain training step."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    env = Environment(torch.device(device), capability, torch.float32, requires_grad=True)
+    return env._replace(**changes)

@@ -1,0 +1,248 @@
+"""Recipes for the checks, in plain PyTorch, and those of the plugins beside them.
+
+Each makes fp8 tensors in one of the documented formats. They differ in what a fusion can get wrong:
+one scale per tensor, blocks whose rowwise and columnwise copies hold different values, and scales
+that follow from earlier steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..environment import Environment
+from ..hookspecs import hookimpl
+from ..plugins import manager
+from ..quantization import (
+    QuantizedTensor,
+    Quantizer,
+    QuantizerRole,
+    Recipe,
+    Usage,
+    nothing_recorded,
+)
+from ..quantization.formats import BlockScaledTensor, ScaledTensor
+from ..records import PluginRecord
+
+OVERRIDES = (None, "high_precision", "dequantized")
+NAME = "opfuse-testing"
+"""What the plugin is called that offers these recipes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor(Recipe):
+    """One scale per tensor, from its own largest magnitude; e4m3, gradients e5m2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock(Recipe):
+    """A scale per 1 x 128 values of inputs and gradients, and per 128 x 128 of weights; e4m3.
+
+    The copies of an input or gradient are cut along different dimensions: who reads the wrong one
+    computes with other values.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed(Recipe):
+    """One scale per tensor, from the largest magnitudes of the last two steps; else as PerTensor.
+
+    It also counts casts, so that two for one tensor do not look like one.
+    """
+
+    def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
+        """See :meth:`opfuse.Recipe.update`; there is no group in the kit."""
+        assert group is None
+        for quantizer in quantizers:
+            assert isinstance(quantizer, _Delayed)
+            if not quantizer.is_gradient or quantizer.seen >= 0:
+                quantizer.advance()
+
+
+class _PerTensor(Quantizer):
+    def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
+        self.is_gradient = role.tensor_type == "grad_output"
+        self.dtype = torch.float8_e5m2 if self.is_gradient else torch.float8_e4m3fn
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        return self.scaled(tensor, _scale(_amax(tensor), self.dtype).reshape(1), usage)
+
+    def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
+        data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()
+        return ScaledTensor(
+            tensor.shape,
+            tensor.dtype,
+            self,
+            rowwise_data=data if usage.rowwise else None,
+            columnwise_data=_matrix(data).t().contiguous() if usage.columnwise else None,
+            scale_inv=scale,
+        )
+
+
+class _Delayed(_PerTensor):
+    state_names: ClassVar[tuple[str, ...]] = ("scale", "history", "count", "seen", "casts")
+    pending_names: ClassVar[tuple[str, ...]] = ("seen", "casts")
+
+    def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
+        super().__init__(role, device)
+        self.scale, self.history = torch.ones(1, device=device), torch.zeros(2, device=device)
+        self.count = torch.zeros(1, device=device)
+        self.seen, self.casts = nothing_recorded(device), nothing_recorded(device)
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        torch.maximum(self.seen, _amax(tensor), out=self.seen)
+        self.casts.add_(1)
+        return self.scaled(tensor, self.scale.clone(), usage)
+
+    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
+        assert isinstance(scales, ScaledTensor) and scales.scale_inv is not None
+        return self.scaled(tensor, scales.scale_inv, usage)
+
+    def advance(self) -> None:
+        """Fold in what was recorded, and forget it."""
+        self.history.copy_(torch.cat([self.seen.clamp(min=0), self.history[:1]]))
+        self.scale.copy_(_scale(self.history.amax(), self.dtype))
+        self.count.add_(self.casts + 1)
+        self.discard()
+
+
+class _PerBlock(Quantizer):
+    def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
+        self.block = (128, 128) if role.tensor_type == "weight" else (1, 128)
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        values = _matrix(tensor.detach())
+        row, row_scale = self._copy(values) if usage.rowwise else (None, None)
+        column, column_scale = self._copy(values.t()) if usage.columnwise else (None, None)
+        return BlockScaledTensor(
+            tensor.shape,
+            tensor.dtype,
+            self,
+            row if row is None else row.reshape(tensor.shape),
+            row_scale,
+            column,
+            column_scale,
+            block=self.block,
+        )
+
+    def _copy(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and scales of a matrix whose blocks lie along its last dimension."""
+        (outer, inner), high = values.shape, self.block[0]
+        up, along = -(-outer // high), -(-inner // 128)
+        whole = F.pad(values, (0, 128 * along - inner, 0, high * up - outer))
+        blocks = whole.abs().reshape(up, high, along, 128).float()
+        scale = _scale(blocks.amax((1, 3)), torch.float8_e4m3fn)
+        each = scale.repeat_interleave(high, 0)[:outer].repeat_interleave(128, 1)[:, :inner]
+        codes = _codes(values, each, torch.float8_e4m3fn).contiguous()
+        if high == 1:
+            return codes, scale.t().contiguous()
+        return codes, F.pad(scale, (0, -along % 4), value=1.0)
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """The tensor as rows and columns: its last dimension is the columns."""
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    return tensor.reshape(tensor.shape[:-1].numel(), columns)
+
+
+def _amax(tensor: Tensor) -> Tensor:
+    none = tensor.new_zeros((), dtype=torch.float32)
+    return tensor.detach().abs().amax().float() if tensor.numel() else none
+
+
+def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What codes are multiplied by, so that ``amax`` becomes the largest code."""
+    scale = amax / torch.finfo(dtype).max
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    wide = values if values.dtype is torch.float64 else values.float()
+    return (wide / scale).clamp(-most, most).to(dtype)
+
+
+TOYS: Mapping[type[Recipe], type[Quantizer]] = {
+    PerTensor: _PerTensor,
+    PerBlock: _PerBlock,
+    Delayed: _Delayed,
+}
+"""The recipes of the kit, and their quantizers."""
+
+
+class _Plugin:
+    """Offers the recipes of the kit, and those of the plugins without the plugins' fusions."""
+
+    @hookimpl
+    def opfuse_recipes(self) -> dict[str, type[Recipe]]:
+        """See :func:`opfuse.hookspecs.opfuse_recipes`."""
+        return {f"testing-{cls.__name__}": cls for cls in TOYS}
+
+    @hookimpl
+    def opfuse_quantizer(
+        self, recipe: Recipe, role: QuantizerRole, env: Environment | None
+    ) -> Quantizer | None:
+        """See :func:`opfuse.hookspecs.opfuse_quantizer`."""
+        if type(recipe) in TOYS:
+            toy: Any = TOYS[type(recipe)]
+            return toy(role, env and env.device)  # type: ignore[no-any-return]
+        given = dict(recipe=recipe, role=role, env=env)
+        for record in manager.records:
+            if record.name != NAME and type(recipe) in record.recipes.values():
+                if quantizer := manager.ask(record, "opfuse_quantizer", Quantizer, **given):
+                    return quantizer  # type: ignore[no-any-return]
+        return None
+
+
+@functools.cache
+def _record() -> PluginRecord:
+    """The plugin, loaded once, among no others."""
+    record = manager.register(_Plugin(), name=NAME, distribution=NAME)
+    manager.active(NAME)
+    manager.records = [other for other in manager.records if other is not record]
+    return record
+
+
+@contextlib.contextmanager
+def offered() -> Iterator[None]:
+    """The plugin ``opfuse-testing`` is there, for a ``with`` block; it serves every recipe."""
+    record, before = _record(), manager.records
+    record.recipes = {
+        name: cls for other in (*before, record) for name, cls in other.recipes.items()
+    }
+    manager.records = [*before, record]
+    try:
+        yield
+    finally:
+        manager.records = before
+
+
+def recipes_for(plugin: str) -> tuple[Recipe, ...]:
+    """The recipes that a plugin is held to: its own, with their defaults, then those of the kit."""
+    own = [
+        cls
+        for record in manager.records
+        if record.answers_to(plugin)
+        for cls in dict.fromkeys(record.recipes.values())
+    ]
+    return tuple(cls() for cls in (*own, *TOYS))
+
+
+def variants(recipe: Recipe) -> Iterator[Recipe]:
+    """A recipe with each value of ``backward_override`` that it takes."""
+    for override in OVERRIDES:
+        with contextlib.suppress(ValueError, NotImplementedError):
+            yield dataclasses.replace(recipe, backward_override=override)
