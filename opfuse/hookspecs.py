@@ -153,9 +153,7 @@ def opfuse_quantizer(
             def quantize(self, tensor, usage, out=None):
                 data = (tensor / self.step).round().to(torch.int8)
                 scale = torch.full((1,), self.step, device=tensor.device)
-                return ScaledTensor(
-                    tensor.shape, tensor.dtype, self, rowwise_data=data, scale_inv=scale
-                )
+                return ScaledTensor(tensor.shape, tensor.dtype, self, data, None, scale)
 
 
         @opfuse.hookimpl
