@@ -378,12 +378,17 @@ def loaded(op):
     op.load_state_dict({"weight": 2 * op.weight.detach()}, assign=True)
 
 
-@pytest.mark.parametrize("change", [changed_in_place, replaced, loaded])
+def converted(op):
+    op.weight.data = op.weight.detach().double()  # as module.double() does: no new version
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced, loaded, converted])
 def test_what_torch_shows_is_cast_anew_even_if_cached(change, counting):
     op, x = linear()
     with opfuse.autocast(Rounding(), weights="cached"):
         op(x)
         change(op)
+        x = x.to(op.weight.dtype)
         y = op(x)
     assert len(counting.casts) == 2
     with opfuse.autocast(Rounding()):

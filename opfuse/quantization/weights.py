@@ -15,10 +15,12 @@ from .quantizer import Quantizer, same_quantizer
 
 
 class _Entry(NamedTuple):
-    """A cast: of which Parameter at which version, by whom, and what it gave."""
+    """A cast: of which Parameter in which state, by whom, and what it gave."""
 
     param: weakref.ref[Tensor]
     version: int
+    dtype: torch.dtype
+    device: torch.device
     quantizer: Quantizer
     tensor: QuantizedTensor
 
@@ -61,7 +63,8 @@ class WeightCache:
             found is not None
             and current.weights == "cached"
             and found.param() is weight
-            and found.version == weight._version
+            and (found.version, found.dtype, found.device)
+            == (weight._version, weight.dtype, weight.device)
             and same_quantizer(found.quantizer, quantizer)
         )
         if known:
@@ -70,7 +73,8 @@ class WeightCache:
                 return found.tensor
             usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
         made = quantizer.quantize(weight, usage)
-        self._entries[name] = _Entry(weakref.ref(weight), weight._version, quantizer, made)
+        known_by = weight._version, weight.dtype, weight.device
+        self._entries[name] = _Entry(weakref.ref(weight), *known_by, quantizer, made)
         return made
 
 
