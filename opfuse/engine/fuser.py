@@ -136,7 +136,11 @@ class OperationFuser:
         tensors = self._tensors(input, extra_inputs)
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         if not program.is_plain or basic_op_kwargs or current.recorder is not None:
-            return self._run_special(program, input, tensors, extra_inputs, basic_op_kwargs)
+            special = self._run_special
+            if program.advances and "torch._dynamo" in sys.modules:
+                # where torch.compile gave up on what calls it, it would trace this by itself
+                special = _not_traced(special)
+            return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             if program.requires_grad:
                 return apply_eager(program, None, input, *tensors)
@@ -233,9 +237,7 @@ class OperationFuser:
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         if program.advances and program.recorded:
-            # where torch.compile gave up on what calls it, it would trace this by itself
-            traced = "torch._dynamo" in sys.modules and not program.compiling
-            (_not_traced(_begin_recording) if traced else _begin_recording)(program)
+            _begin_recording(program)
         elif program.recipe is not None and not program.compiling:
             check_checkpoint(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
