@@ -15,7 +15,7 @@ from ..op_context import OperationContext
 from ..overrides import hook_dicts, hook_kinds, op_class
 from ..quantization import Recipe
 from ._blocks import writes_out
-from ._common import Grads, rows_of
+from ._common import Grads, check_shapes, rows_of
 from ._reading import tensor_of
 from .basic_linear import BasicLinear
 from .linear import Linear
@@ -53,6 +53,7 @@ class ParallelLinear(BasicOperation):
         ValueError: There is none, one takes another number of features than the first, has hooks
             or a ``forward`` of its own, reads its parameters from another module, or accumulates
             into ``main_grad``.
+            In a call, a weight or a bias of another shape than when the op was made.
         RuntimeError: In a call under a quantization recipe.
     """
 
@@ -78,8 +79,13 @@ class ParallelLinear(BasicOperation):
             [getattr(linear, "bias", None) is not None for linear in named.values()]
         )
         self.out_features = sum(self.sizes)
-        biased = [name for name, has_bias in zip(named, self.biased, strict=True) if has_bias]
-        self.param_names = (*[f"{name}.weight" for name in named], *[f"{n}.bias" for n in biased])
+        with_bias = [
+            (n, size) for n, size, b in zip(named, self.sizes, self.biased, strict=True) if b
+        ]
+        weights = [f"{name}.weight" for name in named]
+        self.param_names = (*weights, *[f"{name}.bias" for name, _ in with_bias])
+        of_weights = [(size, self.in_features) for size in self.sizes]
+        self._shapes = [*of_weights, *[(size,) for _, size in with_bias]]
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -166,8 +172,12 @@ class ParallelLinear(BasicOperation):
 
         Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
         that multiply in another way.
+
+        Raises:
+            ValueError: A weight or a bias has another shape than when the op was made.
         """
         x, params, count = input_, ctx.params, len(self.sizes)
+        check_shapes(self, params, self._shapes)
         if ctx.dtype is not None:
             x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
         weights, rest = params[:count], iter(params[count:])

@@ -454,3 +454,26 @@ def test_a_recipe_is_refused(register, make):
             chain(x)
         with opfuse.autocast(enabled=False):
             chain(x)
+
+
+@pytest.mark.parametrize("way", ["held", "reading"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [2, 8])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_linear_that_got_another_size_is_refused(way, bias, outputs, grad):
+    linears = nn.ModuleDict({"q": nn.Linear(6, 4, bias=bias), "k": nn.Linear(6, 4, bias=bias)})
+    op = ops.ParallelLinear(linears) if way == "held" else ops.ParallelLinear.reading(linears)
+    op(torch.randn(3, 6))
+    linears.q.weight = nn.Parameter(torch.randn(outputs, 6))
+    if bias:
+        linears.q.bias = nn.Parameter(torch.randn(outputs))
+    says = rf"expected q\.weight of shape \(4, 6\), as when it was made, got \({outputs}, 6\)"
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"ParallelLinear {says}"):
+        op(torch.randn(3, 6))
+
+
+def test_a_bias_that_would_be_broadcast_is_refused(make):
+    op = make("bias")
+    op.up.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"expected up\.bias of shape \(3,\), as when .* \(1,\)"):
+        op(torch.randn(3, 6))
