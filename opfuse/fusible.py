@@ -160,6 +160,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     _name = _path = ""
     # parameters that other modules hold, by name; outside of what nn.Module registers
     _sources: Mapping[str, ParamSource] = MappingProxyType({})
+    # where parameters would be that those modules did not have when the op was made
+    _absent: tuple[ParamSource, ...] = ()
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -233,6 +235,17 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             raise RuntimeError(
                 f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
             )
+
+    def _refuse_late(self) -> None:
+        """Refuse a parameter that a module got after this op, which reads others there, was made.
+
+        Raises:
+            ValueError: There is one: it would be left out.
+        """
+        for module, name, _ in self._absent:
+            if getattr(module, name, None) is not None:
+                who = f"{type(self).__name__} reads a {type(module).__name__} that had no {name}"
+                raise ValueError(f"{who} when the op was made, and has one now: make the op anew")
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)

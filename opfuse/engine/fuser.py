@@ -80,6 +80,7 @@ class OperationFuser:
     def _capture(self) -> None:
         """Keep what every call looks at: looking up an attribute of a module is slow."""
         self._unit_dicts = [vars(unit) for unit in self._units]
+        self._watching = [op for op in self._chain.ops if op._absent]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
@@ -154,6 +155,8 @@ class OperationFuser:
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
             refuse_arguments(self._chain, input, extra_inputs)
+        for op in self._watching:
+            op._refuse_late()
         tensors: list[Tensor] = []
         try:
             for attributes, _, name in self._params:
@@ -279,6 +282,8 @@ class OperationFuser:
             return self._run_apart(input, extra_inputs, kwargs)
         if self._owner is not None:
             training.append(self._owner.training)
+        for op in self._watching:
+            op._refuse_late()
         tensors = [*self._read_params(), *extra_inputs]
         settings = current.values
         if _functorch_active() or forward_ad._current_level >= 0:

@@ -172,7 +172,8 @@ class LayerNorm(_Norm):
 
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
-            ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape.
+            ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape. In a
+                call, the module has got a bias since.
         """
         shape = tuple(tensor_of(cls, module, weight).shape)
         sources = {"weight": ParamSource(module, weight)}
@@ -189,6 +190,8 @@ class LayerNorm(_Norm):
             zero_centered_gamma=zero_centered_gamma,
         )
         op.read_parameters(sources)
+        if bias is not None and "bias" not in sources:
+            op._absent = (ParamSource(module, bias),)
         return op
 
     @classmethod

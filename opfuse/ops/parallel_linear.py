@@ -53,7 +53,8 @@ class ParallelLinear(BasicOperation):
         ValueError: There is none, one takes another number of features than the first, has hooks
             or a ``forward`` of its own, reads its parameters from another module, or accumulates
             into ``main_grad``.
-            In a call, a weight or a bias of another shape than when the op was made.
+            In a call, a weight or a bias of another shape than when the op was made, or a bias that
+            was not there then.
         RuntimeError: In a call under a quantization recipe.
     """
 
@@ -85,6 +86,7 @@ class ParallelLinear(BasicOperation):
         weights = [f"{name}.weight" for name in named]
         self.param_names = (*weights, *[f"{name}.bias" for name, _ in with_bias])
         of_weights = [(size, self.in_features) for size in self.sizes]
+        self._known = frozenset(self.param_names)
         self._shapes = [*of_weights, *[(size,) for _, size in with_bias]]
 
     @property
@@ -114,14 +116,16 @@ class ParallelLinear(BasicOperation):
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
             ValueError: A weight is no matrix or does not fit, or a bias does not fit its weight.
         """
-        sources, linears = {}, {}
+        sources, linears, absent = {}, {}, []
         for name, module in _named(modules).items():
             sizes = tensor_of(cls, module, weight, dims=2).shape
             outputs, inputs = reversed(sizes) if transposed else sizes
             sources[f"{name}.weight"] = ParamSource(module, weight, transposed)
             has_bias = getattr(module, bias, None) is not None
             linears[name] = Linear(inputs, outputs, bias=has_bias, device="meta")
-            if has_bias:
+            if not has_bias:
+                absent.append(ParamSource(module, bias))
+            else:
                 sources[f"{name}.bias"] = ParamSource(module, bias)
                 if (got := tensor_of(cls, module, bias).shape) != (outputs,):
                     what = f"{type(module).__name__}.{bias} of shape ({outputs},)"
@@ -129,19 +133,24 @@ class ParallelLinear(BasicOperation):
         op = cls(linears)
         op._modules.clear()
         op.read_parameters(sources)
+        op._absent = tuple(absent)
         return op
 
     def param_source(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute from which a parameter is read at every call.
 
         Raises:
-            ValueError, TypeError: The linear is one that must be called, not read.
+            ValueError, TypeError: The linear is one that must be called, not read, or it got a bias
+                after the op was made.
         """
         if name in self._sources:
             return super().param_source(name)
         linear, leaf = name.split(".")
         module: Any = self._modules[linear]  # quicker than by attribute
         _check_linear(linear, module)
+        if getattr(module, "bias", None) is not None and f"{linear}.bias" not in self._known:
+            who = f"ParallelLinear got {linear} without a bias, and it has one now"
+            raise ValueError(f"{who}: make the op anew")
         return module, leaf
 
     def reset_parameters(self) -> None:

@@ -477,3 +477,29 @@ def test_a_bias_that_would_be_broadcast_is_refused(make):
     op.up.bias = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"expected up\.bias of shape \(3,\), as when .* \(1,\)"):
         op(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("way", ["held", "reading", "compiled"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_bias_that_comes_later_is_refused(way, grad):
+    linears = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 2, bias=False)})
+    op = ops.ParallelLinear(linears) if way == "held" else ops.ParallelLinear.reading(linears)
+    run = torch.compile(op, backend="eager") if way == "compiled" else op
+    with torch.set_grad_enabled(grad):
+        run(torch.randn(3, 6))
+        linears.b.bias = nn.Parameter(torch.ones(2))
+        says = "got b without a bias, and" if way == "held" else "Linear that had no bias when the"
+        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op anew"):
+            run(torch.randn(3, 6))
+        linears.b.bias = None
+        run(torch.randn(3, 6))
+    torch._dynamo.reset()
+
+
+def test_a_copy_watches_its_own_modules():
+    model = Attention(ops.BasicLinear)
+    twin = copy.deepcopy(model)
+    model.q.bias = nn.Parameter(torch.ones(4))
+    twin(torch.randn(3, 6))
+    with pytest.raises(ValueError, match="reads a BasicLinear that had no bias"):
+        model(torch.randn(3, 6))

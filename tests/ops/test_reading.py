@@ -563,3 +563,16 @@ def test_of_does_not_guess_eps():
     with pytest.raises(ValueError, match="got eps=None from RMSNorm: pass eps"):
         ops.RMSNorm.of(nn.RMSNorm(6))
     assert ops.RMSNorm.of(nn.RMSNorm(6), eps=0.5).eps == 0.5
+
+
+@pytest.mark.parametrize("given", [{}, {"bias": None}])
+def test_a_bias_that_a_norm_gets_later_is_refused_if_it_would_be_read(given):
+    module = nn.LayerNorm(4, bias=False)
+    chain, x = opfuse.Sequential(ops.LayerNorm.reading(module, **given)), torch.randn(3, 4)
+    wanted = chain(x)
+    module.bias = nn.Parameter(torch.ones(4))
+    if given:
+        assert torch.equal(chain(x), wanted)
+        return
+    with pytest.raises(ValueError, match="LayerNorm reads a LayerNorm that had no bias when the"):
+        chain(x)
