@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class BasicLinear(WithLaterArguments):
         kept = w = weight
         if dtype is not None:
             x, w = x.to(dtype), weight.to(dtype)
-            kept = weight if ctx.saves_params and _can_be_saved(weight) else w
+            (kept,) = kept_weights(ctx, (weight,), (w,))
         if ctx.requires_grad:
             ctx.to_save = (
                 x if ctx.param_requires_grad[0] else None,
@@ -251,6 +251,16 @@ def _can_be_saved(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter:
         return False
     return is_dynamo_compiling() or not weight.is_inference()  # which Dynamo cannot trace
+
+
+def kept_weights(
+    ctx: OperationContext, weights: Sequence[Tensor], casts: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """What a linear saves of its weights: each as it is where ``ctx.saves_params``, or its cast."""
+    if not ctx.saves_params:
+        return casts
+    pairs = zip(weights, casts, strict=True)
+    return [weight if _can_be_saved(weight) else cast for weight, cast in pairs]
 
 
 def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:

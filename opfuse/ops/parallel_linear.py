@@ -17,7 +17,7 @@ from ..quantization import Recipe
 from ._blocks import writes_out
 from ._common import Grads, check_shapes, rows_of
 from ._reading import tensor_of
-from .basic_linear import BasicLinear
+from .basic_linear import BasicLinear, kept_weights
 from .linear import Linear
 
 _LINEARS = nn.Linear, Linear, BasicLinear
@@ -187,18 +187,28 @@ class ParallelLinear(BasicOperation):
         """
         x, params, count = input_, ctx.params, len(self.sizes)
         check_shapes(self, params, self._shapes)
+        kept = params[:count]
         if ctx.dtype is not None:
             x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
+            kept = kept_weights(ctx, kept, params[:count])
         weights, rest = params[:count], iter(params[count:])
         if ctx.requires_grad:
             ctx.to_save = (
                 x if any(ctx.param_requires_grad[:count]) else None,
-                *(weights if ctx.input_requires_grad else (None,) * count),
+                *(kept if ctx.input_requires_grad else (None,) * count),
             )
         return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
 
+    @staticmethod
+    def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Input and weights that the forward left; see :meth:`BasicLinear.saved_operands`."""
+        x, *weights = ctx.saved_tensors  # type: ignore[misc]
+        if ctx.saves_params and weights[0] is not None:
+            return x, [weight.to(ctx.dtype) for weight in weights]
+        return x, weights
+
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The products side by side; saves ``(input, *weights)``, in the compute dtype."""
+        """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         return self.product(*self.operands(ctx, input_))
 
     def product(
@@ -221,7 +231,7 @@ class ParallelLinear(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
-        x, *weights = ctx.saved_tensors  # type: ignore[misc]
+        x, weights = self.saved_operands(ctx)
         parts = self.parts_of(ctx, grad_output)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
