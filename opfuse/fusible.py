@@ -179,17 +179,30 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def name(self) -> str:
         """What the constructor got as ``name``, else what :func:`opfuse.prepare` wrote, or ``""``.
 
-        Every op takes ``name`` by keyword.
+        Every op takes ``name`` by keyword, and so do ``reading`` and ``of``. It can be set, too.
+
+        Raises:
+            TypeError: It is set to what is no string.
+            RuntimeError: It is set when the op has quantizers that know it by another name.
         """
         return self._name or self._path
 
+    @name.setter
+    def name(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"{type(self).__name__} expected a string as name, got {name!r}")
+        self._call_it(name)
+
     def _call_it(self, name: str) -> None:
-        """Take a name from the constructor."""
-        self._name = name
+        """Take a name from the constructor, or from who sets ``name``."""
+        self._set_name("_name", name)
 
     def _rename(self, path: str) -> None:
         """Take a name from :func:`opfuse.prepare`."""
-        self._path = path
+        self._set_name("_path", path)
+
+    def _set_name(self, attribute: str, name: str) -> None:
+        setattr(self, attribute, name)
 
     # What a plan was made for may change: then it is made anew
 

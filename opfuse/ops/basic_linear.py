@@ -112,6 +112,7 @@ class BasicLinear(WithLaterArguments):
         *,
         transposed: bool = False,
         accumulate_into_main_grad: bool = False,
+        name: str = "",
     ) -> BasicLinear:
         """An op that reads its weight from another module at every call, and has none itself.
 
@@ -125,6 +126,7 @@ class BasicLinear(WithLaterArguments):
             transposed: The attribute has shape ``(in_features, out_features)``, as in the
                 ``Conv1D`` of GPT-2; the op reads a transposed view.
             accumulate_into_main_grad: As for :class:`BasicLinear`; not with ``transposed``.
+            name: As every constructor takes it, see :attr:`opfuse.FusibleOperation.name`.
 
         Raises:
             AttributeError: The module has no such attribute.
@@ -142,6 +144,7 @@ class BasicLinear(WithLaterArguments):
             inputs, outputs, device="meta", accumulate_into_main_grad=accumulate_into_main_grad
         )
         op.read_parameters({"weight": ParamSource(module, weight, transposed)})
+        op.name = name
         return op
 
     def reset_parameters(self) -> None:

@@ -503,3 +503,40 @@ def test_a_copy_watches_its_own_modules():
     twin(torch.randn(3, 6))
     with pytest.raises(ValueError, match="reads a BasicLinear that had no bias"):
         model(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("make", [ops.ParallelLinear, ops.ParallelLinear.reading])
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (lambda a: {1: a, "1": a}, ValueError, "names that differ, got '1' twice"),
+        (lambda a: {"": a}, ValueError, "not empty and without a dot, got ''"),
+        (lambda a: {"q.k": a}, ValueError, "not empty and without a dot, got 'q.k'"),
+        (lambda a: {"split": a}, ValueError, "has an attribute split already: give that"),
+        (lambda a: {"sizes": a}, ValueError, "has an attribute sizes already: give that"),
+        (lambda a: {"_params": a, "_cache": a}, ValueError, "has an attribute _cache already"),
+        (lambda a: a, TypeError, "by name or in a sequence, got Linear: put it in a list"),
+        (lambda a: ops.Linear(6, 4), TypeError, "got Linear: put it in a list"),
+        (lambda a: 3, TypeError, "by name or in a sequence, got int"),
+    ],
+)
+def test_names_that_would_lose_a_linear_are_refused(make, given, error, says):
+    with pytest.raises(error, match=f"ParallelLinear.*{says}"):
+        make(given(nn.Linear(6, 4)))
+
+
+def test_no_name_takes_the_place_of_an_attribute():
+    for name in sorted(vars(ops.ParallelLinear([nn.Linear(6, 4)])).keys() | dir(nn.Module())):
+        with pytest.raises(ValueError, match=f"has an attribute {name} already"):
+            ops.ParallelLinear({name: nn.Linear(6, 4)})
+
+
+def test_which_bias_is_read():
+    linears, x = [nn.Linear(6, 4), nn.Linear(6, 2, bias=False)], torch.randn(3, 6)
+    with pytest.raises(AttributeError, match="name of a bias of one of the modules, got 'bais'"):
+        ops.ParallelLinear.reading(linears, bias="bais")
+    op = ops.ParallelLinear.reading(linears, bias=None)
+    assert op.biased == (False, False)
+    torch.testing.assert_close(op(x)[:, :4], F.linear(x, linears[0].weight))
+    linears[1].shift = nn.Parameter(torch.ones(2))
+    assert ops.ParallelLinear.reading(linears, bias="shift").biased == (False, True)

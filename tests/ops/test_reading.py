@@ -576,3 +576,27 @@ def test_a_bias_that_a_norm_gets_later_is_refused_if_it_would_be_read(given):
         return
     with pytest.raises(ValueError, match="LayerNorm reads a LayerNorm that had no bias when the"):
         chain(x)
+
+
+NAMED = {
+    "BasicLinear.reading": lambda **given: ops.BasicLinear.reading(nn.Linear(4, 4), **given),
+    "Bias.reading": lambda **given: ops.Bias.reading(nn.Linear(4, 4), **given),
+    "LayerNorm.reading": lambda **given: ops.LayerNorm.reading(nn.LayerNorm(4), **given),
+    "RMSNorm.reading": lambda **given: ops.RMSNorm.reading(nn.RMSNorm(4, eps=1e-5), **given),
+    "ParallelLinear.reading": lambda **given: ops.ParallelLinear.reading(
+        [nn.Linear(4, 4)], **given
+    ),
+    "Linear.of": lambda **given: ops.Linear.of(nn.Linear(4, 4), **given),
+    "LayerNorm.of": lambda **given: ops.LayerNorm.of(nn.LayerNorm(4), **given),
+    "RMSNorm.of": lambda **given: ops.RMSNorm.of(nn.RMSNorm(4, eps=1e-5), **given),
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_they_take_a_name_as_constructors_do(way):
+    op = NAMED[way](name="mine")
+    assert op.name == "mine" and all(part.name == "mine" for part in getattr(op, "basic_ops", ()))
+    assert opfuse.prepare(nn.ModuleDict({"path": op}))["path"].name == "mine"
+    assert opfuse.prepare(nn.ModuleDict({"path": NAMED[way]()}))["path"].name == "path"
+    with pytest.raises(TypeError, match="expected a string as name, got 3"):
+        NAMED[way](name=3)
