@@ -118,7 +118,8 @@ class BasicLinear(WithLaterArguments):
 
         The gradient reaches the Parameter of the module, whatever that is at the time: after
         ``load_state_dict(assign=True)``, ``to()``, a parametrization, FSDP2. The module is not
-        registered and not called, so its hooks do not run.
+        registered and not called, so neither its hooks nor a ``forward`` of its own (an adapter)
+        run. A module that is put in its place, as PEFT does, is not seen.
 
         Args:
             module: The module that holds the weight.
