@@ -421,5 +421,21 @@ def _execute(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequen
 
 def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
     if program.requires_grad:
+        if program.compiling:
+            tensors = _distinct(tensors, len(program.chain.param_sources))
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
     return run_forward(None, program, kwargs, x, *tensors)
+
+
+def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The tensors, with a view of each parameter that came before: Dynamo takes none twice.
+
+    Args:
+        tensors: The parameters, and what comes behind them, which is left to Dynamo.
+        count: The number of parameters.
+    """
+    found: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        again = i < count and any([tensor is other for other in tensors[:i]])
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found

@@ -600,3 +600,59 @@ def test_they_take_a_name_as_constructors_do(way):
     assert opfuse.prepare(nn.ModuleDict({"path": NAMED[way]()}))["path"].name == "path"
     with pytest.raises(TypeError, match="expected a string as name, got 3"):
         NAMED[way](name=3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("autocast", ["", "speed", "memory"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compile_takes_a_parameter_twice(backend, autocast, frozen):
+    torch._dynamo.reset()
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    read = ops.BasicLinear.reading
+    chain = opfuse.Sequential(
+        ops.ParallelLinear.reading([module, module]), ops.SwiGLU(), read(module), read(module)
+    )
+    module.weight.requires_grad_(not frozen)
+
+    def run(function):
+        module.zero_grad()
+        x.grad = None
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)),
+            opfuse.options(prefer=autocast or "speed"),
+        ):
+            y = function(x)
+        y.float().square().sum().backward()
+        return y.detach(), x.grad, module.weight.grad, module.bias.grad
+
+    wanted = run(chain)
+    compiled = torch.compile(chain, fullgraph=True, backend=backend)
+    close = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+    for _ in range(2):
+        for got, expected in zip(run(compiled), wanted, strict=True):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                torch.testing.assert_close(got, expected, **close)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_sees_when_a_parameter_is_shared_no_more():
+    torch._dynamo.reset()
+    one, other, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+    other.weight = one.weight
+    chain = opfuse.Sequential(ops.BasicLinear.reading(one), ops.BasicLinear.reading(other))
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), chain(x))
+    other.weight = nn.Parameter(torch.randn(4, 4))
+    compiled(x).sum().backward()
+    torch.testing.assert_close(compiled(x), chain(x))
+    assert one.weight.grad is not None and other.weight.grad is not None
+    got = [one.weight.grad.clone(), other.weight.grad.clone()]
+    one.weight.grad = other.weight.grad = None
+    chain(x).sum().backward()
+    torch.testing.assert_close(got, [one.weight.grad, other.weight.grad])
+    other.weight = one.weight
+    torch.testing.assert_close(compiled(x), chain(x))
+    torch._dynamo.reset()
