@@ -36,8 +36,10 @@ class options(Setting):
     ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
     saves its weight for the backward and casts it again there, where it would save what autocast
     made of it. The weight must be a plain ``nn.Parameter`` that needs a gradient: one that is
-    frozen, computed by a parametrization, a DTensor or of another class is kept as cast. Gradients
-    are the same bits. A weight that changes between forward and backward is an error there, as it
+    frozen, computed by a parametrization, a DTensor or of another class is kept as cast; so is what
+    ``reading(transposed=True)`` reads, and all of a ``ParallelLinear`` of which one parameter is
+    frozen. ``GroupedLinear`` keeps what autocast made of its weights in any case. Gradients are the
+    same bits. A weight that changes between forward and backward is an error there, as it
     is in torch without autocast. But a **fused** optimizer step (``AdamW(..., fused=True)``) and
     ``weight.data`` change weights and tell nobody: between forward and backward they make the
     gradients wrong without an error. Do not use ``prefer="memory"`` where an optimizer steps there,

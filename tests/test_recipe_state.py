@@ -286,6 +286,29 @@ def test_prepare_names_the_ops():
         opfuse.plugins.remove(record)
     with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
         ops.GELU(name=3)
+    with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
+        ops.GELU().name = 3
+
+
+def test_a_name_can_be_set():
+    linear = ops.Linear(2, 2, name="before")
+    linear.name = "after"
+    assert [linear.name, *[op.name for op in linear.basic_ops]] == ["after"] * 3
+
+    class Own(ops.Identity):
+        def __init__(self, name, late=False):
+            if not late:
+                self.name = name
+            super().__init__()
+            if late:
+                self.name = name
+
+    assert (Own("a").name, Own("b", late=True).name) == ("a", "b")
+    assert opfuse.prepare(nn.ModuleList([Own("a")]))[0].name == "a"
+    with opfuse.autocast(RECIPE):
+        linear(torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match="'later' has quantizers that know it as 'after'"):
+        linear.name = "later"
 
 
 def test_copies_of_a_prepared_op_are_not_prepared():
