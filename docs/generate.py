@@ -65,7 +65,8 @@ incoming gradient only where its context says `owns_grad_output`, which follows 
 Under a recipe the
 input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise. \
 Where `ctx.saves_params`
-(autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast. \
+(autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast; \
+so are those of `ParallelLinear`, which has these methods too. \
 A forward fusion that calls
 {{meth}}`opfuse.ops.BasicLinear.operands`, and a backward fusion that calls
 {{meth}}`opfuse.ops.BasicLinear.saved_operands`, need not know.

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
-from .quantization import Quantizer, Recipe
+from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
 from .recipes import check_offered, recipe_of
@@ -36,8 +36,10 @@ class options(Setting):
     ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
     saves its weight for the backward and casts it again there, where it would save what autocast
     made of it. The weight must be a plain ``nn.Parameter`` that needs a gradient: one that is
-    frozen, computed by a parametrization, a DTensor or of another class is kept as cast. Gradients
-    are the same bits. A weight that changes between forward and backward is an error there, as it
+    frozen, computed by a parametrization, a DTensor or of another class is kept as cast; so is what
+    ``reading(transposed=True)`` reads, and all of a ``ParallelLinear`` of which one parameter is
+    frozen. ``GroupedLinear`` keeps what autocast made of its weights in any case. Gradients are the
+    same bits. A weight that changes between forward and backward is an error there, as it
     is in torch without autocast. But a **fused** optimizer step (``AdamW(..., fused=True)``) and
     ``weight.data`` change weights and tell nobody: between forward and backward they make the
     gradients wrong without an error. Do not use ``prefer="memory"`` where an optimizer steps there,
@@ -161,6 +163,10 @@ class autocast(Setting):
 def _offered(recipe: Any) -> Recipe:
     """A recipe that an installed plugin offers, as a value."""
     if isinstance(recipe, str):
+        if is_compiling():
+            raise TypeError(
+                f"autocast: inside of torch.compile give the recipe itself, not its name {recipe!r}"
+            )
         return recipe_of(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -177,8 +183,9 @@ class _Forward(Recorder):
     restores = True
 
     def __init__(self) -> None:
-        self.settings = current.values
+        self.settings, self.weights = current.values, current.weights
         self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
+        self.casts: list[list[tuple[WeightCache, Any]]] = []
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Keep the state of the chain's quantizers."""
@@ -192,6 +199,7 @@ class _Forward(Recorder):
         self.states.append(
             [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
         )
+        self.casts.append([(op._weights, op._weights.entries()) for op in fuser._chain.ops])
 
 
 class _Recompute(Recorder):
@@ -202,25 +210,33 @@ class _Recompute(Recorder):
     def __init__(self, forward: _Forward) -> None:
         self._forward = forward
         self._after: list[tuple[Tensor, Tensor]] = []
+        self._casts: list[tuple[WeightCache, Any]] = []
 
     def __enter__(self) -> _Recompute:
         super().__enter__()
-        self._outside, current.values = current.values, self._forward.settings
-        self._states = iter(self._forward.states)
+        self._outside = current.values, current.weights
+        current.values, current.weights = self._forward.settings, self._forward.weights
+        self._states, self._used = iter(self._forward.states), iter(self._forward.casts)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
-        current.values = self._outside
+        current.values, current.weights = self._outside
         while self._after:
             state, value = self._after.pop()
             state.copy_(value)
+        while self._casts:
+            cache, entries = self._casts.pop()
+            cache.put_back(entries)
 
     def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
         """Put the state back that the chain started from.
 
         An outer recorder is not told: it was in the forward.
         """
+        for cache, entries in next(self._used):
+            self._casts.append((cache, cache.entries()))
+            cache.put_back(entries)
         for quantizer, name, before in next(self._states):
             state = getattr(quantizer, name)
             self._after.append((state, state.clone()))

@@ -160,6 +160,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     _name = _path = ""
     # parameters that other modules hold, by name; outside of what nn.Module registers
     _sources: Mapping[str, ParamSource] = MappingProxyType({})
+    # where parameters would be that those modules did not have when the op was made
+    _absent: tuple[ParamSource, ...] = ()
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -177,17 +179,30 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def name(self) -> str:
         """What the constructor got as ``name``, else what :func:`opfuse.prepare` wrote, or ``""``.
 
-        Every op takes ``name`` by keyword.
+        Every op takes ``name`` by keyword, and so do ``reading`` and ``of``. It can be set, too.
+
+        Raises:
+            TypeError: It is set to what is no string.
+            RuntimeError: It is set when the op has quantizers that know it by another name.
         """
         return self._name or self._path
 
+    @name.setter
+    def name(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"{type(self).__name__} expected a string as name, got {name!r}")
+        self._call_it(name)
+
     def _call_it(self, name: str) -> None:
-        """Take a name from the constructor."""
-        self._name = name
+        """Take a name from the constructor, or from who sets ``name``."""
+        self._set_name("_name", name)
 
     def _rename(self, path: str) -> None:
         """Take a name from :func:`opfuse.prepare`."""
-        self._path = path
+        self._set_name("_path", path)
+
+    def _set_name(self, attribute: str, name: str) -> None:
+        setattr(self, attribute, name)
 
     # What a plan was made for may change: then it is made anew
 
@@ -233,6 +248,17 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             raise RuntimeError(
                 f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
             )
+
+    def _refuse_late(self) -> None:
+        """Refuse a parameter that a module got after this op, which reads others there, was made.
+
+        Raises:
+            ValueError: There is one: it would be left out.
+        """
+        for module, name, _ in self._absent:
+            if getattr(module, name, None) is not None:
+                who = f"{type(self).__name__} reads a {type(module).__name__} that had no {name}"
+                raise ValueError(f"{who} when the op was made, and has one now: make the op anew")
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)

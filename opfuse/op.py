@@ -273,13 +273,13 @@ class BasicOperation(FusibleOperation):
         """Make ``recipe`` current; the first time, create this op's quantizers for it."""
         self._quantizers.use(self, recipe)
 
-    def _rename(self, path: str) -> None:
-        before = self.name
-        super()._rename(path)
-        if self.name != before and self._quantizers.in_use:
+    def _set_name(self, attribute: str, name: str) -> None:
+        before, states = self.name, vars(self).get("_quantizers")  # maybe before super().__init__()
+        super()._set_name(attribute, name)
+        if self.name != before and states is not None and states.in_use:
             raise RuntimeError(
                 f"{type(self).__name__} {self.name!r} has quantizers that know it as {before!r}: "
-                f"call opfuse.prepare before the first call under a recipe"
+                f"set its name, or call opfuse.prepare, before the first call under a recipe"
             )
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
@@ -456,9 +456,9 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = nn.ModuleList(ops)
 
     def _call_it(self, name: str) -> None:
+        for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
+            op._call_it(name)  # type: ignore[operator]
         super()._call_it(name)
-        for op in self.basic_ops:
-            op._name = op._name or name  # type: ignore[assignment]
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The first basic op's."""

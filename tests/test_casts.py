@@ -248,6 +248,36 @@ def test_tensors_for_a_cast_are_refused(register):
         run(chain, x)
 
 
+def test_tensors_saved_for_a_cast_are_refused(register):
+    class Wrong(Separately):
+        def fuser_forward(self, basic_op_ctxs, input_, **given):
+            basic_op_ctxs[1].save_for_backward(input_)
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+
+    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), Wrong))
+    chain, x = mlp()
+    with pytest.raises(RuntimeError, match="save_for_backward of a Cast, which saves nothing"):
+        run(chain, x)
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_a_fused_cast_that_is_forgotten_is_refused(passes, register):
+    class Forgets(Separately):
+        def fuser_forward(self, basic_op_ctxs, input_, **given):
+            y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+            return y.dequantize(), extras
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+            dx, *others = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+            return (dx.dequantize(), *others)
+
+    pattern = (ops.GELU, ops.Cast) if passes == "forward" else (ops.Cast, ops.Bias, ops.GELU)
+    register(passes, opfuse.Fusion(pattern, Forgets))
+    chain, x = mlp()
+    with pytest.raises(TypeError, match="Forgets: .* since it ends with a Cast; got tensor"):
+        run(chain, x)
+
+
 SPANNING = (ops.GELU, ops.BasicLinear)
 
 

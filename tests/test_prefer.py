@@ -105,6 +105,45 @@ def test_gradients_are_the_same_bits(variant, dtype, rows):
             assert same_bits(grads_of(chain, x), expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["held", "reading"])
+@pytest.mark.parametrize("frozen", ["", "input", "a.weight", "b.bias"])
+@pytest.mark.parametrize("rows", [(8,), (2, 3)])
+def test_linears_side_by_side(fused, way, frozen, rows):
+    handles = []
+    if fused:
+        module = pytest.importorskip("opfuse_linear.fused")
+        forward = opfuse.Fusion((ops.ParallelLinear,), module.ForwardParallelLinear)
+        backward = opfuse.Fusion((ops.ParallelLinear,), module.BackwardParallelLinear)
+        handles = [
+            opfuse.register_forward_fusion(forward),
+            opfuse.register_backward_fusion(backward),
+        ]
+    torch.manual_seed(0)
+    linears = nn.ModuleDict(
+        {"a": nn.Linear(WIDTH, WIDTH, bias=False), "b": nn.Linear(WIDTH, WIDTH)}
+    )
+    op = ops.ParallelLinear(linears) if way == "held" else ops.ParallelLinear.reading(linears)
+    chain, x = opfuse.Sequential(op, ops.SwiGLU()), make_input(rows)
+    (x if frozen == "input" else dict(linears.named_parameters()).get(frozen, x)).requires_grad_(
+        not frozen
+    )
+    wanted, found = [t for t in (x, *linears.parameters()) if t.requires_grad], []
+    for prefer in ("speed", "memory"):
+        with preferring(prefer):
+            saved = saved_by(chain, x, linears.parameters())[:2]
+            y = chain(x)
+        found.append((saved, torch.autograd.grad(y.float().square().sum(), wanted)))
+    steps = str(opfuse.explain(chain, x))
+    for handle in handles:
+        handle.unregister()
+    assert ("BackwardParallelLinear" in steps) == fused
+    (speed, expected), (memory, got) = found
+    assert same_bits(got, expected)
+    assert speed[0] - memory[0] == (0 if frozen else 2 * BYTES)
+    assert memory[1] == ([] if frozen else [torch.float32] * 2)
+
+
 @pytest.mark.parametrize("case", ["none", "bf16 weights", "fp64", "no grad"])
 def test_where_nothing_is_cast_nothing_changes(case):
     dtype = {"bf16 weights": torch.bfloat16, "fp64": torch.float64}.get(case, torch.float32)

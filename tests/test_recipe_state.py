@@ -155,6 +155,78 @@ def test_a_block_that_raises_moves_nothing():
     assert state(chain)[0, "input"][0] == before[0, "input"][0]
 
 
+def test_a_block_that_ends_with_grad_mode_off_moves_nothing():
+    chain, x = mlp()
+    step(chain, x)
+    before = state(chain)
+    with torch.no_grad(), opfuse.autocast(RECIPE), torch.enable_grad():
+        chain(100 * x)
+    assert state(chain) == before
+
+
+def test_state_keeps_its_values_when_the_model_becomes_half():
+    chain, x = mlp()
+    step(chain, x)
+    quantizer = chain[0].basic_ops[0]._quantizers.of(RECIPE)["input"]
+    quantizer.amax.fill_(1e-9)
+    chain.half()
+    assert quantizer.amax.dtype is torch.float32 and quantizer.amax.item() == pytest.approx(1e-9)
+
+
+class OnTheClass(RoundingQuantizer):
+    amax = torch.ones(1)
+
+
+class NotSet(RoundingQuantizer):
+    state_names = ("amax", "missing")
+
+    def __init__(self, recipe, role):
+        super().__init__(recipe, role)
+        del self.state_names
+
+
+class NotState(RoundingQuantizer):
+    def __init__(self, recipe, role):
+        super().__init__(recipe, role)
+        self.pending_names = ("seen", "other")
+
+
+class GivesPlain(RoundingQuantizer):
+    def quantize(self, tensor, usage, out=None):
+        return tensor
+
+
+@pytest.mark.parametrize(
+    "cls, text",
+    [
+        (OnTheClass, "OnTheClass.amax is state: set it in __init__ only"),
+        (NotSet, "names of tensors that its __init__ sets, got 'missing'"),
+        (NotState, "pending_names expected names of its state, got .'other'."),
+        (GivesPlain, "GivesPlain.quantize must return one of the formats .* got Tensor"),
+    ],
+)
+def test_quantizers_that_cannot_work(cls, text):
+    class Plugin:
+        @opfuse.hookimpl
+        def opfuse_quantizer(self, recipe, role):
+            return cls(recipe, role)
+
+    record = opfuse.plugins.register(Plugin(), name="a-wrong", distribution="a")
+    chain, x = mlp()
+    try:
+        with opfuse.plugins.using("a-wrong,rounding"), pytest.raises(TypeError, match=text):
+            step(chain, x)
+    finally:
+        opfuse.plugins.remove(record)
+
+
+def test_equal_recipes_have_one_json_and_fields_can_be_hashed():
+    assert Rounding(step=1) == Rounding(step=1.0)
+    assert Rounding(step=1).to_json() == Rounding(step=1.0).to_json()
+    with pytest.raises(TypeError, match="expected fields that can be hashed.*a tuple instead"):
+        Rounding(step=[1, 2])
+
+
 def test_what_is_pending_is_in_a_checkpoint():
     chain, x = mlp()
     step(chain, x).sum().backward()
@@ -214,6 +286,29 @@ def test_prepare_names_the_ops():
         opfuse.plugins.remove(record)
     with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
         ops.GELU(name=3)
+    with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
+        ops.GELU().name = 3
+
+
+def test_a_name_can_be_set():
+    linear = ops.Linear(2, 2, name="before")
+    linear.name = "after"
+    assert [linear.name, *[op.name for op in linear.basic_ops]] == ["after"] * 3
+
+    class Own(ops.Identity):
+        def __init__(self, name, late=False):
+            if not late:
+                self.name = name
+            super().__init__()
+            if late:
+                self.name = name
+
+    assert (Own("a").name, Own("b", late=True).name) == ("a", "b")
+    assert opfuse.prepare(nn.ModuleList([Own("a")]))[0].name == "a"
+    with opfuse.autocast(RECIPE):
+        linear(torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match="'later' has quantizers that know it as 'after'"):
+        linear.name = "later"
 
 
 def test_copies_of_a_prepared_op_are_not_prepared():
@@ -295,8 +390,31 @@ def test_torch_compile_of_a_state_that_advances_is_refused():
         assert torch.equal(step(compiled, x), step(chain, x))
     torch._dynamo.reset()
     loose = torch.compile(chain, backend="aot_eager")  # breaks the graph, and runs as always
-    step(loose, x)
+    step(loose, x).sum().backward()  # after the block, when the scales are others
     assert updates(chain) == [1, 1, 0] * 2
+    expected, x.grad = x.grad, None
+    twin, _ = mlp()
+    step(twin, x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Rounding()])
+def test_checkpoint_uses_the_casts_of_weights_of_its_forward(recipe):
+    """Microbatches, all forwards before their backwards: the cache holds later casts by then."""
+    results = []
+    for recompute in (False, True):
+        chain, x = mlp()
+        how = dict(use_reentrant=False, context_fn=opfuse.checkpoint_contexts)
+        for _ in range(2):
+            outputs = []
+            for weights in ("fresh", "cached", "fresh", "cached"):
+                with opfuse.autocast(recipe, weights=weights):
+                    outputs.append(checkpoint(chain, x, **how) if recompute else chain(x))
+            for y in outputs:
+                y.square().sum().backward()
+        results.append([*outputs, x.grad, *[p.grad for p in chain.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 # Weights

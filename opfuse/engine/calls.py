@@ -13,6 +13,8 @@ from ..op import BasicOperation
 from ..op_context import OperationContext, asks_for_quantizers
 from ..ops.cast import Cast
 from ..overrides import op_class
+from ..quantization import QuantizedTensor
+from ..quantization.quantizer import same_quantizer
 from .chain import Chain
 from .edges import Edges
 from .step import Step
@@ -158,23 +160,59 @@ class WithCasts:
         self.__name__, self._method = method.__name__, method
         self._casts = [(i, op) for i, op in enumerate(ops) if isinstance(op, Cast)]
         self._basic = [i for i, op in enumerate(ops) if not isinstance(op, Cast)]
+        last = ops[0 if self.__name__ == "fuser_backward" else -1]
+        self._gives = last if isinstance(last, Cast) else None
 
-    def __call__(self, ctxs: Any, *args: Any, saved: Any = None, **given: Any) -> Any:
-        """Run the method."""
+    def __call__(
+        self, ctxs: Any, *args: Any, scales: Any = None, usage: Any = None, **given: Any
+    ) -> Any:
+        """Run the method.
+
+        Args:
+            ctxs: One context per basic op.
+            *args: The incoming tensor; nothing for ``fuser_recompute``.
+            scales: For ``fuser_recompute``: what its cast gave, without the data.
+            usage: Which copies that had.
+            **given: What has an entry per basic op.
+        """
         for name in _PER_OP:
             if name in given:
                 given[name] = self._among(given[name], [() if "kwargs" not in name else {}])
-        result = self._method(self._among(ctxs, self._contexts(saved)), *args, **given)
+        contexts = self._contexts(scales, usage)
+        result = self._method(self._among(ctxs, contexts), *args, **given)
+        if any(ctx.to_save for ctx in contexts):
+            raise RuntimeError(
+                f"{self._who} gave tensors to save_for_backward of a Cast, which saves nothing: "
+                f"they would be lost"
+            )
         if type(result) is not tuple:
             return result
+        if self._gives is not None:
+            self._check_quantized(result[0])
         return (result[0], *[self._without_casts(entries) for entries in result[1:]])
 
-    def _contexts(self, saved: Any) -> list[OperationContext]:
+    @property
+    def _who(self) -> str:
+        return f"{type(self.__self__).__name__}: {self.__name__}"
+
+    def _check_quantized(self, given: Any) -> None:
+        """Refuse another result than its last cast gives."""
+        cast: Any = self._gives
+        right = isinstance(given, QuantizedTensor) and same_quantizer(
+            given.quantizer, cast.quantizer
+        )
+        if given is not None and not (right and given.usage.covers(cast.usage)):
+            raise TypeError(
+                f"{self._who} expected to give what {type(cast.quantizer).__name__} quantizes for "
+                f"{cast.usage}, since it ends with a Cast; got {given!r:.200}"
+            )
+
+    def _contexts(self, scales: Any, usage: Any) -> list[OperationContext]:
         made = []
         for _, cast in self._casts:
             ctx: Any = OperationContext()
-            ctx.quantizer, ctx.usage = cast.quantizer, cast.usage
-            ctx.saved_tensors = None if saved is None else (saved,)
+            ctx.quantizer, ctx.usage = cast.quantizer, usage or cast.usage
+            ctx.saved_tensors = None if scales is None else (scales,)
             made.append(ctx)
         return made
 
@@ -191,7 +229,7 @@ class WithCasts:
         for place, _ in self._casts:
             if any(entry is not None for entry in entries[place] or ()):
                 raise RuntimeError(
-                    f"{type(self.__self__).__name__}: {self.__name__} gave tensors for a Cast, "
+                    f"{self._who} gave tensors for a Cast, "
                     f"which has no parameters and no extra tensors"
                 )
         return [entries[place] for place in self._basic]

@@ -39,6 +39,7 @@ class Cut(NamedTuple):
     row_facts: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
     is_plain: bool = False
+    advances: bool = False
 
 
 def cut(

@@ -80,6 +80,7 @@ class OperationFuser:
     def _capture(self) -> None:
         """Keep what every call looks at: looking up an attribute of a module is slow."""
         self._unit_dicts = [vars(unit) for unit in self._units]
+        self._watching = [op for op in self._chain.ops if op._absent]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
@@ -136,7 +137,11 @@ class OperationFuser:
         tensors = self._tensors(input, extra_inputs)
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         if not program.is_plain or basic_op_kwargs or current.recorder is not None:
-            return self._run_special(program, input, tensors, extra_inputs, basic_op_kwargs)
+            special = self._run_special
+            if program.advances and "torch._dynamo" in sys.modules:
+                # where torch.compile gave up on what calls it, it would trace this by itself
+                special = _not_traced(special)
+            return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             if program.requires_grad:
                 return apply_eager(program, None, input, *tensors)
@@ -154,6 +159,8 @@ class OperationFuser:
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
             refuse_arguments(self._chain, input, extra_inputs)
+        for op in self._watching:
+            op._refuse_late()
         tensors: list[Tensor] = []
         try:
             for attributes, _, name in self._params:
@@ -233,9 +240,7 @@ class OperationFuser:
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         if program.advances and program.recorded:
-            # where torch.compile gave up on what calls it, it would trace this by itself
-            traced = "torch._dynamo" in sys.modules and not program.compiling
-            (_not_traced(_begin_recording) if traced else _begin_recording)(program)
+            _begin_recording(program)
         elif program.recipe is not None and not program.compiling:
             check_checkpoint(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -279,6 +284,8 @@ class OperationFuser:
             return self._run_apart(input, extra_inputs, kwargs)
         if self._owner is not None:
             training.append(self._owner.training)
+        for op in self._watching:
+            op._refuse_late()
         tensors = [*self._read_params(), *extra_inputs]
         settings = current.values
         if _functorch_active() or forward_ad._current_level >= 0:
@@ -416,5 +423,21 @@ def _execute(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequen
 
 def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
     if program.requires_grad:
+        if program.compiling:
+            tensors = _distinct(tensors, len(program.chain.param_sources))
         return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
     return run_forward(None, program, kwargs, x, *tensors)
+
+
+def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The tensors, with a view of each parameter that came before: Dynamo takes none twice.
+
+    Args:
+        tensors: The parameters, and what comes behind them, which is left to Dynamo.
+        count: The number of parameters.
+    """
+    found: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        again = i < count and any([tensor is other for other in tensors[:i]])
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found

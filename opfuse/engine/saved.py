@@ -157,7 +157,7 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
     quantized = isinstance(shell, QuantizedTensor)
     if shell is None or (quantized and not any(shell.copies)):
         recompute(program, ctxs, how.start, dropped)
-        given = {"saved": shell} if isinstance(how.run, WithCasts) else {}
+        given = {"scales": shell, "usage": usage} if isinstance(how.run, WithCasts) else {}
         again = how.run(ctxs[how.start : index], **given)
         if how.cast is not None:
             again = how.cast.quantizer.requantize(again, shell, usage)

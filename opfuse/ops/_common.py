@@ -173,3 +173,24 @@ class ExtraTensorOperation(BasicOperation):
         raise RuntimeError(
             f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward"
         )
+
+
+def check_shapes(
+    op: BasicOperation, params: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Refuse parameters that got another shape since the op was made.
+
+    Args:
+        op: The op.
+        params: Its parameters.
+        shapes: The shapes that they had, as many.
+
+    Raises:
+        ValueError: One has another shape.
+    """
+    if [param.shape for param in params] == shapes:
+        return
+    for name, param, shape in zip(op.param_names or (), params, shapes, strict=True):
+        if param.shape != shape:
+            what = f"expected {name} of shape {shape}, as when it was made"
+            raise ValueError(f"{type(op).__name__} {what}, got {tuple(param.shape)}")

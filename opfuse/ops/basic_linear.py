@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,12 +112,14 @@ class BasicLinear(WithLaterArguments):
         *,
         transposed: bool = False,
         accumulate_into_main_grad: bool = False,
+        name: str = "",
     ) -> BasicLinear:
         """An op that reads its weight from another module at every call, and has none itself.
 
         The gradient reaches the Parameter of the module, whatever that is at the time: after
         ``load_state_dict(assign=True)``, ``to()``, a parametrization, FSDP2. The module is not
-        registered and not called, so its hooks do not run.
+        registered and not called, so neither its hooks nor a ``forward`` of its own (an adapter)
+        run. A module that is put in its place, as PEFT does, is not seen.
 
         Args:
             module: The module that holds the weight.
@@ -125,6 +127,7 @@ class BasicLinear(WithLaterArguments):
             transposed: The attribute has shape ``(in_features, out_features)``, as in the
                 ``Conv1D`` of GPT-2; the op reads a transposed view.
             accumulate_into_main_grad: As for :class:`BasicLinear`; not with ``transposed``.
+            name: As every constructor takes it, see :attr:`opfuse.FusibleOperation.name`.
 
         Raises:
             AttributeError: The module has no such attribute.
@@ -142,6 +145,7 @@ class BasicLinear(WithLaterArguments):
             inputs, outputs, device="meta", accumulate_into_main_grad=accumulate_into_main_grad
         )
         op.read_parameters({"weight": ParamSource(module, weight, transposed)})
+        op.name = name
         return op
 
     def reset_parameters(self) -> None:
@@ -189,7 +193,7 @@ class BasicLinear(WithLaterArguments):
         kept = w = weight
         if dtype is not None:
             x, w = x.to(dtype), weight.to(dtype)
-            kept = weight if ctx.saves_params and _can_be_saved(weight) else w
+            (kept,) = kept_weights(ctx, (weight,), (w,))
         if ctx.requires_grad:
             ctx.to_save = (
                 x if ctx.param_requires_grad[0] else None,
@@ -251,6 +255,16 @@ def _can_be_saved(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter:
         return False
     return is_dynamo_compiling() or not weight.is_inference()  # which Dynamo cannot trace
+
+
+def kept_weights(
+    ctx: OperationContext, weights: Sequence[Tensor], casts: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """What a linear saves of its weights: each as it is where ``ctx.saves_params``, or its cast."""
+    if not ctx.saves_params:
+        return casts
+    pairs = zip(weights, casts, strict=True)
+    return [weight if _can_be_saved(weight) else cast for weight, cast in pairs]
 
 
 def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from ._common import (
     Outputs,
     WithLaterArguments,
     cast,
+    check_shapes,
     check_size,
     shows,
 )
@@ -62,7 +63,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     Raises:
         TypeError: A size is not a whole number; in a call, ``split_sizes`` that are no integers.
         ValueError: A size is negative, or there is no group; in a call, ``split_sizes`` of another
-            shape, or that do not sum up to the rows, or an input of fewer than two dimensions.
+            shape, or that do not sum up to the rows, an input of fewer than two dimensions, or a
+            parameter of another shape than when the op was made.
         NotImplementedError: An argument that comes with a later release.
         RuntimeError: As for :class:`BasicLinear`.
     """
@@ -110,6 +112,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         for i in range(self.num_groups):
             param = nn.Parameter(torch.empty(self.out_features, **made)) if bias else None
             self.register_parameter(f"bias{i}", param)
+        self._shapes = [tuple(param.shape) for param in self.parameters()]
         self.reset_parameters()
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
@@ -151,6 +154,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         (ctx,) = basic_op_ctxs
         ((split_sizes,),) = basic_op_extra_inputs
         self._check(input_, split_sizes)
+        check_shapes(self, ctx.params, self._shapes)
         dtype, count = ctx.dtype or input_.dtype, self.num_groups
         x, params = cast(input_, dtype), [cast(param, dtype) for param in ctx.params]
         weights, biases = params[:count], params[count:]

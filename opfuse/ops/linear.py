@@ -56,12 +56,13 @@ class Bias(WithLaterArguments):
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
     @classmethod
-    def reading(cls, module: nn.Module, bias: str = "bias") -> Bias:
+    def reading(cls, module: nn.Module, bias: str = "bias", *, name: str = "") -> Bias:
         """An op that reads its bias from another module; see :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the bias.
             bias: Its attribute there, of shape ``(size,)``.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             AttributeError, TypeError, ValueError: As for :meth:`BasicLinear.reading`.
@@ -69,6 +70,7 @@ class Bias(WithLaterArguments):
         (size,) = tensor_of(cls, module, bias, dims=1).shape
         op = cls(size, device="meta")
         op.read_parameters({"bias": ParamSource(module, bias)})
+        op.name = name
         return op
 
     def reset_parameters(self) -> None:
@@ -162,7 +164,9 @@ class Linear(FusedOperation):
         self._reset_bias()
 
     @classmethod
-    def of(cls, module: nn.Linear, *, accumulate_into_main_grad: bool = False) -> Linear:
+    def of(
+        cls, module: nn.Linear, *, accumulate_into_main_grad: bool = False, name: str = ""
+    ) -> Linear:
         """A ``Linear`` with the very Parameters of a ``torch.nn.Linear``, with bias or without.
 
         Both modules hold the same Parameter objects then; where one of them is to get others, as by
@@ -171,6 +175,7 @@ class Linear(FusedOperation):
         Args:
             module: The module, which has no hooks, no parametrization and no forward of its own.
             accumulate_into_main_grad: As for :class:`BasicLinear`.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             TypeError: ``module`` is no such module.
@@ -184,6 +189,7 @@ class Linear(FusedOperation):
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
         op.weight, op.bias = module.weight, module.bias  # type: ignore[assignment]
+        op.name = name
         return op.train(module.training)
 
     def __copy__(self) -> Linear:

@@ -160,6 +160,7 @@ class LayerNorm(_Norm):
         *,
         eps: float | None = None,
         zero_centered_gamma: bool = False,
+        name: str = "",
     ) -> LayerNorm:
         """An op that reads its parameters from another module; see :meth:`BasicLinear.reading`.
 
@@ -169,10 +170,12 @@ class LayerNorm(_Norm):
             bias: The attribute of the bias; None, or an attribute that is None: there is no bias.
             eps: As for :meth:`RMSNorm.reading`.
             zero_centered_gamma: As for :class:`LayerNorm`.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
-            ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape.
+            ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape. In a
+                call, the module has got a bias since.
         """
         shape = tuple(tensor_of(cls, module, weight).shape)
         sources = {"weight": ParamSource(module, weight)}
@@ -189,16 +192,20 @@ class LayerNorm(_Norm):
             zero_centered_gamma=zero_centered_gamma,
         )
         op.read_parameters(sources)
+        if bias is not None and "bias" not in sources:
+            op._absent = (ParamSource(module, bias),)
+        op.name = name
         return op
 
     @classmethod
-    def of(cls, module: nn.LayerNorm) -> LayerNorm:
+    def of(cls, module: nn.LayerNorm, *, name: str = "") -> LayerNorm:
         """A ``LayerNorm`` with the very Parameters of a ``torch.nn.LayerNorm``, if it has some.
 
         See :meth:`Linear.of`.
 
         Args:
             module: The module, which has no hooks, no parametrization and no forward of its own.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             TypeError: ``module`` is no such module.
@@ -211,7 +218,7 @@ class LayerNorm(_Norm):
             bias=module.bias is not None,
             device="meta",
         )
-        op.weight, op.bias = module.weight, module.bias
+        op.weight, op.bias, op.name = module.weight, module.bias, name
         return op.train(module.training)
 
     def extra_repr(self) -> str:
@@ -351,6 +358,7 @@ class RMSNorm(_Norm):
         *,
         eps: float | None = None,
         zero_centered_gamma: bool = False,
+        name: str = "",
     ) -> RMSNorm:
         """An op that reads its weight from another module; see :meth:`BasicLinear.reading`.
 
@@ -362,6 +370,7 @@ class RMSNorm(_Norm):
                 ``torch.nn.RMSNorm``, is no number: pass one.
             zero_centered_gamma: As for :class:`RMSNorm`; the module does not tell. Gemma's norms
                 need it.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
@@ -371,10 +380,11 @@ class RMSNorm(_Norm):
         number = eps_of(cls, module, eps)
         op = cls(shape, eps=number, device="meta", zero_centered_gamma=zero_centered_gamma)
         op.read_parameters({"weight": ParamSource(module, weight)})
+        op.name = name
         return op
 
     @classmethod
-    def of(cls, module: nn.RMSNorm, *, eps: float | None = None) -> RMSNorm:
+    def of(cls, module: nn.RMSNorm, *, eps: float | None = None, name: str = "") -> RMSNorm:
         """An ``RMSNorm`` with the very Parameter of a ``torch.nn.RMSNorm``, if it has one.
 
         See :meth:`Linear.of`.
@@ -382,6 +392,7 @@ class RMSNorm(_Norm):
         Args:
             module: The module, which has no hooks, no parametrization and no forward of its own.
             eps: As for :meth:`reading`.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             TypeError: ``module`` is no such module.
@@ -390,7 +401,7 @@ class RMSNorm(_Norm):
         check_stock(cls, module, nn.RMSNorm)
         number, affine = eps_of(cls, module, eps), module.elementwise_affine
         op = cls(module.normalized_shape, eps=number, elementwise_affine=affine, device="meta")
-        op.weight = module.weight
+        op.weight, op.name = module.weight, name
         return op.train(module.training)
 
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,15 @@ from ..op_context import OperationContext
 from ..overrides import hook_dicts, hook_kinds, op_class
 from ..quantization import Recipe
 from ._blocks import writes_out
-from ._common import Grads, rows_of
+from ._common import Grads, check_shapes, rows_of
 from ._reading import tensor_of
-from .basic_linear import BasicLinear
+from .basic_linear import BasicLinear, kept_weights
 from .linear import Linear
+from .pointwise import Identity
 
 _LINEARS = nn.Linear, Linear, BasicLinear
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
+_ATTRIBUTES = vars(Identity()).keys()
 Modules = Mapping[str, nn.Module] | Sequence[nn.Module]
 
 
@@ -49,10 +52,12 @@ class ParallelLinear(BasicOperation):
             a ``torch.nn.Linear``, a :class:`Linear` or a :class:`BasicLinear`.
 
     Raises:
-        TypeError: One is of another class.
-        ValueError: There is none, one takes another number of features than the first, has hooks
-            or a ``forward`` of its own, reads its parameters from another module, or accumulates
-            into ``main_grad``.
+        TypeError: One is of another class, or ``linears`` is one itself.
+        ValueError: There is none, two have one name, or a name cannot be that of a submodule. One
+            takes another number of features than the first, has hooks or a ``forward`` of its own,
+            reads its parameters from another module, or accumulates into ``main_grad``.
+            In a call, a weight or a bias of another shape than when the op was made, or a bias that
+            was not there then.
         RuntimeError: In a call under a quantization recipe.
     """
 
@@ -61,6 +66,10 @@ class ParallelLinear(BasicOperation):
     differentiable = True
     params_in_compute_dtype = True
     casts_input = True
+    sizes: tuple[int, ...] = ()
+    biased: tuple[bool, ...] = ()
+    _shapes: Sequence[tuple[int, ...]] = ()
+    _known: frozenset[str] = frozenset()
 
     def __init__(self, linears: Modules) -> None:
         super().__init__()
@@ -73,13 +82,19 @@ class ParallelLinear(BasicOperation):
             if linear.in_features != self.in_features:
                 who = f"ParallelLinear expected linears of {self.in_features} features"
                 raise ValueError(f"{who}, got {linear.in_features} for {name}")
-        self.sizes: tuple[int, ...] = tuple([linear.out_features for linear in named.values()])  # type: ignore[misc]
+        self.sizes = tuple([linear.out_features for linear in named.values()])  # type: ignore[misc]
         self.biased = tuple(
             [getattr(linear, "bias", None) is not None for linear in named.values()]
         )
         self.out_features = sum(self.sizes)
-        biased = [name for name, has_bias in zip(named, self.biased, strict=True) if has_bias]
-        self.param_names = (*[f"{name}.weight" for name in named], *[f"{n}.bias" for n in biased])
+        with_bias = [
+            (n, size) for n, size, b in zip(named, self.sizes, self.biased, strict=True) if b
+        ]
+        weights = [f"{name}.weight" for name in named]
+        self.param_names = (*weights, *[f"{name}.bias" for name, _ in with_bias])
+        of_weights: list[Any] = [(size, self.in_features) for size in self.sizes]
+        self._known = frozenset(self.param_names)
+        self._shapes = [*of_weights, *[(size,) for _, size in with_bias]]
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -93,49 +108,65 @@ class ParallelLinear(BasicOperation):
         modules: Modules,
         *,
         weight: str = "weight",
-        bias: str = "bias",
+        bias: str | None = "bias",
         transposed: bool = False,
+        name: str = "",
     ) -> ParallelLinear:
         """An op that reads its parameters from other modules; see :meth:`BasicLinear.reading`.
 
         Args:
             modules: The modules that hold the parameters, by name or in a sequence.
             weight: The attribute of each weight.
-            bias: The attribute of each bias; where it is missing or None, there is none.
+            bias: The attribute of each bias; where it is missing or None, there is none. None: no
+                bias is read.
             transposed: As for :meth:`BasicLinear.reading`, for all of them.
+            name: As for :meth:`BasicLinear.reading`.
 
         Raises:
-            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`; or no module has an
+                attribute ``bias``, unless that is "bias".
             ValueError: A weight is no matrix or does not fit, or a bias does not fit its weight.
         """
-        sources, linears = {}, {}
-        for name, module in _named(modules).items():
+        sources, linears, absent, named = {}, {}, [], _named(modules)
+        if bias not in (None, "bias") and not any(hasattr(m, bias) for m in named.values()):
+            who = f"{cls.__name__}.reading expected the name of a bias of one of the modules"
+            raise AttributeError(f"{who}, got {bias!r}")
+        for each, module in named.items():
             sizes = tensor_of(cls, module, weight, dims=2).shape
             outputs, inputs = reversed(sizes) if transposed else sizes
-            sources[f"{name}.weight"] = ParamSource(module, weight, transposed)
-            has_bias = getattr(module, bias, None) is not None
-            linears[name] = Linear(inputs, outputs, bias=has_bias, device="meta")
-            if has_bias:
-                sources[f"{name}.bias"] = ParamSource(module, bias)
+            sources[f"{each}.weight"] = ParamSource(module, weight, transposed)
+            has_bias = bias is not None and getattr(module, bias, None) is not None
+            linears[each] = Linear(inputs, outputs, bias=has_bias, device="meta")
+            if bias is None:
+                continue
+            if not has_bias:
+                absent.append(ParamSource(module, bias))
+            else:
+                sources[f"{each}.bias"] = ParamSource(module, bias)
                 if (got := tensor_of(cls, module, bias).shape) != (outputs,):
                     what = f"{type(module).__name__}.{bias} of shape ({outputs},)"
                     raise ValueError(f"{cls.__name__}.reading expected {what}, got {tuple(got)}")
         op = cls(linears)
         op._modules.clear()
         op.read_parameters(sources)
+        op._absent, op.name = tuple(absent), name
         return op
 
     def param_source(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute from which a parameter is read at every call.
 
         Raises:
-            ValueError, TypeError: The linear is one that must be called, not read.
+            ValueError, TypeError: The linear is one that must be called, not read, or it got a bias
+                after the op was made.
         """
         if name in self._sources:
             return super().param_source(name)
         linear, leaf = name.split(".")
         module: Any = self._modules[linear]  # quicker than by attribute
         _check_linear(linear, module)
+        if getattr(module, "bias", None) is not None and f"{linear}.bias" not in self._known:
+            who = f"ParallelLinear got {linear} without a bias, and it has one now"
+            raise ValueError(f"{who}: make the op anew")
         return module, leaf
 
     def reset_parameters(self) -> None:
@@ -166,20 +197,34 @@ class ParallelLinear(BasicOperation):
 
         Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
         that multiply in another way.
+
+        Raises:
+            ValueError: A weight or a bias has another shape than when the op was made.
         """
         x, params, count = input_, ctx.params, len(self.sizes)
+        check_shapes(self, params, self._shapes)
+        kept: Sequence[Tensor] = params[:count]
         if ctx.dtype is not None:
             x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
+            kept = kept_weights(ctx, kept, params[:count])
         weights, rest = params[:count], iter(params[count:])
         if ctx.requires_grad:
             ctx.to_save = (
                 x if any(ctx.param_requires_grad[:count]) else None,
-                *(weights if ctx.input_requires_grad else (None,) * count),
+                *(kept if ctx.input_requires_grad else (None,) * count),
             )
         return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
 
+    @staticmethod
+    def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, list[Any]]:
+        """Input and weights that the forward left; see :meth:`BasicLinear.saved_operands`."""
+        x, *weights = ctx.saved_tensors  # type: ignore[misc]
+        if ctx.saves_params and weights[0] is not None:
+            return x, [weight.to(ctx.dtype) for weight in weights]
+        return x, weights
+
     def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """The products side by side; saves ``(input, *weights)``, in the compute dtype."""
+        """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         return self.product(*self.operands(ctx, input_))
 
     def product(
@@ -202,7 +247,7 @@ class ParallelLinear(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
-        x, *weights = ctx.saved_tensors  # type: ignore[misc]
+        x, weights = self.saved_operands(ctx)
         parts = self.parts_of(ctx, grad_output)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
@@ -237,11 +282,25 @@ class ParallelLinear(BasicOperation):
 
 def _named(modules: Modules) -> dict[str, nn.Module]:
     """The modules by name; those of a sequence are numbered."""
+    lone = isinstance(modules, nn.Module) and not isinstance(modules, _CONTAINERS)
+    if lone or not isinstance(modules, Iterable):
+        who = "ParallelLinear expected linears by name or in a sequence"
+        raise TypeError(f"{who}, got {type(modules).__name__}: put it in a list")
     by_name = isinstance(modules, (Mapping, nn.ModuleDict))
-    named = dict(modules.items() if by_name else enumerate(modules))  # type: ignore[union-attr]
-    if not named:
+    pairs = list(modules.items() if by_name else enumerate(modules))  # type: ignore[union-attr]
+    if not pairs:
         raise ValueError("ParallelLinear expected at least one linear, got none")
-    return {str(name): module for name, module in named.items()}
+    names = [str(name) for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"ParallelLinear expected names that differ, got {name!r} twice")
+        if not name or "." in name:
+            who = "ParallelLinear expected names of submodules, not empty and without a dot"
+            raise ValueError(f"{who}, got {name!r}")
+        if hasattr(ParallelLinear, name) or name in _ATTRIBUTES:
+            who = f"ParallelLinear has an attribute {name} already"
+            raise ValueError(f"{who}: give that linear another name")
+    return dict(zip(names, [module for _, module in pairs], strict=True))
 
 
 def _check_linear(name: str, linear: nn.Module) -> None:

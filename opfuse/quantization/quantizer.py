@@ -74,7 +74,13 @@ class Quantizer(ABC):
                 unquantized tensor.
         """
         if not isinstance(tensor, QuantizedTensor):
-            return self.quantize(tensor, usage)
+            made = self.quantize(tensor, usage)
+            if not isinstance(made, QuantizedTensor):
+                raise TypeError(
+                    f"{type(self).__name__}.quantize must return one of the formats of "
+                    f"opfuse.quantization.formats, got {type(made).__name__}"
+                )
+            return made
         if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
             return tensor
         raise TypeError(

@@ -51,6 +51,14 @@ class Recipe:
             )
         if not is_compiling():
             self.to_json()
+            try:
+                hash(self)
+            except TypeError as error:
+                raise TypeError(
+                    f"{type(self).__name__} expected fields that can be hashed, since a recipe is "
+                    f"part of a plan's key: {error}; declare it with @dataclass(frozen=True), and "
+                    f"give a tuple instead of a list"
+                ) from None
 
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
         """Advance the state of quantizers by one step: fold in what they recorded, and forget that.
@@ -59,7 +67,9 @@ class Recipe:
         inside a backward, never after an exception, never with grad mode off. It folds the maxima
         that the forward of this block recorded, and those of the gradients that arrived since the
         last update. A forward quantizer advances at every update, with 0 where nothing was
-        recorded; that of a gradient only where one arrived on any rank.
+        recorded; that of a gradient only where one arrived on any rank. Nothing is recorded for a
+        weight whose cast is used again (``weights="cached"``): take 0 for "not known", and keep the
+        scale, unless an earlier maximum says otherwise.
 
         Args:
             quantizers: Those of the ops that ran in the block; in a model that was prepared
@@ -91,4 +101,13 @@ class Recipe:
                 raise TypeError(
                     f"{type(self).__name__}.{field} must be JSON-able, got {value!r}"
                 ) from None
-        return json.dumps({"recipe": name or type(self).__name__, **fields}, sort_keys=True)
+        return json.dumps(_plain({"recipe": name or type(self).__name__, **fields}), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON-able value, in which equal numbers read the same: 1 and 1.0."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -58,6 +58,7 @@ class QuantizerStates:
             for mode in MODES:
                 for name, role in zip(quantizer_names(op, mode), _roles(op, mode), strict=True):
                     made[name] = current.quantizer(recipe, role, current.environment)
+                    _check_state(made[name])
         self._recipe_names[recipe] = current.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
@@ -106,8 +107,7 @@ class QuantizerStates:
         self._unrecorded.clear()
         for recipe in self._by_recipe:
             for _, quantizer, name in self._entries(recipe):
-                value = getattr(quantizer, name)
-                setattr(quantizer, name, fn(value).to(value.dtype))
+                setattr(quantizer, name, _moved(getattr(quantizer, name), fn))
 
     def _entries(self, recipe: Recipe) -> Iterator[tuple[str, Quantizer, str]]:
         for key, quantizer in self._by_recipe[recipe].items():
@@ -184,6 +184,29 @@ class QuantizerStates:
             for key, target in targets.items():
                 target.copy_(state[key])
         del self._loaded[self._text(recipe)]
+
+
+def _check_state(quantizer: Quantizer) -> None:
+    """Refuse state that cannot be saved, moved, or read by a quantizer that records nothing."""
+    who = type(quantizer).__name__
+    for name in quantizer.state_names:
+        if not isinstance(vars(quantizer).get(name), Tensor):
+            raise TypeError(
+                f"{who}.state_names expected the names of tensors that its __init__ sets, "
+                f"got {name!r}, which is none"
+            )
+        if hasattr(type(quantizer), name):
+            raise TypeError(f"{who}.{name} is state: set it in __init__ only, not on the class")
+    if more := {*quantizer.pending_names} - {*quantizer.state_names}:
+        raise TypeError(f"{who}.pending_names expected names of its state, got {sorted(more)}")
+
+
+def _moved(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """A state where ``fn`` moves parameters to; its values and dtype stay."""
+    if value.is_meta:
+        return fn(value).to(value.dtype)
+    where = fn(torch.empty(0, dtype=value.dtype, device=value.device)).device
+    return value if where == value.device else value.to(where)
 
 
 def _recipe_text(where: str, group: dict[str, Tensor]) -> str:

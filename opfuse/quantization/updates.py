@@ -56,15 +56,20 @@ class Block:
             ran[op] = None
 
     def end(self, *, failed: bool) -> None:
-        """Advance the state of what ran, or forget what was recorded if the block raised."""
+        """Advance the state of what ran; forget what was recorded if there is no advancing.
+
+        There is none after an exception, and with grad mode off.
+        """
         for recipe, (ran, env) in self._ran.items():
-            if failed:
+            if in_backward():
+                continue  # a recomputation: who computes again has kept the state
+            if failed or not torch.is_grad_enabled():
                 for op in ran:
                     forward = quantizer_names(op, "forward")
                     for name, quantizer in op._quantizers.of(recipe).items():
                         if name in forward:
                             quantizer.discard()
-            elif torch.is_grad_enabled() and not in_backward():
+            else:
                 quantizers = _quantizers(recipe, ran, env)
                 with torch.no_grad():
                     recipe.update(quantizers, self.group)

@@ -43,6 +43,14 @@ class WeightCache:
         """Forget every cast."""
         self._entries.clear()
 
+    def entries(self) -> dict[str, _Entry]:
+        """The casts as they are now."""
+        return dict(self._entries)
+
+    def put_back(self, entries: dict[str, _Entry]) -> None:
+        """Have the casts again that :meth:`entries` gave, as a recomputation does."""
+        self._entries = dict(entries)
+
     def quantized(
         self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage
     ) -> QuantizedTensor:
@@ -57,7 +65,7 @@ class WeightCache:
         if isinstance(weight, QuantizedTensor):
             return quantizer(weight, usage)
         if is_compiling() or not _can_be_known_again(weight):
-            return quantizer.quantize(weight, usage)
+            return quantizer(weight, usage)
         found = self._entries.get(name)
         known = (
             found is not None
@@ -72,7 +80,7 @@ class WeightCache:
             if found.tensor.usage.covers(usage):
                 return found.tensor
             usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
-        made = quantizer.quantize(weight, usage)
+        made = quantizer(weight, usage)
         known_by = weight._version, weight.dtype, weight.device
         self._entries[name] = _Entry(weakref.ref(weight), *known_by, quantizer, made)
         return made

@@ -502,3 +502,11 @@ def test_under_a_recipe_the_report_says_that_it_is_not_quantized():
         "its products are not quantized"
     ]
     assert "GroupedLinear: its products are not quantized" in str(report)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("weight1", (1, 4)), ("bias0", (1,))])
+def test_a_parameter_that_got_another_shape_is_refused(name, shape):
+    op = ops.GroupedLinear(2, 4, 4)
+    setattr(op, name, torch.nn.Parameter(torch.ones(shape)))
+    with pytest.raises(ValueError, match=f"GroupedLinear expected {name} of shape .* as when it"):
+        op(torch.randn(3, 4), torch.tensor([1, 2]))

@@ -454,3 +454,89 @@ def test_a_recipe_is_refused(register, make):
             chain(x)
         with opfuse.autocast(enabled=False):
             chain(x)
+
+
+@pytest.mark.parametrize("way", ["held", "reading"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [2, 8])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_linear_that_got_another_size_is_refused(way, bias, outputs, grad):
+    linears = nn.ModuleDict({"q": nn.Linear(6, 4, bias=bias), "k": nn.Linear(6, 4, bias=bias)})
+    op = ops.ParallelLinear(linears) if way == "held" else ops.ParallelLinear.reading(linears)
+    op(torch.randn(3, 6))
+    linears.q.weight = nn.Parameter(torch.randn(outputs, 6))
+    if bias:
+        linears.q.bias = nn.Parameter(torch.randn(outputs))
+    says = rf"expected q\.weight of shape \(4, 6\), as when it was made, got \({outputs}, 6\)"
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"ParallelLinear {says}"):
+        op(torch.randn(3, 6))
+
+
+def test_a_bias_that_would_be_broadcast_is_refused(make):
+    op = make("bias")
+    op.up.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"expected up\.bias of shape \(3,\), as when .* \(1,\)"):
+        op(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("way", ["held", "reading", "compiled"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_bias_that_comes_later_is_refused(way, grad):
+    linears = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 2, bias=False)})
+    op = ops.ParallelLinear(linears) if way == "held" else ops.ParallelLinear.reading(linears)
+    run = torch.compile(op, backend="eager") if way == "compiled" else op
+    with torch.set_grad_enabled(grad):
+        run(torch.randn(3, 6))
+        linears.b.bias = nn.Parameter(torch.ones(2))
+        says = "got b without a bias, and" if way == "held" else "Linear that had no bias when the"
+        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op anew"):
+            run(torch.randn(3, 6))
+        linears.b.bias = None
+        run(torch.randn(3, 6))
+    torch._dynamo.reset()
+
+
+def test_a_copy_watches_its_own_modules():
+    model = Attention(ops.BasicLinear)
+    twin = copy.deepcopy(model)
+    model.q.bias = nn.Parameter(torch.ones(4))
+    twin(torch.randn(3, 6))
+    with pytest.raises(ValueError, match="reads a BasicLinear that had no bias"):
+        model(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("make", [ops.ParallelLinear, ops.ParallelLinear.reading])
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (lambda a: {1: a, "1": a}, ValueError, "names that differ, got '1' twice"),
+        (lambda a: {"": a}, ValueError, "not empty and without a dot, got ''"),
+        (lambda a: {"q.k": a}, ValueError, "not empty and without a dot, got 'q.k'"),
+        (lambda a: {"split": a}, ValueError, "has an attribute split already: give that"),
+        (lambda a: {"sizes": a}, ValueError, "has an attribute sizes already: give that"),
+        (lambda a: {"_params": a, "_cache": a}, ValueError, "has an attribute _cache already"),
+        (lambda a: a, TypeError, "by name or in a sequence, got Linear: put it in a list"),
+        (lambda a: ops.Linear(6, 4), TypeError, "got Linear: put it in a list"),
+        (lambda a: 3, TypeError, "by name or in a sequence, got int"),
+    ],
+)
+def test_names_that_would_lose_a_linear_are_refused(make, given, error, says):
+    with pytest.raises(error, match=f"ParallelLinear.*{says}"):
+        make(given(nn.Linear(6, 4)))
+
+
+def test_no_name_takes_the_place_of_an_attribute():
+    for name in sorted(vars(ops.ParallelLinear([nn.Linear(6, 4)])).keys() | dir(nn.Module())):
+        with pytest.raises(ValueError, match=f"has an attribute {name} already"):
+            ops.ParallelLinear({name: nn.Linear(6, 4)})
+
+
+def test_which_bias_is_read():
+    linears, x = [nn.Linear(6, 4), nn.Linear(6, 2, bias=False)], torch.randn(3, 6)
+    with pytest.raises(AttributeError, match="name of a bias of one of the modules, got 'bais'"):
+        ops.ParallelLinear.reading(linears, bias="bais")
+    op = ops.ParallelLinear.reading(linears, bias=None)
+    assert op.biased == (False, False)
+    torch.testing.assert_close(op(x)[:, :4], F.linear(x, linears[0].weight))
+    linears[1].shift = nn.Parameter(torch.ones(2))
+    assert ops.ParallelLinear.reading(linears, bias="shift").biased == (False, True)

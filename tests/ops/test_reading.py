@@ -563,3 +563,96 @@ def test_of_does_not_guess_eps():
     with pytest.raises(ValueError, match="got eps=None from RMSNorm: pass eps"):
         ops.RMSNorm.of(nn.RMSNorm(6))
     assert ops.RMSNorm.of(nn.RMSNorm(6), eps=0.5).eps == 0.5
+
+
+@pytest.mark.parametrize("given", [{}, {"bias": None}])
+def test_a_bias_that_a_norm_gets_later_is_refused_if_it_would_be_read(given):
+    module = nn.LayerNorm(4, bias=False)
+    chain, x = opfuse.Sequential(ops.LayerNorm.reading(module, **given)), torch.randn(3, 4)
+    wanted = chain(x)
+    module.bias = nn.Parameter(torch.ones(4))
+    if given:
+        assert torch.equal(chain(x), wanted)
+        return
+    with pytest.raises(ValueError, match="LayerNorm reads a LayerNorm that had no bias when the"):
+        chain(x)
+
+
+NAMED = {
+    "BasicLinear.reading": lambda **given: ops.BasicLinear.reading(nn.Linear(4, 4), **given),
+    "Bias.reading": lambda **given: ops.Bias.reading(nn.Linear(4, 4), **given),
+    "LayerNorm.reading": lambda **given: ops.LayerNorm.reading(nn.LayerNorm(4), **given),
+    "RMSNorm.reading": lambda **given: ops.RMSNorm.reading(nn.RMSNorm(4, eps=1e-5), **given),
+    "ParallelLinear.reading": lambda **given: ops.ParallelLinear.reading(
+        [nn.Linear(4, 4)], **given
+    ),
+    "Linear.of": lambda **given: ops.Linear.of(nn.Linear(4, 4), **given),
+    "LayerNorm.of": lambda **given: ops.LayerNorm.of(nn.LayerNorm(4), **given),
+    "RMSNorm.of": lambda **given: ops.RMSNorm.of(nn.RMSNorm(4, eps=1e-5), **given),
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_they_take_a_name_as_constructors_do(way):
+    op = NAMED[way](name="mine")
+    assert op.name == "mine" and all(part.name == "mine" for part in getattr(op, "basic_ops", ()))
+    assert opfuse.prepare(nn.ModuleDict({"path": op}))["path"].name == "mine"
+    assert opfuse.prepare(nn.ModuleDict({"path": NAMED[way]()}))["path"].name == "path"
+    with pytest.raises(TypeError, match="expected a string as name, got 3"):
+        NAMED[way](name=3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("autocast", ["", "speed", "memory"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compile_takes_a_parameter_twice(backend, autocast, frozen):
+    torch._dynamo.reset()
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    read = ops.BasicLinear.reading
+    chain = opfuse.Sequential(
+        ops.ParallelLinear.reading([module, module]), ops.SwiGLU(), read(module), read(module)
+    )
+    module.weight.requires_grad_(not frozen)
+
+    def run(function):
+        module.zero_grad()
+        x.grad = None
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)),
+            opfuse.options(prefer=autocast or "speed"),
+        ):
+            y = function(x)
+        y.float().square().sum().backward()
+        return y.detach(), x.grad, module.weight.grad, module.bias.grad
+
+    wanted = run(chain)
+    compiled = torch.compile(chain, fullgraph=True, backend=backend)
+    close = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+    for _ in range(2):
+        for got, expected in zip(run(compiled), wanted, strict=True):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                torch.testing.assert_close(got, expected, **close)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_sees_when_a_parameter_is_shared_no_more():
+    torch._dynamo.reset()
+    one, other, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+    other.weight = one.weight
+    chain = opfuse.Sequential(ops.BasicLinear.reading(one), ops.BasicLinear.reading(other))
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), chain(x))
+    other.weight = nn.Parameter(torch.randn(4, 4))
+    compiled(x).sum().backward()
+    torch.testing.assert_close(compiled(x), chain(x))
+    assert one.weight.grad is not None and other.weight.grad is not None
+    got = [one.weight.grad.clone(), other.weight.grad.clone()]
+    one.weight.grad = other.weight.grad = None
+    chain(x).sum().backward()
+    torch.testing.assert_close(got, [one.weight.grad, other.weight.grad])
+    other.weight = one.weight
+    torch.testing.assert_close(compiled(x), chain(x))
+    torch._dynamo.reset()

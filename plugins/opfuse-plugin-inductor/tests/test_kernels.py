@@ -19,7 +19,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, testing
 from opfuse.plugins import using
-from opfuse.testing.checks.features import GridPlugin, GridRecipe
+from opfuse.testing import recipes
 
 SMALL = {"inductor.min_elements": 0}
 TRACED = {**SMALL, "inductor.backend": "eager"}
@@ -695,27 +695,24 @@ def test_under_a_recipe_the_run_before_a_cast_is_compiled_and_computed_again(act
     monkeypatch.setattr(
         opfuse.Quantizer, "requantize", lambda q, tensor, scales, usage: quantize(q, tensor, usage)
     )
-    record = opfuse.plugins.register(GridPlugin(), name="grid")
     results = []
-    try:
-        for plugins in ("grid", "inductor,grid"):
+    with recipes.offered():
+        for plugins in (recipes.NAME, f"inductor,{recipes.NAME}"):
             torch.manual_seed(0)
             made = act(512) if act is ops.RMSNorm else act()
             width = 256 if act is ops.SwiGLU else 512
             chain = opfuse.Sequential(ops.Linear(512, 512), made, ops.Linear(width, 512))
             x = torch.randn(128, 512, requires_grad=True)
             cast.clear()
-            with using(plugins), opfuse.autocast(GridRecipe()):
+            with using(plugins), opfuse.autocast(recipes.PerTensor()):
                 y = chain(x)
                 saved = sum(t.numel() for t in y.grad_fn.saved_tensors if t is not None)
             given = [t for t in cast if t.shape == (128, width) and isinstance(t, torch.Tensor)][-1]
             cast.clear()
             y.square().sum().backward()
             results.append((saved, y, x.grad, *[p.grad for p in chain.parameters()]))
-    finally:
-        opfuse.plugins.remove(record)
     assert results[0][0] - results[1][0] > 0.9 * 128 * width  # less what it saves instead
     for expected, got in zip(results[0][1:], results[1][1:], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=0.3)  # a step of the grid is 0.25
+        assert (got - expected).norm() < 1e-2 * expected.norm()  # a few codes are one step off
     again = [t for t in cast if t.shape == (128, width) and isinstance(t, torch.Tensor)]
     assert any(torch.equal(t, given) for t in again)

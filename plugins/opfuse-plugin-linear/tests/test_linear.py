@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.testing import CubicActivation, tolerance
-from opfuse.testing.checks.features import GridPlugin, GridRecipe
+from opfuse.testing import CubicActivation, recipes, tolerance
 
 PLUGIN = "opfuse-plugin-linear"
 IN, OUT = 8, 12
@@ -599,28 +598,23 @@ def test_on_another_device_an_activation_is_left_to_who_compiles_it(monkeypatch)
 
 @pytest.mark.parametrize("name", ["act", "gated"])
 def test_under_a_recipe_the_activation_is_still_fused_with_the_bias(name):
-    record = opfuse.plugins.register(GridPlugin(), name="grid", distribution="opfuse-plugin-grid")
     chain, inputs = CASES[name].chain(), CASES[name].inputs()
 
     def quantized(*inputs):
-        with opfuse.autocast(recipe=GridRecipe()):
+        with opfuse.autocast(recipes.PerTensor()):
             return chain(*inputs)
 
-    try:
-        with opfuse.plugins.using("linear,grid"):
+    with recipes.offered():
+        with opfuse.plugins.using(f"linear,{recipes.NAME}"):
             report = opfuse.explain(quantized, *[x.clone().requires_grad_() for x in inputs])
         params = list(chain.parameters())
         check(
-            run(quantized, params, inputs, "linear,grid"),
-            run(quantized, params, inputs, "grid"),
+            run(quantized, params, inputs, f"linear,{recipes.NAME}"),
+            run(quantized, params, inputs, recipes.NAME),
             torch.float32,
         )
-    finally:
-        opfuse.plugins.remove(record)
     assert "activation+bias" in [row["fusion"] for row in report.to_dict()["backward"]]
-    assert "GridRecipe quantizes the linear, and this fusion multiplies plain tensors" in str(
-        report
-    )
+    assert "PerTensor quantizes the linear, and this fusion multiplies plain tensors" in str(report)
 
 
 def test_importing_the_plugin_imports_nothing_heavy():

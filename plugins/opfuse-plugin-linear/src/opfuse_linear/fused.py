@@ -285,7 +285,7 @@ class BackwardParallelLinear(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         op, act, no_extras = self._parts
         dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
-        x, *weights = basic_op_ctxs[0].saved_tensors  # type: ignore[misc]
+        x, weights = op.saved_operands(basic_op_ctxs[0])
         parts = op.parts_of(basic_op_ctxs[0], dy)
         dx = kernels.linears_dgrad(parts, weights)
         if dx is not None and dy.ndim != 2:
