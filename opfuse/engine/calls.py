@@ -202,9 +202,10 @@ class WithCasts:
             given.quantizer, cast.quantizer
         )
         if given is not None and not (right and given.usage.covers(cast.usage)):
+            what = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
             raise TypeError(
                 f"{self._who} expected to give what {type(cast.quantizer).__name__} quantizes for "
-                f"{cast.usage}, since it ends with a Cast; got {given!r:.200}"
+                f"{cast.usage}, since it ends with a Cast; got {what}"
             )
 
     def _contexts(self, scales: Any, usage: Any) -> list[OperationContext]:

@@ -77,8 +77,9 @@ def compare(
                 f"{what} has {attribute} {getattr(got, attribute)} "
                 f"instead of {getattr(expected, attribute)}"
             )
-    # each op of a chain rounds its result
-    roundings, dtype = 2 if case.compute_dtype is torch.float16 else 1, case.compute_dtype
+    # each op of a chain rounds its result, those around the fused one too
+    dtype, around = case.compute_dtype, case.before or case.after
+    roundings = 2 if dtype is torch.float16 or (dtype is torch.bfloat16 and around) else 1
     if case.recipe is not None and (case.subject.inexact or dtype.itemsize < 4):
         dtype = torch.float8_e4m3fn  # a last bit that differs may have become a code
     problem = difference(
