@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opfuse import authoring
+
 from .chains import Work, several
 from .providers import Built
 
@@ -246,28 +248,8 @@ def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
 
 def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     """What one forward keeps for the backward, parameters not counted, each storage once."""
-    kept: dict[int, int] = {}
-    owned = {param.untyped_storage().data_ptr() for param in built.params}
-
-    def count(tensor: Any) -> None:
-        # a subclass around others, as a quantized tensor may be
-        if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                count(getattr(tensor, name))
-        elif (storage := tensor.untyped_storage()).data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
-
-    def pack(tensor: Tensor) -> Tensor:
-        count(tensor)
-        return tensor
-
-    with (
-        around(built, "forward"),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        outputs = built.model(*inputs)  # alive, so that no storage is counted twice
-    del outputs
-    return sum(kept.values())
+    with around(built, "forward"):
+        return authoring.saved_bytes(lambda: built.model(*inputs), built.params)
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:

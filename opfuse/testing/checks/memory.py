@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...authoring import saved_bytes as count_saved_bytes
 from ...contexts import _CORE_OPTIONS, options
 from ...op import BasicOperation
 from ..cases import Built, Case
@@ -160,24 +161,13 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
     that the separate ops keep do: where an op gives its input as it is (Dropout of 0), a fused op
     may give a copy.
     """
-    storages: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-        return tensor
-
     with only(case.subject if fused_op else None):
         built = case.build()
         given = built.inputs()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = built(*given)
-    inputs = ("input", "extra ")
-    leaves = [leaf for name, leaf in built.leaves.items() if not name.startswith(inputs)]
-    for tensor in (*leaves, *((*given, *built.leaves.values()) if fused_op else ())):
-        storages.pop(tensor.untyped_storage()._cdata, None)
-    del outputs
-    return sum(storages.values())
+        inputs = ("input", "extra ")
+        leaves = [leaf for name, leaf in built.leaves.items() if not name.startswith(inputs)]
+        there = (*leaves, *((*given, *built.leaves.values()) if fused_op else ()))
+        return count_saved_bytes(lambda: built(*given), there)
 
 
 @check(surrounded)
