@@ -135,11 +135,7 @@ class Fusion:
             )
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
-        if self.casts and self.names_casts:
-            raise ValueError(
-                f"fusion {self.name}: with casts=True its pattern is of the ops alone, and "
-                f"{self.pattern!r} names Cast"
-            )
+        _check_casts(self)
 
     @property
     def names_casts(self) -> bool:
@@ -183,6 +179,14 @@ def fusion_name(fusion: FusionLike) -> str:
         if isinstance(fusion, Fusion)
         else getattr(fusion, "__name__", type(fusion).__name__)
     )
+
+
+def _check_casts(fusion: Fusion) -> None:
+    if fusion.casts and fusion.names_casts:
+        raise ValueError(
+            f"fusion {fusion.name}: with casts=True its pattern is of the ops alone, and "
+            f"{fusion.pattern!r} names Cast"
+        )
 
 
 def _check_element(element: Any, name: str) -> None:

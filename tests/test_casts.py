@@ -291,9 +291,9 @@ def test_what_spans_a_cast_is_refused_with_a_sentence(passes, register):
     expected = [*map(torch.clone, run(chain, x))]
     reasons = [refusal.reason for refusal in plan(chain).refused]
     wanted = {
-        "forward": ["what goes into op 3 is cast by RoundingQuantizer, which it does not do"],
+        "forward": ["the input of op 3 is cast by RoundingQuantizer, which it does not do"],
         "backward": [
-            f"the gradient that comes out of op {op} is cast by RoundingQuantizer, which it does "
+            f"the gradient of the output of op {op} is cast by RoundingQuantizer, which it does "
             "not do"
             for op in (0, 3)
         ],
@@ -330,7 +330,7 @@ def test_a_fusion_function_over_casts(casts, register):
     assert any(step.fusion for step in plan(chain).forward) == casts
     if not casts:
         (refusal,) = plan(chain).refused
-        assert "what goes into op 3 is cast" in refusal.reason
+        assert "the input of op 3 is cast" in refusal.reason
 
 
 def test_a_joint_pattern_that_names_casts(register):
@@ -527,6 +527,23 @@ def test_a_backward_that_begins_late_goes_through_a_fused_cast(register):
     register("backward", opfuse.Fusion(pattern, Separately))
     same(grads(), expected)
     assert any(step.fusion for step in plan(chain).backward)
+
+
+def test_a_backward_that_begins_late_records_nothing_behind_what_a_gradient_reaches(register):
+    """The shape is known behind the fused linear only: zeros go through its cast, and count nowhere."""
+    register("forward", opfuse.Fusion((ops.MakeExtraOutput, ops.Cast, ops.BasicLinear), Separately))
+    torch.manual_seed(0)
+    linears = [ops.BasicLinear(4, 4), ops.BasicLinear(4, 4)]
+    chain = opfuse.Sequential(linears[0], ops.MakeExtraOutput(), linears[1])
+    recipe, x = Rounding(levels=8), torch.randn(3, 4, requires_grad=True)
+    with opfuse.autocast(recipe):
+        y, extra = chain(x)
+    extra.sum().backward(retain_graph=True)
+    assert any(step.fusion for step in plan(chain).forward) and linears[1].weight.grad is None
+    seen = [linear._quantizers.of(recipe)["grad_output"].seen.item() for linear in linears]
+    assert seen == [1, -1]
+    y.sum().backward()
+    assert linears[1]._quantizers.of(recipe)["grad_output"].seen.item() == 1
 
 
 def test_torch_compile_with_a_fused_cast(register):

@@ -43,11 +43,9 @@ def finish(
     ops = chain.ops[step.start : step.stop]
     step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
     step.no_extras = ((),) * len(ops)
-    given = bool(ops) and bool(kwargs[step.start])
+    given = any(kwargs[step.start : step.stop])
     step.direct = not given and not step.has_extras and _is_direct(op, pass_name)
-    step.run = getattr(op, f"op_{pass_name}" if step.direct else f"fuser_{pass_name}")
-    if step.direct and forward:
-        step.run = _with_quantizers(op)
+    step.run = _method(step, forward)
     if env.options.get("debug") and not env.compiling:
         who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
         step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
@@ -55,41 +53,49 @@ def finish(
         step.run = WithCasts(step.run, step.matched)
     step.width = chain.later_widths.get(step.start) if forward else None
     step.prepares = env.recipe is not None or step.width is not None
-    # the cast of what comes in is a step before this one, or the first thing that this one does
-    does_cast = step.begin % 2 == 0 if forward else step.end % 2 == 1
-    casts, edge = (edges.forward, step.start) if forward else (edges.backward, step.stop)
-    step.takes_quantized = edge in casts and not does_cast
+    step.takes_quantized = _takes_quantized(step, forward, edges)
 
 
-def separate(chain: Chain, step: Step, last: int) -> list[Step]:
+def _method(step: Step, forward: bool) -> Any:
+    """The method that a step calls."""
+    if step.direct:
+        return _with_quantizers(step.op) if forward else step.op.op_backward
+    return step.op.fuser_forward if forward else step.op.fuser_backward
+
+
+def _takes_quantized(step: Step, forward: bool, edges: Edges) -> bool:
+    """Whether what comes in is cast before the step, and not by the step itself."""
+    if forward:
+        return step.start in edges.forward and step.begin % 2 == 1
+    return step.stop in edges.backward and step.end % 2 == 0
+
+
+def separate(step: Step, last: int) -> list[Step]:
     """The backward steps of the ops and casts of a fused step, the op ``last`` first."""
     found: list[Step] = []
-    index, has_casts = step.stop, dict(step.casts)
+    edge, casts = step.stop, dict(step.casts)
     for op in reversed(step.matched):
         if isinstance(op, Cast):
-            if index <= last:
-                found.append(lone_step(op, 2 * index))
-                found[-1].run, found[-1].takes_quantized = _CastGradient(op), True
-            continue
-        index -= 1
-        if index > last:
-            continue
-        alone = dataclasses.replace(
-            step,
-            op=op,
-            begin=2 * index + 1,
-            end=2 * index + 2,
-            matched=(op,),
-            run=op.fuser_backward,
-            direct=False,
-            prepares=step.prepares,
-            takes_quantized=index + 1 in has_casts,
-            recompute=step.recompute if index == step.start else None,
-            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
-            no_extras=((),),
-            owns=False,
-        )
-        found.append(alone)
+            alone = lone_step(op, 2 * edge)
+            alone.run, alone.takes_quantized = _CastGradient(op), True
+        else:
+            edge -= 1
+            alone = dataclasses.replace(
+                step,
+                op=op,
+                begin=2 * edge + 1,
+                end=2 * edge + 2,
+                matched=(op,),
+                run=op.fuser_backward,
+                direct=False,
+                takes_quantized=edge + 1 in casts,
+                recompute=step.recompute if edge == step.start else None,
+                has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+                no_extras=((),),
+                owns=False,
+            )
+        if edge <= last:
+            found.append(alone)
     return found
 
 

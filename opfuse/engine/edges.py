@@ -53,10 +53,6 @@ class Edges(NamedTuple):
     forward: Mapping[int, Cast] = {}
     backward: Mapping[int, Cast] = {}
 
-    def of(self, passes: str) -> tuple[Mapping[int, Cast], ...]:
-        """Those of the passes that a fusion replaces."""
-        return (self.forward, self.backward) if passes == "joint" else (getattr(self, passes),)
-
     def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
         """What a pass runs; ``"joint"``: the ops alone."""
         casts = {} if pass_name == "joint" else getattr(self, pass_name)
@@ -66,24 +62,18 @@ class Edges(NamedTuple):
         return View(tuple([placed[place] for place in places]), tuple(places))
 
     def between(self, passes: str, start: int, stop: int) -> str:
-        """What is cast between the ops of ``ops[start:stop]``, as a sentence; ``""``: nothing."""
-        for casts, what in zip(self.of(passes), _WHAT[passes], strict=True):
-            for edge in range(start + 1, stop):
-                if edge in casts:
-                    by = type(casts[edge].quantizer).__name__
-                    return (
-                        f"{what} into op {edge} is cast by {by}"
-                        if what == "what goes"
-                        else (f"{what} out of op {edge - 1} is cast by {by}")
-                    )
+        """What a pass casts between the ops of ``ops[start:stop]``, in words; ``""``: nothing."""
+        for edge in range(start + 1, stop):
+            if passes != "backward" and edge in self.forward:
+                return f"the input of op {edge} is cast by {_by(self.forward[edge])}"
+            if passes != "forward" and edge in self.backward:
+                by = _by(self.backward[edge])
+                return f"the gradient of the output of op {edge - 1} is cast by {by}"
         return ""
 
 
-_WHAT = {
-    "forward": ("what goes",),
-    "backward": ("the gradient that comes",),
-    "joint": ("what goes", "the gradient that comes"),
-}
+def _by(cast: Cast) -> str:
+    return type(cast.quantizer).__name__
 
 
 def find_edges(chain: Chain, env: Environment, needs: Needs) -> Edges:

@@ -279,8 +279,9 @@ def _begin_late(
     """
     program: Program = func_ctx.program
     reached = -1 if extras is None else extras.last_given()
-    if reached < 0:
+    if extras is None or reached < 0:
         return None, (), reached
+    extras.reach_no_further(ctxs[reached + 1 :])
     last = reached if reached in func_ctx.shapes else min(i for i in func_ctx.shapes if i > reached)
     position, step = next(
         (p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop
@@ -289,7 +290,7 @@ def _begin_late(
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
     else:  # by a fusion that may not expect zeros: the ops run one by one
-        first = separate(program.chain, step, last)
+        first = separate(step, last)
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
     shape, dtype, device = func_ctx.shapes[last]

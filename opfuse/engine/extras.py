@@ -147,6 +147,7 @@ class BackwardExtras:
         self._of_outputs: dict[Slot, Any] = dict(
             zip(self._chain.public_outputs, grad_public, strict=True)
         )
+        self._pending: list[tuple[Tensor, Tensor]] = []
 
     def given(self, step: Step) -> list[list[Tensor | None]]:
         """The gradients of the extra outputs of each basic op of a step."""
@@ -172,9 +173,17 @@ class BackwardExtras:
         """The last op that a gradient of an extra output comes to; -1 if none does."""
         return max([i for (i, _), grad in self._of_outputs.items() if grad is not None], default=-1)
 
+    def reach_no_further(self, ctxs: Sequence[Any]) -> None:
+        """Keep what quantizers of these ops have recorded: only zeros are going to reach them."""
+        quantizers = [quantizer for ctx in ctxs for quantizer in ctx.quantizers.values()]
+        state = [getattr(q, name) for q in quantizers for name in q.pending_names]
+        self._pending = [(tensor, tensor.clone()) for tensor in state]
+
     def forget_after(self, index: int) -> None:
-        """Forget the gradients of extra inputs of ops behind that one: no gradient reached them."""
+        """Forget what ops behind that one gave and recorded: no gradient reached them."""
         self._of_inputs = {slot: grad for slot, grad in self._of_inputs.items() if slot[0] <= index}
+        for tensor, before in self._pending:
+            tensor.copy_(before)
 
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients before and behind those of the parameters; no two share memory."""

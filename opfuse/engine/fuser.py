@@ -137,10 +137,7 @@ class OperationFuser:
         tensors = self._tensors(input, extra_inputs)
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         if not program.is_plain or basic_op_kwargs or current.recorder is not None:
-            special = self._run_special
-            if program.advances and "torch._dynamo" in sys.modules:
-                # where torch.compile gave up on what calls it, it would trace this by itself
-                special = _not_traced(special)
+            special = _never_traced(self._run_special) if program.advances else self._run_special
             return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             if program.requires_grad:
@@ -239,10 +236,8 @@ class OperationFuser:
         """Run a program where there is more to do than to run its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
-        if program.advances and program.recorded:
-            _begin_recording(program)
-        elif program.recipe is not None and not program.compiling:
-            check_checkpoint(program)
+        if program.recipe is not None:
+            _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
             check_constants(self._chain, kwargs)
         for op, requires_grad in program.called_before:
@@ -321,12 +316,11 @@ class OperationFuser:
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
                 self._programs[key] = (), {(): program}
             elif program is None:
-                # where torch.compile gave up on what calls it, it would trace planning by itself
-                make = _not_traced(make_program) if "torch._dynamo" in sys.modules else make_program
-                program = make(self._chain, self._owner, key, input)
-                program.row_facts = tuple(sorted({*facts, *program.row_facts}))
-                program.rows = rows_of(program.row_facts, input)
-                self._programs[key] = program.row_facts, {**programs, program.rows: program}
+                made: Program = _never_traced(make_program)(self._chain, self._owner, key, input)
+                made.row_facts = tuple(sorted({*facts, *made.row_facts}))
+                made.rows = rows_of(made.row_facts, input)
+                self._programs[key] = made.row_facts, {**programs, made.rows: made}
+                program = made
             self._programs.move_to_end(key)
             while len(self._programs) > _CACHE_SIZE:
                 self._programs.popitem(last=False)
@@ -334,15 +328,22 @@ class OperationFuser:
         return program
 
 
-def _begin_recording(program: Program) -> None:
-    """Let the block around a call know that it moves the state of quantizers."""
-    if program.compiling:
+def _never_traced(function: Any) -> Any:
+    """The function, for where torch.compile gave up on its caller and would trace it by itself."""
+    return _not_traced(function) if "torch._dynamo" in sys.modules else function
+
+
+def _begin_under_recipe(program: Program) -> None:
+    """Refuse what a recipe does not go with; tell the block if the call moves its state."""
+    records = program.advances and program.recorded
+    if program.compiling and records:
         raise RuntimeError(
             f"{program.recipe} has state that advances once per step, which torch.compile does not "
             f"see: run {program.chain.title} in eager mode, or under torch.no_grad"
         )
-    check_checkpoint(program)
-    if current.block is not None:
+    if not program.compiling:
+        check_checkpoint(program)
+    if records and current.block is not None:
         current.block.add(program.recipe, program.chain.ops, program.env)
 
 

@@ -70,7 +70,6 @@ class Recompute(NamedTuple):
         run: Its ``fuser_recompute``.
         place, position: Where the input is among what the basic op saves, and among all that is
             saved.
-        gives_quantized: Whether it is given as the op takes it, quantized.
         cast: What casts it again, if that is a step of its own.
     """
 
@@ -78,7 +77,6 @@ class Recompute(NamedTuple):
     run: Callable[..., Any]
     place: int
     position: int
-    gives_quantized: bool
     cast: Cast | None
 
 
@@ -96,7 +94,9 @@ class Program:
         leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
+        env: Where it runs.
         recorded: Whether grad mode is on.
+        advances: Whether a quantizer records what moves its state.
         gradient_channels: The extra outputs that feed a channel through which a gradient comes
             back.
         pool: The contexts.
@@ -153,11 +153,11 @@ class Program:
             if (first := step.recompute) is not None:
                 place = declared(self.chain.ops[step.start], "saved_names").index("input")
                 before, cast = fused[first], casts.get(step.start)
-                run, quantized = before.op.fuser_recompute, before.end % 2 == 1
+                run = before.op.fuser_recompute
                 if before.casts:
                     run = WithCasts(run, before.matched)
                 position = starts[step.start] + place
-                found[step.start] = Recompute(first, run, place, position, quantized, cast)
+                found[step.start] = Recompute(first, run, place, position, cast)
         return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
@@ -250,20 +250,21 @@ def _context_values(
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
     prefers_memory = autocast is not None and env.options.get("prefer") == "memory"
+    recipe = env.recipe
     return [
         dict(
             requires_grad=env.requires_grad and i >= needs.first_backward,
             input_requires_grad=needs.inputs[i],
             param_requires_grad=needs.params[i],
             dtype=_dtype(chain.ops, i, autocast),
-            backward_override=env.recipe.backward_override if env.recipe is not None else None,
+            backward_override=getattr(recipe, "backward_override", None),
             prev_op_grad_output_quantizer=_quantizer(edges.backward, i, inside_backward),
             next_op_input_quantizer=_quantizer(edges.forward, i + 1, inside),
-            quantizers=op._quantizers.of(env.recipe, recording=needs.recorded),
-            weights=op._weights if env.recipe is not None else None,
+            quantizers=op._quantizers.of(recipe, recording=needs.recorded),
+            weights=op._weights if recipe is not None else None,
             owns_grad_output=i in owned,
             may_recompute=i in recomputing,
-            saves_params=prefers_memory and any(needs.params[i]) and all(needs.params[i]),
+            saves_params=prefers_memory and {*needs.params[i]} == {True},
         )
         for i, op in enumerate(chain.ops)
     ]

@@ -376,12 +376,7 @@ def describe_passes(
 def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bool) -> list[str]:
     apart = [step.op for step in steps if step.fusion is None]
     alone = apart if full else [name + _times(times) for name, times in Counter(apart).items()]
-    notes = [f"{' + '.join(step.parts)}: {step.note}" for step in steps if step.note]
-    said = [
-        line
-        for note, times in Counter(notes).items()
-        for line in wrap(note + _times(times), indent + "  ", indent + "    ")
-    ]
+    said = _describe_notes(steps, indent + "  ")
     if len(apart) == len(steps):
         return [*wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  "), *said]
     rows = [(" + ".join(step.parts), _describe_step(step, full)) for step in steps]
@@ -401,6 +396,12 @@ def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bo
     if alone and not full:
         lines += wrap(f"{_NOT_FUSED}: {', '.join(alone)}", indent + "  ", indent + "    ")
     return lines + said
+
+
+def _describe_notes(steps: Sequence[PlanStep], indent: str) -> list[str]:
+    notes = Counter(f"{' + '.join(step.parts)}: {step.note}" for step in steps if step.note)
+    lines = [wrap(note + _times(times), indent, indent + "  ") for note, times in notes.items()]
+    return [line for wrapped in lines for line in wrapped]
 
 
 def _describe_step(step: PlanStep, full: bool) -> str:

@@ -93,25 +93,32 @@ def _chain(
             else (max(ends), min(ends) - _GAP, 6)
         )
         body.append(f'<path d="M{x:g} {tail:g}V{tip:g}m-4 {back}l4 {-back}l4 {back}"/>')
-        for start, stop, step in steps:
-            if not step.basic_ops:
+        for _, _, step in steps:
+            if step.casts or step.fusion:
                 body += _box(
-                    spans[kind], edges[start] - 12, edges[start] + 12, "cast", _labels(step)
+                    spans[kind], *_reach(step, edges, tops), _look(step, kind), _labels(step)
                 )
-            elif step.fusion:
-                at = [edge for edge, _ in step.casts]  # at its ends it reaches over the edge
-                top = edges[start] - 12 if start in at else tops[start]
-                bottom = edges[stop] + 12 if stop in at else tops[stop - 1] + _ROW
-                body += _box(spans[kind], top, bottom, kind, _labels(step))
             else:
-                body.append(f'<circle cx="{x:g}" cy="{tops[start] + _ROW / 2:g}" r="3"/>')
+                middle = tops[step.start] + _ROW / 2
+                body.append(f'<circle cx="{x:g}" cy="{middle:g}" r="3"/>')
     return edges[-1] + 2 * _GAP
 
 
+def _reach(step: PlanStep, edges: Sequence[float], tops: Sequence[float]) -> tuple[float, float]:
+    """Where a step begins and ends: over its ops, and over an edge at its end that it casts."""
+    casts, stop = dict(step.casts), step.start + len(step.basic_ops)
+    top = edges[step.start] - 12 if step.start in casts else tops[step.start]
+    return top, edges[stop] + 12 if stop in casts else tops[stop - 1] + _ROW
+
+
+def _look(step: PlanStep, kind: str) -> str:
+    return kind if step.basic_ops else "cast"
+
+
 def _labels(step: PlanStep) -> list[str]:
-    if step.fusion:
-        return [step.fusion, step.owner]
-    return [] if step.basic_ops else [step.op]
+    if not step.basic_ops:  # there is room for one line
+        return [step.fusion or step.op]
+    return [step.fusion, step.owner] if step.fusion else []
 
 
 def _box(
