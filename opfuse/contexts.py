@@ -154,7 +154,7 @@ class autocast(Setting):
         super().__exit__(*exc_info)
         if is_compiling():
             return
-        block = current.block
+        block, current.recording = current.block, True
         current.recipe_depth, current.weights, current.block = self._outside.pop()
         if current.block is None:
             block.end(failed=exc_info[0] is not None)

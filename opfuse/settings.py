@@ -50,6 +50,7 @@ class ThreadSettings(threading.local):
         weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
             ``"cached"``.
         block: The outermost :class:`opfuse.autocast` block, or None.
+        recording: Whether the forward that runs may move the scales of a recipe.
         environment: What a plan is being made for, while it is made.
         quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
             its own here.
@@ -61,6 +62,7 @@ class ThreadSettings(threading.local):
     recipe_depth: int = 0
     weights: str = "fresh"
     block: Any = None
+    recording: bool = True
     environment: Any = None
     quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
     recipe_name: ClassVar[Any] = staticmethod(_class_name)

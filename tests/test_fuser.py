@@ -508,9 +508,9 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
     handle = opfuse.register_forward_fusion(fusion)
     try:
-        for rows in (3, 5, 6, 8, 16, 7):
+        for rows in (3, 5, 6, 8, 16, 7, 96, 384, 512):
             chain(torch.ones(rows, 2, requires_grad=True))
-        assert seen == [1, 2, 8, 16]
+        assert seen == [1, 2, 8, 16, 32, 128]
     finally:
         handle.unregister()
     assert manager.generation

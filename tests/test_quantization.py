@@ -272,6 +272,35 @@ def test_a_failing_quantizer_hook_is_a_warning():
         opfuse.plugins.remove(record)
 
 
+def test_whose_quantizer_it_is_follows_the_precedence_of_fusions():
+    """The user's list, and without one the distribution's name; the alphabet of plugins is not it."""
+    asked = []
+
+    def offering(name):
+        class Plugin(RoundingPlugin):
+            @opfuse.hookimpl
+            def opfuse_quantizer(self, recipe, role):
+                asked.append(name)
+                return RoundingQuantizer(recipe, role)
+
+        return Plugin()
+
+    records = [
+        opfuse.plugins.register(offering("a"), name="a", distribution="z-distribution"),
+        opfuse.plugins.register(offering("b"), name="b", distribution="b-distribution"),
+    ]
+    try:
+        for selection, first in (("a,b", "a"), ("b,a", "b"), (None, "b")):
+            chain, x = two_linears()
+            asked.clear()
+            with opfuse.plugins.using(selection), opfuse.autocast(Rounding()):
+                chain(x)
+            assert {*asked} == {first}
+    finally:
+        for record in records:
+            opfuse.plugins.remove(record)
+
+
 # State
 
 

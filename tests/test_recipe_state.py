@@ -104,6 +104,43 @@ def test_an_evaluation_moves_nothing():
     assert torch.equal(evaluated, step(chain, x))
 
 
+class AsksItself(ops.Identity):
+    """Written for te.ops: it takes its quantizer from get_quantizer, in both passes."""
+
+    saved_names = None
+
+    def num_quantizers(self, mode):
+        return 1
+
+    def get_input_quantizer(self):
+        return None
+
+    get_grad_output_quantizer = get_input_quantizer
+
+    def op_forward(self, ctx, input_):
+        return self.get_quantizer("forward", 0)(input_).dequantize()
+
+    def op_backward(self, ctx, grad_output):
+        return self.get_quantizer("backward", 0)(grad_output).dequantize(), ()
+
+
+def test_an_op_that_asks_for_its_quantizers_records_nothing_in_an_evaluation():
+    op, x = AsksItself(), torch.randn(4, 8, requires_grad=True)
+    chain = opfuse.Sequential(op, ops.Linear(8, 8))
+    with opfuse.autocast(RECIPE):
+        y = chain(x)
+        with torch.no_grad():
+            chain(100 * x)
+            y.detach().sum()
+        y.sum().backward()  # after an evaluation: a gradient is recorded all the same
+    quantizers = op._quantizers.of(RECIPE)
+    assert quantizers["input"].amax.item() == pytest.approx(max(1, x.abs().max().item()))
+    with torch.no_grad(), opfuse.autocast(RECIPE):
+        chain(100 * x)
+    assert quantizers["input"].seen.item() == -1 and quantizers["grad_output"].updates.item() == 1
+    assert op._quantizers.get(op, "forward", 0) is None  # no recipe in force
+
+
 @pytest.mark.parametrize("weights", ["fresh", "cached"])
 def test_an_evaluation_in_inference_mode_comes_first(weights):
     chain, x = mlp()

@@ -210,7 +210,7 @@ class _Finder:
         fusion = source.fusion
         if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
             if between := self.edges.between(source.passes, start, stop):
-                return f"{between}, which it does not do"
+                return f"{between}, and this fusion does not cast there"
         takes = (
             kwarg_names(op)
             if op is not None

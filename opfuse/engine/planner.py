@@ -73,15 +73,15 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
 
 def _ask_ops(chain: Chain, env: Environment, needs: Needs, settings: Settings) -> Edges:
     """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
-    before = current.values, current.environment
+    before = current.values, current.environment, current.recording
     current.values = settings  # an op reads the recipe there; not in force while tracing
-    current.environment = env
+    current.environment, current.recording = env, True
     try:
         for op in chain.ops:
             op.reset_recipe_state(recipe=env.recipe)
         return find_edges(chain, env, needs)
     finally:
-        current.values, current.environment = before
+        current.values, current.environment, current.recording = before
 
 
 def _environment(key: Key, input: Tensor | None) -> Environment:

@@ -86,7 +86,7 @@ class QuantizerStates:
         """A quantizer of the recipe in force."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        quantizers = self.of(current.recipe)
+        quantizers = self.of(current.recipe, recording=current.recording or mode == "backward")
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     @property

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from .. import ops as built_in
 from ..engine.chain import Chain
+from ..engine.planner import rows_of
 from ..extra_inputs import kinds_of
 from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..op import BasicOperation
@@ -422,12 +422,13 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    rows, features = math.prod(case.rows), Chain(case.basic_ops()).widths[len(case.before)]
+    features = Chain(case.basic_ops()).widths[len(case.before)]
     env = environment(case.device, dtype=case.dtype, features=features, recipe=case.recipe)
+    alignment, rows = rows_of(("row_alignment", "rows"), torch.empty(*case.rows, 0, device="meta"))
     if fusion.needs_row_alignment:
-        env = env._replace(row_alignment=math.gcd(rows, 16))
+        env = env._replace(row_alignment=alignment)
     if fusion.needs_rows:
-        env = env._replace(rows=rows and 1 << rows.bit_length() - 1)
+        env = env._replace(rows=rows)
     try:
         ops = matched(case)
         answer = True if fusion.when is None else fusion.when(ops, env)
