@@ -5,7 +5,7 @@ from .contexts import autocast, checkpoint_contexts, options
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
 from .environment import Environment
-from .errors import PluginWarning
+from .errors import PluginWarning, TuningWarning
 from .fusible import FusibleOperation
 from .fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from .hookspecs import hookimpl
@@ -21,6 +21,7 @@ from .prepare import prepare
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .report.explain import explain
 from .sequential import Sequential
+from .tuning import tune
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "Recipe",
     "Sequential",
     "Subclasses",
+    "TuningWarning",
     "autocast",
     "checkpoint_contexts",
     "computes_as",
@@ -55,6 +57,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "tune",
 ]
 # fmt: on
 

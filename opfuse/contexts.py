@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
-from .engine.plan import FusionPlan
+from .engine.program import Program
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
@@ -187,9 +187,9 @@ class _Forward(Recorder):
         self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
         self.casts: list[list[tuple[WeightCache, Any]]] = []
 
-    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the state of the chain's quantizers."""
-        super().record(fuser, plan)
+        super().record(fuser, program, given)
         quantizers = [
             quantizer
             for op in fuser._chain.ops
@@ -229,7 +229,7 @@ class _Recompute(Recorder):
             cache, entries = self._casts.pop()
             cache.put_back(entries)
 
-    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Put the state back that the chain started from.
 
         An outer recorder is not told: it was in the forward.

@@ -84,6 +84,10 @@ class Fusion:
         needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
         needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
             ask it again with ``env.rows``.
+        needs_contiguity: Where it begins with the chain's first op, plan anew for an input that is
+            contiguous or not, and tell it in ``env.contiguous``.
+        trades_time: It saves memory and takes time for it. It is used under the option
+            ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
         casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
             then is of the ops alone; without it, a pattern fits where its casts stand, and a joint
             fusion, whose pattern is of the ops alone, is not used where there are any.
@@ -101,6 +105,8 @@ class Fusion:
     name: str = ""
     needs_row_alignment: bool = False
     needs_rows: bool = False
+    needs_contiguity: bool = False
+    trades_time: bool = False
     casts: bool = False
 
     def __post_init__(self) -> None:

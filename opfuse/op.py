@@ -425,6 +425,8 @@ class FusedOperation(FusibleOperation):
             see :attr:`OperationContext.may_recompute`.
         casts: Whether it does the casts itself that a recipe wants between its ops. A fusion that
             is a plain function says so here; :class:`opfuse.Fusion` has an argument for it.
+        fallback: Why it does not run its kernel where it was planned for, as a sentence, or empty:
+            reports count it then as one that runs in PyTorch's operations.
         notes: What reports add about this op, such as the time it spent compiling; an attribute or
             a property.
 
@@ -442,6 +444,7 @@ class FusedOperation(FusibleOperation):
     notes: str = ""
     recomputes: bool = False
     casts: bool = False
+    fallback: str = ""
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
@@ -467,6 +470,14 @@ class FusedOperation(FusibleOperation):
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The last basic op's."""
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """The ways to run it that ``opfuse tune`` is to choose among, at most 8, as JSON-able data.
+
+        The one that it finds fastest is ``env.configuration`` when :meth:`planned` is called on
+        this machine. Otherwise that is None, and the op decides by itself.
+        """
+        return ()
 
     def planned(self, env: Environment) -> None:
         """Called once, when a plan takes this op, with where it will run and the options.

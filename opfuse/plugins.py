@@ -58,7 +58,7 @@ class Registration:
             self.manager._registered = [
                 other for other in self.manager._registered if other is not self
             ]
-            self.manager._changed()
+            self.manager.changed()
 
 
 class PluginManager:
@@ -69,6 +69,8 @@ class PluginManager:
         self.records: list[PluginRecord] = []
         self._registered: list[Registration] = []
         self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
+        # what opfuse.tables has read; None: there are no tables
+        self.tables: dict[Any, Any] | None = {}
         self._warned: set[str] = set()
         self._pluggy = pluggy.PluginManager("opfuse")
         self._pluggy.add_hookspecs(hookspecs)
@@ -129,7 +131,7 @@ class PluginManager:
         with self._lock:
             record = PluginRecord(name, distribution, version, load=lambda: plugin)
             self.records = sorted([*self.records, record], key=lambda record: record.key)
-            self._changed()
+            self.changed()
         return record
 
     def remove(self, record: PluginRecord) -> None:
@@ -139,7 +141,7 @@ class PluginManager:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin = None
-            self._changed()
+            self.changed()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -149,7 +151,7 @@ class PluginManager:
         """
         before = self.records, self._registered
         self.records, self._registered = [], []
-        self._changed()
+        self.changed()
         try:
             with using(None):
                 yield
@@ -157,9 +159,10 @@ class PluginManager:
             for record in list(self.records):
                 self.remove(record)
             self.records, self._registered = before
-            self._changed()
+            self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Let every plan be made anew."""
         self._sources = {}
         self.generation += 1  # last: who sees the new number sees the new fusions
 
@@ -350,7 +353,7 @@ class PluginManager:
                     )
         except Exception as error:
             self._fail(record, "hook call", error)
-            self._changed()
+            self.changed()
         return None
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
@@ -365,7 +368,7 @@ class PluginManager:
             )  # the latest chooses first
             registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
             self._registered.append(registration)
-            self._changed()
+            self.changed()
         return registration
 
     def listing(self) -> list[dict[str, Any]]:

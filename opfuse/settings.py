@@ -119,10 +119,27 @@ class Recorder:
         """Whether it, or one around it, restores the settings."""
         return self.restores or (self._outer is not None and self._outer.restoring)
 
-    def record(self, fuser: Any, plan: Any) -> None:
-        """Called before a chain runs, with its fuser and its plan; tells an outer recorder too."""
+    def record(self, fuser: Any, program: Any, given: Any) -> None:
+        """Called before a chain runs; tells an outer recorder too.
+
+        Args:
+            fuser: Of the chain.
+            program: What will run.
+            given: The input, the parameters and extra inputs, and the keyword arguments per basic
+                op, or None.
+        """
         if self._outer is not None:
-            self._outer.record(fuser, plan)
+            self._outer.record(fuser, program, given)
+
+    def saved(self, program: Any, tensors: Any) -> None:
+        """Called with what a chain keeps for its backward; tells an outer recorder too.
+
+        Args:
+            program: What ran.
+            tensors: For each basic op, what it saved.
+        """
+        if self._outer is not None:
+            self._outer.saved(program, tensors)
 
 
 class Setting:

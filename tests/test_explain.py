@@ -303,7 +303,7 @@ def test_nothing_is_fused_and_why(register, fused):
             == "Nothing is fused: every plugin is blocked by the selection '-empty'."
         )
     record.state = "failed"
-    plugins.manager._changed()
+    plugins.manager.changed()
     assert (
         first_lines(model, x)[1]
         == "Nothing is fused: no plugin could be loaded, see `opfuse plugins`."

@@ -675,7 +675,7 @@ def test_a_forward_sees_new_fusions_with_the_new_generation(monkeypatch):
     seen = []
     generation = property(lambda self: 0, lambda self, number: seen.append(dict(self._sources)))
     monkeypatch.setattr(type(manager), "generation", generation, raising=False)
-    manager._changed()
+    manager.changed()
     assert seen == [{}]
 
 

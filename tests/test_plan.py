@@ -12,7 +12,9 @@ import torch
 
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops, plugins
-from opfuse.engine.choose import best_cover, choose
+from opfuse.engine.choose import choose
+from opfuse.engine.edges import Needs
+from opfuse.engine.measured import Measurements, best_cover
 from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.engine.step import Step
 from opfuse.records import FusionSource
@@ -65,13 +67,10 @@ def decide(letters, *sources, first_backward=0, kwargs=None, excluded=frozenset(
         **{"device": torch.device("cpu"), "capability": None, "dtype": torch.float32, **env}
     )
     ops = ops_of(letters) if isinstance(letters, str) else letters
+    needs = Needs(env.requires_grad, first_backward, (True,) * len(ops), ((),) * len(ops))
+    measurements = Measurements(env, needs, params=((),) * len(ops))
     return choose(
-        ops,
-        sources,
-        env,
-        first_backward=first_backward,
-        kwargs=kwargs or ((),) * len(ops),
-        excluded=excluded,
+        ops, sources, env, measurements, kwargs=kwargs or ((),) * len(ops), excluded=excluded
     )
 
 

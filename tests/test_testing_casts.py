@@ -14,7 +14,7 @@ from opfuse.quantization.formats import MXTensor, ScaledTensor
 from opfuse.testing.placing import matched
 from opfuse.testing.reference import compare_codes
 from opfuse.testing.running import Declined, Failure, only
-from opfuse.testing.tolerance import code_steps
+from opfuse.tolerance import code_steps
 
 pytestmark = pytest.mark.alone
 

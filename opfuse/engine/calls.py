@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ..debug import Watched
 from ..environment import Environment
 from ..op import BasicOperation
@@ -145,6 +147,25 @@ class TrackedCast:
         made = self.__self__.op_forward(ctx, x)
         ctx.cast_input = x, made
         return made
+
+
+class InRange:
+    """The method of a fused step, in a range that ``torch.profiler`` shows.
+
+    It has the name of the step: its fusion, its plugin, its pass and its ops.
+    """
+
+    def __init__(self, step: Step, pass_name: str) -> None:
+        self.__self__, self.__name__ = step.op, step.run.__name__
+        self._run, source = step.run, step.source
+        ops = " + ".join(op_class(op).__name__ for op in step.matched)
+        owner = f" of {source.distribution}" if source.distribution else ""
+        self._title = f"{source.name}{owner}, {pass_name}: {ops}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with torch.profiler.record_function(self._title):
+            return self._run(*args, **kwargs)
 
 
 _PER_OP = "basic_op_extra_inputs", "basic_op_kwargs", "basic_op_grad_extra_outputs"

@@ -5,6 +5,9 @@ Inside a class joint fusions choose first, then forward and backward fusions ind
 class sees only what is left. Inside a class and pass, the set of non-overlapping candidates with
 the largest total benefit wins; ties go to the longer pattern, then to the distribution's name, then
 to the fusion's. Nothing depends on the order in which plugins were discovered.
+
+Where a tuning table has an entry for a candidate, it counts before what anybody declares: see
+:mod:`opfuse.engine.measured`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from ..fusion import PASSES, Fusion
 from ..op import BasicOperation, FusedOperation
 from ..overrides import kwarg_names, op_class
 from ..records import FusionSource
+from ..tables import Measurement
 from .edges import Edges, View
+from .measured import Measurements, beaten, best_cover, counting, gains
 from .plan import Refusal
 from .step import Step
 
@@ -63,12 +68,10 @@ def choose(
     ops: Sequence[BasicOperation],
     sources: Iterable[FusionSource],
     env: Environment,
+    measurements: Measurements,
     *,
-    first_backward: int,
     kwargs: Sequence[tuple[str, ...]],
     excluded: frozenset[tuple[Any, int, int]] = frozenset(),
-    widths: Sequence[int | None] = (),
-    edges: Edges = Edges(),  # noqa: B008  (a constant)
 ) -> Choice:
     """Decide which fusions replace what.
 
@@ -76,40 +79,52 @@ def choose(
         ops: The basic ops of the chain.
         sources: Every fusion on offer.
         env: Where the plan is made for.
-        first_backward: The first op that takes part in the backward.
+        measurements: What was measured of the candidates, and what it depends on.
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, begin, end)`` of candidates whose build failed.
-        widths: Last dimension on each edge, where that is known.
-        edges: Where each pass casts.
     """
     limit = env.options.get("fusion_limit")
     if isinstance(limit, str):
         raise ValueError(
             f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}"
         )
-    keeping = [declared(op, "keeps_rows") for op in ops]
-    rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
-    widths = widths or (None,) * (len(ops) + 1)
-    chain = tuple(ops)
-    finder = _Finder(chain, env, first_backward, kwargs, excluded, widths, rows_kept, edges)
+    prefer, length = env.options.get("prefer", "speed"), 2 * len(ops) + 1
+    finder = _Finder(tuple(ops), env, measurements, kwargs, excluded)
     candidates: list[Step] = []
     taken = Taken()
-    for _, group in groupby(sorted(sources, key=_precedence), key=_precedence):
-        for source in group:
-            candidates += finder.candidates(source, taken)
-        taken.take(
-            best_cover([c for c in candidates if not taken.overlapping(c)], 2 * len(ops) + 1)
-        )
+    for _, of_rank in groupby(sorted(sources, key=_precedence), key=lambda source: source.rank):
+        classes = [[*group] for _, group in groupby(of_rank, key=lambda source: source.passes)]
+        for number, group in enumerate(classes):
+            found = [step for source in group for step in finder.candidates(source, taken)]
+            candidates += found
+            free = [step for step in found if not taken.overlapping(step)]
+            if any(step.passes == "joint" and step.measured for step in free):
+                others = finder.peek(itertools.chain(*classes[number + 1 :]), taken)
+                losers = {id(step): beaten(step, others, length, prefer) for step in free}
+                free = [step for step in free if not losers[id(step)]]
+                finder.beaten |= losers
+            taken.take(best_cover(free, length, prefer))
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
     won = {*map(id, kept)}
     for loser in candidates:
         if id(loser) not in won:
-            limited = id(loser) in beyond
-            reason = f"beyond the limit of {limit} fusions" if limited else _conflict(loser, taken)
-            finder.refuse(loser, reason)
+            limited = f"beyond the limit of {limit} fusions" if id(loser) in beyond else ""
+            why = limited or finder.beaten.get(id(loser)) or _conflict(loser, taken, prefer)
+            finder.refuse(loser, why)
     refused = tuple(sorted(finder.refused, key=_place))
     return Choice(tuple(kept), refused, tuple(sorted(finder.row_facts)))
+
+
+def find_candidates(
+    ops: Sequence[BasicOperation],
+    sources: Iterable[FusionSource],
+    env: Environment,
+    measurements: Measurements,
+    kwargs: Sequence[tuple[str, ...]],
+) -> list[Step]:
+    """Every candidate of a chain, whichever overlaps which; see :func:`choose`."""
+    return _Finder(tuple(ops), env, measurements, kwargs).peek(sources, Taken())
 
 
 def _place(refusal: Refusal) -> tuple[Any, ...]:
@@ -128,17 +143,30 @@ class _Finder:
 
     ops: tuple[BasicOperation, ...]
     env: Environment
-    first_backward: int
+    measurements: Measurements
     kwargs: Sequence[tuple[str, ...]]
-    excluded: frozenset[tuple[Any, int, int]]
-    widths: Sequence[int | None]
-    rows_kept: Sequence[bool]
-    edges: Edges
+    excluded: frozenset[tuple[Any, int, int]] = frozenset()
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
+    beaten: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.first_backward = self.measurements.needs.first_backward
+        self.widths = self.measurements.widths or (None,) * (len(self.ops) + 1)
+        self.edges: Edges = self.measurements.edges
         self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
+        keeping = [declared(op, "keeps_rows") for op in self.ops]
+        self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
+
+    def peek(self, sources: Iterable[FusionSource], taken: Taken) -> list[Step]:
+        """The candidates of some sources; nothing is refused for it."""
+        finder = dataclasses.replace(self, refused=[])
+        return [
+            step
+            for source in sources
+            for step in finder.candidates(source, taken)
+            if not taken.overlapping(step)
+        ]
 
     def refuse(self, step: Step, reason: str) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
@@ -159,7 +187,8 @@ class _Finder:
             if isinstance(benefit, str):
                 self.refuse(found, benefit)
             else:
-                yield dataclasses.replace(found, benefit=benefit)
+                found.benefit = benefit
+                yield found
         if isinstance(source.fusion, Fusion):
             self._refuse_uncovered(source, source.fusion)
 
@@ -223,7 +252,10 @@ class _Finder:
                         f"it does not take the keyword argument {name!r} given to "
                         f"{type(self.ops[index]).__name__}"
                     )
-        return self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+        asked = self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+        if not isinstance(fusion, Fusion):
+            step.measured = self._measured(step)
+        return asked if isinstance(asked, str) else self._judged(step) or asked
 
     def _asked(self, step: Step) -> float | str:
         """What the condition and the benefit of a fusion say, if they say what they may."""
@@ -231,7 +263,7 @@ class _Finder:
         fusion: Any = source.fusion
         ops, asked = step.matched, "condition"
         try:
-            answer, env = self._condition(fusion, step.start, ops)
+            answer, env = self._condition(fusion, step)
             asked = "benefit"
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
@@ -246,20 +278,62 @@ class _Finder:
             )
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
-    def _condition(self, fusion: Fusion, start: int, ops: Any) -> tuple[Any, Environment]:
+    def _condition(self, fusion: Fusion, step: Step) -> tuple[Any, Environment]:
         """The answer of a condition, and the environment it was given for."""
-        known = self.rows_kept[start]  # else only the running chain knows how many rows come here
-        env, rows = self.env._replace(rows=None, features=self.widths[start]), self.env.rows
-        if fusion.needs_row_alignment and known:
-            self.row_facts.add("row_alignment")
-        else:
-            env = env._replace(row_alignment=1)
-        answer = fusion.when is None or fusion.when(ops, env)
-        if answer is True and fusion.needs_rows and known:
+        env = self._environment(fusion, step)
+        answer = fusion.when is None or fusion.when(step.matched, env)
+        # else only the running chain knows how many rows come here
+        if answer is True and fusion.needs_rows and self.rows_kept[step.start]:
             self.row_facts.add("rows")
-            env = env._replace(rows=rows)
-            answer = fusion.when is None or fusion.when(ops, env)
+            env = env._replace(rows=self.env.rows)
+            answer = fusion.when is None or fusion.when(step.matched, env)
         return answer, env
+
+    def _environment(self, fusion: Fusion, step: Step) -> Environment:
+        """What a fusion is told about where it would run, before it is told the number of rows."""
+        start, told = step.start, {"row_alignment": 1, "contiguous": None}
+        if fusion.needs_row_alignment and self.rows_kept[start]:
+            self.row_facts.add("row_alignment")
+            told["row_alignment"] = self.env.row_alignment
+        if fusion.needs_contiguity and start == 0:
+            self.row_facts.add("contiguous")
+            told["contiguous"] = self.env.contiguous
+        found = step.measured = self._measured(step)
+        shapes = [[shape for shape, _ in of] for of in self.measurements.params[start : step.stop]]
+        return self.env._replace(
+            rows=None,
+            features=self.widths[start],
+            param_shapes=tuple(map(tuple, shapes)),
+            measured=found is not None or self.measurements.assumed,
+            configuration=found and found.configuration,
+            **told,
+        )
+
+    def _measured(self, step: Step) -> Measurement | None:
+        """What was measured of a candidate, for the rows that this plan is for."""
+        entries = self.measurements.entries(step)
+        if not entries:
+            return None
+        rows, first = None, step.start == 0
+        if self.rows_kept[step.start]:
+            self.row_facts |= {"rows", "contiguous"} if first else {"rows"}
+            rows = self.env.rows
+        contiguous = self.env.contiguous if first else None
+        return counting(entries, rows, contiguous, **self._trade(step))
+
+    def _judged(self, step: Step) -> str:
+        """Why a candidate is refused by measure, or for want of one; ``""`` if it is not."""
+        trade = self._trade(step)
+        if step.measured is not None:
+            return step.measured.refusal(**trade)
+        unasked = trade["trades_time"] and trade["prefer"] != "memory"
+        if unasked and not self.measurements.assumed:
+            return 'it trades time for memory, which prefer="memory" asks for'
+        return ""
+
+    def _trade(self, step: Step) -> dict[str, Any]:
+        trades = getattr(step.source.fusion, "trades_time", False)
+        return {"trades_time": trades, "prefer": self.env.options.get("prefer", "speed")}
 
 
 def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
@@ -328,41 +402,7 @@ def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[An
         raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")
 
 
-def best_cover(candidates: Sequence[Step], length: int) -> list[Step]:
-    """The non-overlapping candidates of one pass with the largest total benefit.
-
-    Dynamic programming over half steps: the best cover from ``i`` on either leaves what is there
-    alone or takes a candidate that begins there. Ties: more ops covered by fewer fusions, then
-    names.
-    """
-    empty: tuple[float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]] = (
-        0.0,
-        0,
-        0,
-        (),
-        (),
-    )
-    best = [empty] * (length + 1)
-    starting: dict[int, list[Step]] = {}
-    for candidate in candidates:
-        starting.setdefault(candidate.begin, []).append(candidate)
-    for i in reversed(range(length)):
-        best[i] = best[i + 1]
-        for c in starting.get(i, ()):
-            cost, left, count, names, rest = best[c.end]  # the smaller, the better
-            name = c.source.distribution or "", c.source.name
-            option = (
-                cost - c.benefit,
-                left - len(c.matched),
-                count + 1,
-                (name, *names),
-                (c, *rest),
-            )
-            best[i] = min(best[i], option, key=lambda cover: cover[:4])
-    return list(best[0][4])
-
-
-def _conflict(loser: Step, taken: Taken) -> str:
+def _conflict(loser: Step, taken: Taken, prefer: str) -> str:
     winners = taken.overlapping(loser)
     if not winners:
         return "another set of fusions has the larger total benefit"
@@ -376,6 +416,8 @@ def _conflict(loser: Step, taken: Taken) -> str:
         return f"{who}, which has precedence"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
         return f"{who}, and joint fusions choose first"
+    if (measured := gains(loser, winners, prefer)) is not None:
+        return f"{who}, which saves {measured[0]} a call against {measured[1]}, measured here"
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"

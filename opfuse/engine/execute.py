@@ -55,12 +55,12 @@ def run_forward(
     for step in program.forward:
         if step.prepares:
             x = _prepare(step, x)
-        start, stop, run = step.start, step.stop, step.run
         if step.direct:
-            x = run(ctxs[start], x)
+            x = step.run(ctxs[step.start], x)
             if type(x) is not Tensor and not isinstance(x, _TENSORS):
-                refuse_result(program, run, x)
+                refuse_result(program, step.run, x)
             continue
+        start, stop, run = step.start, step.stop, step.run
         result = run(
             ctxs[start:stop],
             x,

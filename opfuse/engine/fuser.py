@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import FusibleOperation
@@ -136,7 +136,8 @@ class OperationFuser:
             training.append(self._owner.training)
         tensors = self._tensors(input, extra_inputs)
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
-        if not program.is_plain or basic_op_kwargs or current.recorder is not None:
+        watched = current.recorder is not None or profiler._is_profiler_enabled
+        if not program.is_plain or basic_op_kwargs or watched:
             special = _never_traced(self._run_special) if program.advances else self._run_special
             return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
@@ -222,7 +223,7 @@ class OperationFuser:
         )
         last, program = self._last
         if key != last or ((facts := program.row_facts) and program.rows != rows_of(facts, input)):  # type: ignore[union-attr]
-            program = self._program(key, input)
+            program = self._program(key, input, tensors[: len(self._params)])
         return program  # type: ignore[return-value]
 
     def _run_special(
@@ -242,8 +243,11 @@ class OperationFuser:
             check_constants(self._chain, kwargs)
         for op, requires_grad in program.called_before:
             op.pre_fuser_forward(requires_grad=requires_grad)
-        if current.recorder is not None:
-            current.recorder.record(self, program.plan)
+        if (recorder := current.recorder) is not None:
+            recorder.record(self, program, (input, tensors, kwargs))
+            program = program if program.compiling else program.watched(recorder.saved)
+        if profiler._is_profiler_enabled:
+            program = program.profiled()
         if program.double_backward:
             return run_differentiable(program, kwargs, input, tensors)
         if program.compiling or program.autocast is not None:
@@ -306,7 +310,9 @@ class OperationFuser:
 
     # Planning
 
-    def _program(self, key: tuple[Any, ...], input: Tensor | None) -> Program | Cut:
+    def _program(
+        self, key: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
+    ) -> Program | Cut:
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
@@ -316,7 +322,8 @@ class OperationFuser:
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
                 self._programs[key] = (), {(): program}
             elif program is None:
-                made: Program = _never_traced(make_program)(self._chain, self._owner, key, input)
+                make = _never_traced(make_program)
+                made: Program = make(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}

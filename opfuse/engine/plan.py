@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +62,20 @@ class Refusal:
 class FusionPlan:
     """The steps of both passes for one key, and the reason for every decision.
 
-    Data only: printable, comparable, hashable. Two processes with the same installs make equal
-    plans.
-    ``backward`` lists the steps in the order they run: last op first.
+    Data only: printable, comparable, hashable. Two processes with the same installs, options and
+    tuning table make equal plans.
+    ``backward`` lists the steps in the order they run: last op first. ``table`` is a hash of the
+    tuning table that it was made with, or empty.
     """
 
     forward: tuple[PlanStep, ...]
     backward: tuple[PlanStep, ...]
     refused: tuple[Refusal, ...] = ()
+    table: str = ""
+
+    def digest(self) -> str:
+        """A hash of the plan, equal in two processes whose plans are."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         lines = []

@@ -16,10 +16,12 @@ from ..plugins import manager
 from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
+from ..tables import NO_TABLE, device_name, table_for
 from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
 from .choose import Choice, check_expansion, choose
 from .edges import Edges, Needs, find_edges
+from .measured import Measurements, Shapes
 from .program import Program, compile_program
 from .step import Step
 
@@ -29,21 +31,30 @@ autocast's dtype, who trains, generation of the plugins, changes of ops, determi
 compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
 """
 
+_SHAPE_FACTS = "row_alignment", "rows", "contiguous"
 _MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
 
 _Excluded = frozenset[tuple[Any, int, int]]
 
 
 def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
-    """Facts about the number of rows, as :class:`Environment` names them."""
-    alignment, floor = 1, None
+    """Facts about the rows of an input, as :class:`Environment` names them."""
+    known: dict[str, Any] = {"row_alignment": 1}
     if input is not None:
         rows = input.shape[:-1].numel()
-        alignment, floor = math.gcd(rows, _MOST_ALIGNED), rows and 1 << rows.bit_length() - 1
-    return tuple([alignment if fact == "row_alignment" else floor for fact in facts])
+        known["row_alignment"] = math.gcd(rows, _MOST_ALIGNED)
+        known["rows"] = rows and 1 << rows.bit_length() - 1
+        known["contiguous"] = input.is_contiguous() if "contiguous" in facts else None
+    return tuple([known.get(fact) for fact in facts])
 
 
-def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor | None) -> Program:
+def make_program(
+    chain: Chain,
+    owner: nn.Module | None,
+    key: Key,
+    input: Tensor | None,
+    tensors: Sequence[Tensor] | None = None,
+) -> Program:
     """Make the program for a key.
 
     Args:
@@ -51,6 +62,7 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
         owner: The op whose own call this is, if it is one.
         key: See :data:`Key`.
         input: The input, for its number of rows; None while tracing.
+        tensors: The parameters, for their shapes; None: they are read.
     """
     grads, dtype, device, autocast, *_, kwargs, extras, settings = key
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
@@ -58,17 +70,27 @@ def make_program(chain: Chain, owner: nn.Module | None, key: Key, input: Tensor 
     off = why_off(settings[2], settings[1])
     env = _environment(key, input)._replace(recipe=None if off else settings[2])
     needs = _needs(chain, env, grads)
-    given: dict[str, Any] = dict(
-        first_backward=needs.first_backward, kwargs=kwargs or ((),) * len(chain.ops)
-    )
     if env.requires_grad and not env.options.get("double_backward"):
         for i in range(len(chain.ops)):
             check_attributes(chain, i)
     sources = () if env.options.get("double_backward") else manager.sources(settings[1])
     manager.check_options(settings[0], settings[1])
     edges = _ask_ops(chain, env, needs, settings)
-    choice = _build(chain, env, sources, edges=edges, **given)
-    return compile_program(chain, choice, env, autocast, edges, needs, given["kwargs"], off)
+    table = table_for(device) if sources else NO_TABLE
+    shapes = _shapes(chain, tensors)
+    measurements = Measurements(env, needs, edges, chain.widths, shapes, table)
+    given = kwargs or ((),) * len(chain.ops)
+    choice = _build(chain, env, sources, measurements, given)
+    return compile_program(chain, choice, env, autocast, measurements, given, off)
+
+
+def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
+    """Shape and dtype of the parameters of each op."""
+    if tensors is None:
+        with torch.no_grad():
+            tensors = [op.read_parameter(name) for op in chain.ops for name in op.param_names or ()]
+    described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [described[slice(*span)] for span in chain.param_ranges]
 
 
 def _ask_ops(chain: Chain, env: Environment, needs: Needs, settings: Settings) -> Edges:
@@ -93,21 +115,43 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
         dtype=autocast or dtype,
         training=any(training),
         requires_grad=grads is not None and any(grads),
-        **{fact: rows_of((fact,), input)[0] for fact in ("row_alignment", "rows")},
+        **dict(zip(_SHAPE_FACTS, rows_of(_SHAPE_FACTS, input), strict=True)),
+        device_name=device_name(device.type, device.index if device.type == "cuda" else None),
+        **_processor(device),
         deterministic=deterministic,
         options=dict(settings[0]),
         compiling=compiling,
     )
 
 
-def _build(chain: Chain, env: Environment, sources: Sequence[FusionSource], **given: Any) -> Choice:
+def _processor(device: torch.device) -> dict[str, Any]:
+    """What :class:`Environment` says about the processor."""
+    if device.type != "cuda":
+        return {"multiprocessors": torch.get_num_threads() if device.type == "cpu" else 1}
+    found = torch.cuda.get_device_properties(device)
+    name = getattr(found, "gcnArchName", "") if torch.version.hip else ""
+    architecture = name.partition(":")[0] or f"sm_{found.major}{found.minor}"
+    return {"multiprocessors": found.multi_processor_count, "architecture": architecture}
+
+
+def _build(
+    chain: Chain,
+    env: Environment,
+    sources: Sequence[FusionSource],
+    measurements: Measurements,
+    kwargs: Sequence[tuple[str, ...]],
+) -> Choice:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: _Excluded = frozenset()
     while True:
-        choice = choose(chain.ops, sources, env, excluded=excluded, widths=chain.widths, **given)
+        choice = choose(chain.ops, sources, env, measurements, kwargs=kwargs, excluded=excluded)
         built: list[Step] = []
         for step in choice.taken:
-            fused = _built(step, env)
+            found = step.measured
+            given = env._replace(
+                measured=found is not None, configuration=found and found.configuration
+            )
+            fused = build_step(step, given)
             if fused is None:
                 excluded |= {(step.source, step.begin, step.end)}
                 break
@@ -116,7 +160,7 @@ def _build(chain: Chain, env: Environment, sources: Sequence[FusionSource], **gi
             return dataclasses.replace(choice, taken=tuple(built))
 
 
-def _built(step: Step, env: Environment) -> Any:
+def build_step(step: Step, env: Environment) -> Any:
     """The fused op of a step; None, after a warning, if its author's code fails."""
     ops, fused = step.matched, step.op
     try:

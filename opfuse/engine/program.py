@@ -16,10 +16,11 @@ from ..op_context import OperationContext
 from ..ops.cast import Cast
 from ..overrides import op_class
 from ..quantization import Quantizer
-from .calls import TrackedCast, WithCasts, finish, lone_step
+from .calls import InRange, TrackedCast, WithCasts, finish, lone_step
 from .chain import Chain
 from .choose import Choice
 from .edges import Edges, Needs, View
+from .measured import Measurements
 from .plan import FusionPlan, PlanStep
 from .pool import ContextPool, pooled_context
 from .step import Step
@@ -100,7 +101,9 @@ class Program:
         gradient_channels: The extra outputs that feed a channel through which a gradient comes
             back.
         pool: The contexts.
+        watcher: Hears what a forward leaves, or None.
         is_plain: Whether a call has nothing to do but to run the steps.
+        measurements: What it was chosen by.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
     """
 
@@ -112,11 +115,12 @@ class Program:
         autocast: torch.dtype | None,
         steps: tuple[Sequence[Step], Sequence[Step]],
         contexts: Sequence[dict[str, Any]],
-        needs: Needs,
+        measurements: Measurements,
         undeclared: set[int],
         row_facts: tuple[str, ...],
     ) -> None:
-        self.chain, self.plan = chain, plan
+        self.chain, self.plan, self.measurements = chain, plan, measurements
+        needs = measurements.needs
         self.forward, self.backward = map(tuple, steps)
         first_backward, self.recorded = needs.first_backward, needs.recorded
         self.env, self.recipe, self.compiling = env, env.recipe, env.compiling
@@ -142,7 +146,27 @@ class Program:
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before = _called_before(chain, contexts)
         self.advances = _advances(contexts)
+        self.watcher: Callable[[Program, dict[int, Any]], None] | None = None
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
+
+    def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
+        """The same, telling what it leaves for the backward; for one call."""
+        twin = copy.copy(self)
+        twin.watcher, twin.leaves_more = watcher, True
+        return twin
+
+    def profiled(self) -> Program:
+        """The same, with a range around each fused step for ``torch.profiler``; for one call."""
+        if self.compiling:
+            return self
+        twin = copy.copy(self)
+        for name in ("forward", "backward"):
+            steps = [
+                dataclasses.replace(step, run=InRange(step, name)) if step.source else step
+                for step in getattr(self, name)
+            ]
+            setattr(twin, name, tuple(steps))
+        return twin
 
     def _recomputing(self) -> dict[int, Recompute]:
         starts = {i: start for i, start, _ in self.saved.ranges}
@@ -176,8 +200,7 @@ def compile_program(
     choice: Choice,
     env: Environment,
     autocast: torch.dtype | None,
-    edges: Edges,
-    needs: Needs,
+    measurements: Measurements,
     kwargs: Sequence[tuple[str, ...]],
     off: str,
 ) -> Program:
@@ -188,11 +211,11 @@ def compile_program(
         choice: The fusions taken; each step carries its fused op.
         env: Where the program runs.
         autocast: The dtype that autocast asks for, or None.
-        edges: Where each pass casts.
-        needs: Which gradients it computes.
+        measurements: Where each pass casts, which gradients it computes, and what was measured.
         kwargs: Names of the keyword arguments given to each op.
         off: Why the recipe in force quantizes nothing, or ``""``.
     """
+    edges, needs = measurements.edges, measurements.needs
     forward, backward = _steps(chain, choice, env, edges, needs)
     # a joint fusion may leave what it likes
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
@@ -217,9 +240,11 @@ def compile_program(
         _describe(forward, chain, recipe, off),
         _describe(backward, chain, recipe, off),
         choice.refused,
+        measurements.table.digest,
     )
     steps = forward, backward
-    return Program(chain, plan, env, autocast, steps, contexts, needs, undeclared, choice.row_facts)
+    facts = choice.row_facts
+    return Program(chain, plan, env, autocast, steps, contexts, measurements, undeclared, facts)
 
 
 def _steps(
@@ -372,7 +397,8 @@ def _describe(steps: Sequence[Step], chain: Chain, recipe: bool, off: str) -> tu
     for step in steps:
         names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
         casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
-        notes = [op.unquantized for op in step.matched if recipe and op.unquantized]
+        notes = [str(step.measured)] if step.measured else []
+        notes += [op.unquantized for op in step.matched if recipe and op.unquantized]
         if off and any(op.num_quantizers("forward") for op in step.matched):
             notes.append(off)
         row = PlanStep(

@@ -53,6 +53,8 @@ def leave(
             func_ctx.left = _keep_contexts(program, ctxs, saved)
         if program.accumulating:
             func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
+        if program.watcher is not None:
+            program.watcher(program, _per_op(program, ctxs, saved))
     if program.recipe is not None:
         func_ctx.quantized = _unpack_quantized(saved)
     if extras is not None:
@@ -74,6 +76,12 @@ def restore_more(
             setattr(ctxs[index], name, value)
     if program.saved.undeclared:
         _restore_contexts(ctxs, func_ctx.left, tensors)
+
+
+def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
+    """What each op saved."""
+    found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
+    return found | {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
 
 
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:

@@ -23,6 +23,7 @@ class Step:
         matched: The basic ops and the casts, in the order of the forward.
         start, stop: Which basic ops: none for a cast, which has the edge as both.
         benefit: How many reads and writes of tensors the fusion saves.
+        measured: What was measured of it on this machine, or None.
         op: The basic op, or the fused op; None while it is not built.
         run: The bound method that a loop calls.
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
@@ -43,6 +44,7 @@ class Step:
     end: int
     matched: tuple[BasicOperation, ...]
     benefit: float = 0.0
+    measured: Any = None
     op: Any = None
     run: Callable[..., Any] = NotImplemented
     direct: bool = False

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..fusible import FusibleOperation
 from ..op import FusedOperation
 from ..overrides import op_class, why_apart
 from ..plugins import manager
+from ..quantization import QuantizedTensor
 from ..records import Selection
 from ..sequential import Sequential, parts
 from ..settings import Recorder, current
@@ -49,6 +50,8 @@ class Call:
         cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
         notes: What its fused ops say about themselves (their ``notes``), such as time spent
             compiling; not compared.
+        saved_bytes: How many bytes each step of the forward leaves for the backward, parameters
+            apart and each storage once; empty without a backward; not compared.
     """
 
     path: str
@@ -59,6 +62,7 @@ class Call:
     unfused: str = ""
     cut: str = ""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -179,11 +183,39 @@ class _Calls(Recorder):
     def __init__(self) -> None:
         self.calls: list[tuple[OperationFuser, Call]] = []
 
-    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the plan."""
-        super().record(fuser, plan)
+        super().record(fuser, program, given)
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
-        self.calls.append((fuser, Call("", "", ops, plan, torch.is_grad_enabled(), _why_unfused())))
+        grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
+        self._params = [*map(_storage, given[1][: program.num_params])]
+        self.calls.append((fuser, Call("", "", ops, program.plan, grad_enabled, why)))
+
+    def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
+        """Keep how much each step leaves for the backward, each storage once."""
+        super().saved(program, tensors)
+        seen = {*self._params}
+        sizes = []
+        for step in program.forward:
+            inside = [t for i in range(step.start, step.stop) for t in tensors.get(i, ())]
+            found = dict(_sizes(inside))
+            sizes.append(sum(size for key, size in found.items() if key not in seen))
+            seen |= found.keys()
+        fuser, call = self.calls[-1]
+        self.calls[-1] = fuser, dataclasses.replace(call, saved_bytes=tuple(sizes))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """The storages of tensors, quantized ones too, and how many bytes each has."""
+    for tensor in tensors:
+        parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
+        for part in parts:
+            if part is not None:
+                yield _storage(part), part.untyped_storage().nbytes()
 
 
 def _why_unfused() -> str:

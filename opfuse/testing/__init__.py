@@ -5,6 +5,7 @@
 Not imported by opfuse itself. Needs pytest.
 """
 
+from ..tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, lay_out, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains
@@ -13,7 +14,6 @@ from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
 from .running import Declined, Failure
 from .suite import FusionSuite
-from .tolerance import ROWS, TOLERANCES, assert_close, tolerance
 
 # fmt: off
 __all__ = [

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 from ..quantization.formats import BlockScaledTensor
+from ..tolerance import code_steps, difference
 from .cases import Case
 from .running import Failure, Result
-from .tolerance import code_steps, difference
 
 
 def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) -> None:

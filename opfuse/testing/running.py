@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..engine.fuser import OperationFuser
 from ..engine.plan import FusionPlan
+from ..engine.program import Program
 from ..errors import PluginWarning
 from ..fusion import Fusion
 from ..op import FusedOperation
@@ -44,10 +45,11 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     A warning about a plugin is an error.
     """
     before, manager._registered = manager._registered, []
+    tables, manager.tables = manager.tables, None  # what was measured here decides nothing
     settings = current.values
     options = tuple(option for option in settings[0] if "." in option[0])
     current.values = options, recipes.NAME, None
-    manager._changed()
+    manager.changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.passes, subject.fusion, False)
     try:
@@ -56,7 +58,8 @@ def only(*fusions: Subject | None) -> Iterator[None]:
             yield
     finally:
         manager._registered, current.values = before, settings
-        manager._changed()
+        manager.tables = tables
+        manager.changed()
 
 
 class Plans(Recorder):
@@ -65,9 +68,9 @@ class Plans(Recorder):
     def __init__(self) -> None:
         self.plans: list[FusionPlan] = []
 
-    def record(self, fuser: OperationFuser, plan: FusionPlan) -> None:
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the plan."""
-        self.plans.append(plan)
+        self.plans.append(program.plan)
 
     def require(self, case: Case) -> None:
         """Raise unless the case's fusion is in the plans, in the passes it is for.

@@ -10,10 +10,10 @@ import torch
 
 from ...fusion import PASSES
 from ...quantization import Recipe
+from ...tolerance import MORE_ROWS, ROWS
 from ..cases import LAYOUTS, Case, Op
 from ..generate import Chains, neighbours
 from ..running import Declined
-from ..tolerance import MORE_ROWS, ROWS
 
 
 class Check(NamedTuple):

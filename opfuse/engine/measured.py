@@ -1,0 +1,226 @@
+"""What was measured of the candidates of a chain on this machine, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..environment import Environment
+from ..ops.pointwise import Identity
+from ..overrides import op_class
+from ..records import normalize
+from ..tables import NO_TABLE, Entries, Measurement, Shape, Table, subject_key
+from .edges import Edges, Needs
+from .step import Step
+
+Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
+_NO_EDGES = Edges()
+_COMMON = frozenset(vars(Identity()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """Looks the candidates of one chain up.
+
+    Attributes:
+        table: The entries that count here.
+        env: Where the plan is made for.
+        needs: Which gradients it computes.
+        edges: Where each pass casts.
+        widths: Last dimension on each edge, where that is known.
+        params: Shape and dtype of the parameters of each op.
+        assumed: Whether every candidate counts as measured: to find out which there are.
+    """
+
+    env: Environment
+    needs: Needs
+    edges: Edges = _NO_EDGES
+    widths: Sequence[int | None] = ()
+    params: Shapes = ()
+    table: Table = NO_TABLE
+    assumed: bool = False
+
+    def entries(self, step: Step) -> Entries:
+        """The entries of a candidate, by the shape of its input."""
+        if not self.table.entries:
+            return {}
+        return self.table.entries.get(subject_key(self.subject(step)), {})
+
+    def subject(self, step: Step) -> dict[str, Any]:
+        """What an entry of a candidate is of, as JSON-able data."""
+        source, env, needs = step.source, self.env, self.needs
+        of = range(step.start, step.stop)
+        return {
+            "plugin": source.distribution and [normalize(source.distribution), source.version],
+            "fusion": source.name,
+            "pass": source.passes,
+            "ops": [_describe(op) for op in step.matched if op_class(op).__name__ != "Cast"],
+            "params": [[[list(shape), str(dtype)] for shape, dtype in self.params[i]] for i in of],
+            "features": self.widths[step.start],
+            "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
+            "backward_from": max(needs.first_backward - step.start, 0),
+            "dtype": str(env.dtype),
+            "recipe": env.recipe and repr(env.recipe),
+            "casts": self._casts(step),
+            "mode": [env.training, env.deterministic, env.compiling],
+            "options": [[k, v] for k, v in sorted(env.options.items()) if "." in k],
+        }
+
+    def _casts(self, step: Step) -> list[list[Any]]:
+        """What is cast between its ops and at its ends, in both passes."""
+        return [
+            [name, edge - step.start, type(cast.quantizer).__name__, list(cast.usage)]
+            for name, casts in (("forward", self.edges.forward), ("backward", self.edges.backward))
+            for edge, cast in sorted(casts.items())
+            if step.start <= edge <= step.stop
+        ]
+
+
+def _describe(op: nn.Module) -> list[Any]:
+    """The class of an op, and the constants that it was made with."""
+    cls = op_class(op)
+    constants = {
+        name: str(value) if isinstance(value, torch.dtype) else value
+        for name, value in sorted(vars(op).items())
+        if name not in _COMMON and _is_constant(value)
+    }
+    inside = [_describe(child) for child in op.children()]
+    return [f"{cls.__module__}.{cls.__qualname__}", constants, *inside]
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (bool, numbers.Real, str, torch.dtype))
+
+
+def counting(
+    entries: Entries, rows: int | None, contiguous: bool | None, *, trades_time: bool, prefer: str
+) -> Measurement | None:
+    """The entry that counts for an input; None: nothing was measured for it.
+
+    Args:
+        entries: By the shape of the input.
+        rows: The number of rows, rounded down; None where it is not known: then an entry counts
+            only if those of all numbers of rows say the same.
+        contiguous: See :class:`opfuse.tables.Shape`.
+        trades_time: See :meth:`opfuse.tables.Measurement.refusal`.
+        prefer: Likewise.
+    """
+    if rows is not None:
+        return entries.get(Shape(rows, contiguous))
+    refused = {
+        bool(found.refusal(trades_time=trades_time, prefer=prefer)) for found in entries.values()
+    }
+    if len(refused) != 1:
+        return None
+    return max(entries.items(), key=lambda entry: (entry[0].rows or 0, bool(entry[0].contiguous)))[
+        1
+    ]
+
+
+# Which set of candidates is taken
+
+
+def worth(step: Step, prefer: str) -> tuple[float, float]:
+    """What a measured candidate brings, most important first."""
+    found: Measurement = step.measured
+    return (found.saved_bytes if prefer == "memory" else 0), max(found.seconds, 0.0)
+
+
+def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
+    """The non-overlapping candidates of one pass that bring the most.
+
+    Of candidates that overlap, directly or by way of others, it is the time that they save, where
+    all of them were measured here, or first the memory, if that is preferred; otherwise it is the
+    benefit that they declare.
+    """
+    chosen = []
+    for group in overlapping(candidates):
+        measured = all(step.measured is not None for step in group)
+        values = [worth(step, prefer) if measured else (0, step.benefit) for step in group]
+        chosen += _best_of(group, values, length)
+    return chosen
+
+
+def overlapping(candidates: Sequence[Step]) -> Iterator[list[Step]]:
+    """The candidates in groups, none of which overlaps another."""
+    group: list[Step] = []
+    end = 0
+    for step in sorted(candidates, key=lambda step: step.begin):
+        if group and step.begin >= end:
+            yield group
+            group = []
+        group.append(step)
+        end = max(end, step.end)
+    if group:
+        yield group
+
+
+def _best_of(
+    candidates: Sequence[Step], values: Sequence[tuple[float, float]], length: int
+) -> list[Step]:
+    """Dynamic programming over half steps.
+
+    The best cover from ``i`` on either leaves what is there alone or takes a candidate that begins
+    there. Ties: more ops covered by fewer fusions, then names.
+    """
+    empty: tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]
+    empty = (0.0, 0.0, 0, 0, (), ())
+    best = [empty] * (length + 1)
+    starting: dict[int, list[tuple[Step, tuple[float, float]]]] = {}
+    for candidate, value in zip(candidates, values, strict=True):
+        starting.setdefault(candidate.begin, []).append((candidate, value))
+    for i in reversed(range(length)):
+        best[i] = best[i + 1]
+        for c, (first, second) in starting.get(i, ()):
+            cost, more, left, count, names, rest = best[c.end]  # the smaller, the better
+            name = c.source.distribution or "", c.source.name
+            option = (
+                cost - first,
+                more - second,
+                left - len(c.matched),
+                count + 1,
+                (name, *names),
+                (c, *rest),
+            )
+            best[i] = min(best[i], option, key=lambda cover: cover[:5])
+    return list(best[0][5])
+
+
+def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
+    """Why forward and backward fusions go before a joint one over the same ops, or ``""``.
+
+    They do where all are measured, and those bring more together.
+    """
+    inside = [step for step in others if joint.begin <= step.begin and step.end <= joint.end]
+    if not inside or any(step.measured is None for step in (joint, *inside)):
+        return ""
+    passes = [[step for step in inside if step.passes == name] for name in ("forward", "backward")]
+    taken = itertools.chain(*(best_cover(steps, length, prefer) for steps in passes))
+    sums = [sum(values) for values in zip(*(worth(step, prefer) for step in taken), strict=True)]
+    if not sums or tuple(sums) <= worth(joint, prefer):
+        return ""
+    what = "save more memory" if prefer == "memory" else "are faster together"
+    return f"the forward and backward fusions of these ops {what}, measured here"
+
+
+def gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
+    """What the winners, and the loser, bring by measure, in words; None: not all are measured."""
+    if any(step.measured is None for step in (loser, *winners)):
+        return None
+    of: list[Mapping[str, float]] = [
+        {
+            "bytes": sum(step.measured.saved_bytes for step in steps),
+            "us": sum(step.measured.seconds for step in steps) * 1e6,
+        }
+        for steps in (winners, [loser])
+    ]
+    unit = "bytes" if prefer == "memory" and of[0]["bytes"] != of[1]["bytes"] else "us"
+    return f"{of[0][unit]:.0f} {unit}", f"{of[1][unit]:.0f} {unit}"

@@ -1,0 +1,112 @@
+"""Parts of a chain as programs of their own: to compare a fusion with the separate ops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..environment import Environment
+from ..ops.cast import Cast
+from ..records import FusionSource
+from .chain import Chain
+from .choose import Choice, find_candidates
+from .edges import Edges, Needs
+from .measured import Measurements
+from .planner import build_step
+from .program import Program, compile_program
+from .step import Step
+
+Names = Sequence[tuple[str, ...]]
+
+
+def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names) -> list[Step]:
+    """Every candidate of a program's chain, whatever anybody guesses about its speed.
+
+    Args:
+        program: The program.
+        sources: The fusions on offer.
+        kwargs: Names of the keyword arguments given to each op.
+    """
+    measurements = dataclasses.replace(program.measurements, assumed=True)
+    return find_candidates(program.chain.ops, sources, program.env, measurements, kwargs)
+
+
+def extent(step: Step) -> range:
+    """The basic ops that must run to compare a candidate with the separate ops.
+
+    A cast alone has none, so it is the op for whose sake it is there.
+    """
+    if step.start < step.stop:
+        return range(step.start, step.stop)
+    return (
+        range(step.start - 1, step.stop)
+        if step.passes == "backward"
+        else range(step.start, step.stop + 1)
+    )
+
+
+def part_program(
+    program: Program,
+    of: range,
+    kwargs: Names,
+    step: Step | None = None,
+    *,
+    configuration: Any = None,
+    exact: bool = False,
+    grads: bool = True,
+) -> Program:
+    """A program of part of a chain, with one fusion or none; its quantizers record nothing.
+
+    Args:
+        program: Of the whole chain.
+        of: Which of the basic ops.
+        kwargs: Names of the keyword arguments given to each op of the chain.
+        step: The candidate, or None: the ops run separately.
+        configuration: For the candidate, see ``FusedOperation.configurations``.
+        exact: In fp64, without a recipe.
+        grads: Whether there is a backward, if there is one in the whole chain.
+
+    Raises:
+        RuntimeError: The fused op cannot be built.
+    """
+    chain = Chain(program.chain.ops[of.start : of.stop], part=True)
+    whole = program.measurements
+    first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
+    here = slice(of.start, of.stop)
+    needs = Needs(False, first, whole.needs.inputs[here], whole.needs.params[here])
+    if first == len(of):
+        nothing = tuple((False,) * len(flags) for flags in needs.params)
+        needs = needs._replace(inputs=(False,) * len(of), params=nothing)
+    env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
+    autocast = program.autocast
+    edges = Edges(*(_shifted(casts, of) for casts in whole.edges))
+    if exact:
+        env, autocast, edges = env._replace(dtype=torch.float64, recipe=None), None, Edges()
+    measurements = Measurements(env, needs, edges, chain.widths, whole.params[of.start : of.stop])
+    taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
+    names = kwargs[of.start : of.stop]
+    return compile_program(chain, Choice(taken, (), ()), env, autocast, measurements, names, "")
+
+
+def _shifted(casts: Any, of: range) -> dict[int, Cast]:
+    """The casts on the edges of a part, by quantizers that record nothing."""
+    return {
+        edge - of.start: Cast(cast.quantizer.unrecorded(), cast.usage)
+        for edge, cast in casts.items()
+        if of.start <= edge <= of.stop
+    }
+
+
+def _moved(step: Step, start: int, chain: Chain, edges: Edges, env: Environment) -> Step:
+    """A candidate of the whole chain, built for a part of it."""
+    moved = dataclasses.replace(step, begin=step.begin - 2 * start, end=step.end - 2 * start)
+    view = edges.view(chain.ops, "joint" if not step.casts else step.passes)
+    placed = zip(view.ops, view.places, strict=True)
+    moved.matched = tuple(op for op, place in placed if moved.begin <= place < moved.end)
+    fused = build_step(moved, env)
+    if fused is None:
+        raise RuntimeError("it cannot be built, see the warning")
+    return dataclasses.replace(moved, op=fused)

@@ -1,0 +1,116 @@
+"""What was measured, as text and as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..report.explain import wrap
+from ..tables import Measurement, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One candidate that was measured.
+
+    Attributes:
+        fusion: Its name.
+        distribution: Who gave it; None: registered in code.
+        passes: ``"forward"``, ``"backward"`` or ``"joint"``.
+        basic_ops: The classes of its ops.
+        shape: What of the input the result is for.
+        found: What was measured.
+        refusal: Why it is not used here, or ``""``.
+    """
+
+    fusion: str
+    distribution: str | None
+    passes: str
+    basic_ops: tuple[str, ...]
+    shape: Shape
+    found: Measurement
+    refusal: str
+
+    def __str__(self) -> str:
+        who = f"{self.fusion}, {self.distribution or 'registered in code'}"
+        where = f"{self.passes} {who}, on {' + '.join(self.basic_ops)} at {self.shape.rows} rows"
+        if self.found.wrong:
+            return f"{where}: it {self.found.wrong}"
+        speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
+        saved = f", saves {_bytes(self.found.saved_bytes)}" if self.found.saved_bytes else ""
+        return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningReport:
+    """All that was measured. ``str()`` fits a screen, ``details`` has every candidate.
+
+    Attributes:
+        results: In the order in which they were measured.
+        path: The file that was written; None: there are no tables.
+    """
+
+    results: Sequence[Result]
+    path: Path | None
+
+    @property
+    def wrong(self) -> list[Result]:
+        """Those that are wrong."""
+        return [result for result in self.results if result.found.wrong]
+
+    @property
+    def slower(self) -> list[Result]:
+        """Those that are right, and not used since they are slower."""
+        return [r for r in self.results if r.refusal and not r.found.wrong]
+
+    def __str__(self) -> str:
+        if not self.results:
+            return "Nothing to measure: no fusion of any plugin fits a chain of this model."
+        parts = [f"{len(self.results)} runs"]
+        if self.slower:
+            worst = min(result.found.speed for result in self.slower)
+            parts.append(f"{_fusions(self.slower)} refused as slower here, worst {worst:.2f}x")
+        if self.wrong:
+            parts.append(f"{_fusions(self.wrong)} refused as wrong")
+        used = [result for result in self.results if not result.refusal]
+        if used:
+            best = max(result.found.speed for result in used)
+            parts.append(
+                f"{_fusions(used)} as fast as the separate ops or faster, best {best:.2f}x"
+            )
+        lines = wrap("; ".join(parts) + ".", "")
+        for result in self.wrong:
+            lines += wrap(str(result), "  ", "    ")
+        lines += [
+            f"Written to {self.path}." if self.path else "Not written: OPFUSE_TUNING is empty."
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    @property
+    def details(self) -> str:
+        """The report, and a line about every candidate."""
+        lines = [line for result in self.results for line in wrap(str(result), "  ", "    ")]
+        return "\n".join([str(self), *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON-able data."""
+        rows = [
+            dataclasses.asdict(result) | {"shape": result.shape._asdict()}
+            for result in self.results
+        ]
+        return {"results": rows, "path": self.path and str(self.path)}
+
+
+def _fusions(results: Sequence[Result]) -> str:
+    return f"{len(results)} fusion{'' if len(results) == 1 else 's'}"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,288 @@
+"""A candidate against the separate ops: values and gradients first, then memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..authoring import saved_bytes
+from ..engine.execute import Pipeline, run_forward
+from ..engine.planner import rows_of
+from ..engine.program import Program
+from ..engine.step import Step
+from ..engine.trial import extent, part_program
+from ..fusible import declared
+from ..op import BasicOperation
+from ..tables import Measurement, Shape
+from ..tolerance import difference
+from .timing import Timing, compare
+
+MOST_CONFIGURATIONS = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a chain, kept to be made again.
+
+    Attributes:
+        program: What ran.
+        input: The chain's input.
+        extras: The extra inputs that the caller gave.
+        kwargs: Keyword arguments per basic op.
+    """
+
+    program: Program
+    input: Tensor
+    extras: Sequence[Tensor]
+    kwargs: Sequence[dict[str, Any]]
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of the keyword arguments of each basic op."""
+        return [tuple(of) for of in self.kwargs]
+
+    def extra(self, slot: tuple[int, int]) -> Tensor:
+        """The extra input that the caller gave for ``(op, slot)``."""
+        return self.extras[self.program.chain.arguments[slot]]
+
+
+class Run(NamedTuple):
+    """What a forward and its backward gave."""
+
+    outputs: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
+
+    def tensors(self) -> list[tuple[str, Tensor | None]]:
+        """All of it, each with what it is."""
+        outputs = [
+            ("the output" if not i else f"output {i}", y) for i, y in enumerate(self.outputs)
+        ]
+        return [*outputs, *[(f"gradient {i}", grad) for i, grad in enumerate(self.grads)]]
+
+
+class Trial:
+    """One candidate of a call, with the tensors that come to it there.
+
+    Args:
+        call: The call.
+        step: The candidate.
+    """
+
+    def __init__(self, call: Call, step: Step) -> None:
+        self._call, self._step, self._of = call, step, extent(step)
+        self._kwargs = call.kwargs[self._of.start : self._of.stop]
+        self._separate = part_program(call.program, self._of, call.names)
+        needs = self._separate.measurements.needs
+        params = _params(self._separate.chain.ops)
+        flags = [flag for of_op in needs.params for flag in of_op]
+        x, extras = self._arriving()
+        self._leaves = [
+            x.requires_grad_(bool(needs.inputs) and needs.inputs[0]),
+            *[p.requires_grad_(flag) for p, flag in zip(params, flags, strict=True)],
+            *extras,
+        ]
+
+    @property
+    def shape(self) -> Shape:
+        """What of the input an entry is for."""
+        x = self._leaves[0]
+        contiguous = x.is_contiguous() if self._step.start == 0 else None
+        return Shape(rows_of(("rows",), x)[0], contiguous)
+
+    def _arriving(self) -> tuple[Tensor, list[Tensor]]:
+        """The input of the candidate's first op, and the extra inputs of its ops."""
+        call, start = self._call, self._of.start
+        whole, made = call.program.chain, {}
+        x = call.input.detach()
+        if start:
+            before = part_program(call.program, range(start), call.names, grads=False)
+            extras = [call.extra(slot).detach() for slot in before.chain.external_inputs]
+            given = [*_params(before.chain.ops), *extras]
+            with torch.no_grad():
+                result = _forward(before, [x, *given], call.kwargs[:start])
+            x, made = result[0], dict(zip(before.chain.public_outputs, result[1:], strict=True))
+        found = []
+        for i, k in self._separate.chain.external_inputs:
+            source = whole.sources.get((start + i, k))
+            extra = call.extra((start + i, k)) if source is None else made[source]
+            inner = source is not None and source[0] >= call.program.first_backward
+            wanted = inner if source is not None else extra.requires_grad
+            wanted = wanted and call.program.requires_grad and extra.is_floating_point()
+            found.append(extra.detach().requires_grad_(wanted))
+        return x.detach(), found
+
+    # Judging
+
+    def measure(self) -> Measurement:
+        """Compare the candidate with the separate ops, in the fastest of its configurations.
+
+        Returns:
+            What was found; if it is wrong, or raises, that alone.
+        """
+        try:
+            fused, configuration = self._fastest()
+            wrong = self._difference(fused)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            wrong = f"raises {type(error).__name__}: {text}"
+        if wrong:
+            return Measurement(0.0, 0.0, 0.0, wrong=wrong)
+        timing = self._time(fused)
+        saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
+        seconds = timing.first - timing.second
+        return Measurement(timing.speed, timing.noise, seconds, saved, configuration=configuration)
+
+    def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
+        """The candidate's program in its fastest configuration, and that configuration."""
+        make = functools.partial(
+            part_program, self._call.program, self._of, self._call.names, self._step
+        )
+        plain = make()
+        (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
+        offered = list(fused.op.configurations(plain.env))[:MOST_CONFIGURATIONS]
+        best, speed = (plain, None), 1.0
+        for configuration in offered:
+            program = make(configuration=dict(configuration))
+            if self._difference(program):
+                continue
+            timing = compare(self._timed(plain), self._timed(program), self._device)
+            if timing.speed - timing.noise > speed:
+                best, speed = (program, dict(configuration)), timing.speed
+        return best
+
+    def _time(self, fused: Program) -> Timing:
+        return compare(self._timed(self._separate), self._timed(fused), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._separate.env.device
+
+    def _timed(self, program: Program) -> Callable[[], object]:
+        """What is timed: the pass, or the passes, that the fusion is for."""
+        if self._step.passes == "forward" or not program.requires_grad:
+            return lambda: _forward(program, self._leaves, self._kwargs)
+        if self._step.passes == "joint":
+            return lambda: self._run(program, self._leaves)
+        outputs = _forward(program, self._leaves, self._kwargs)
+        return lambda: self._gradients(outputs, self._leaves)
+
+    def _saved(self, program: Program) -> int:
+        if not program.requires_grad:
+            return 0
+        params = self._leaves[1 : 1 + program.num_params]
+        return saved_bytes(lambda: _forward(program, self._leaves, self._kwargs), params)
+
+    def _recomputable(self, fused: Program) -> int:
+        """What the op behind need not keep, since the fused op computes it again."""
+        whole, behind = self._call.program, self._of.stop
+        computes_again = any(step.source and step.op.recomputes for step in fused.forward)
+        if not computes_again or behind >= len(whole.chain.ops):
+            return 0
+        keeps = "input" in (declared(whole.chain.ops[behind], "saved_names") or ())
+        if not (keeps and any(whole.measurements.needs.params[behind])):
+            return 0
+        (output, *_) = _forward(fused, self._leaves, self._kwargs)
+        return output.numel() * output.element_size()
+
+    # Values and gradients
+
+    def _difference(self, program: Program) -> str:
+        """How a program differs from the separate ops, as a sentence, or ``""``."""
+        separate = self._seeded(self._separate)
+        again = self._seeded(self._separate, seed=1)
+        if not _same(separate, again):  # it draws random numbers: nothing to compare
+            return ""
+        exact = self._exact()
+        env = self._separate.env
+        product = any(op.out_features is not None for op in self._separate.chain.ops)
+        found = zip(self._seeded(program).tensors(), separate.tensors(), strict=True)
+        for number, ((what, got), (_, expected)) in enumerate(found):
+            if (got is None) != (expected is None):
+                return (
+                    f"differs from the separate ops: {what} is {'' if got is None else 'not '}None"
+                )
+            if got is None or expected is None or not got.is_floating_point():
+                continue
+            truth = expected.double() if exact is None else exact[number]
+            dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
+            problem = difference(
+                got,
+                truth,
+                rounded=expected,
+                dtype=dtype,
+                gemm=product,
+                roundings=2 if exact is None else 1 + len(self._of),
+            )
+            if problem:
+                return f"differs from the separate ops: {what} {problem}"
+        return ""
+
+    def _exact(self) -> list[Any] | None:
+        """The same in fp64; None where there is no such thing."""
+        if self._separate.env.recipe is not None:
+            return None
+        leaves = [
+            leaf.detach().double().requires_grad_(leaf.requires_grad)
+            if leaf.is_floating_point()
+            else leaf
+            for leaf in self._leaves
+        ]
+        try:
+            program = part_program(self._call.program, self._of, self._call.names, exact=True)
+            return [tensor for _, tensor in self._run(program, leaves).tensors()]
+        except Exception:  # an op that has no fp64: the separate ops are the truth
+            return None
+
+    def _seeded(self, program: Program, seed: int = 0) -> Run:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return self._run(program, self._leaves)
+
+    def _run(self, program: Program, leaves: Sequence[Tensor]) -> Run:
+        outputs = _forward(program, leaves, self._kwargs)
+        return Run(outputs, self._gradients(outputs, leaves))
+
+    def _gradients(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Any]:
+        """The gradients of the leaves that have one, for fixed gradients of the outputs."""
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        chosen = [y for y in outputs if y.requires_grad]
+        if not wanted or not chosen:
+            return []
+        weights = [self._weight(tuple(y.shape)).to(y.dtype) for y in chosen]
+        return list(
+            torch.autograd.grad(chosen, wanted, weights, retain_graph=True, allow_unused=True)
+        )
+
+    @functools.cache  # noqa: B019  (a trial is short-lived)
+    def _weight(self, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(shape, generator=generator)
+        return drawn.to(self._device, self._separate.env.dtype)
+
+
+def _params(ops: Sequence[BasicOperation]) -> list[Tensor]:
+    return [op.read_parameter(name).detach() for op in ops for name in op.param_names or ()]
+
+
+def _same(run: Run, other: Run) -> bool:
+    pairs = zip(run.tensors(), other.tensors(), strict=True)
+    return all(a is b or torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:
+    """The outputs of a program."""
+    x, *tensors = leaves
+    for op, requires_grad in program.called_before:
+        op.pre_fuser_forward(requires_grad=requires_grad)
+    with torch.autocast(program.autocast_device, enabled=False):
+        if program.requires_grad:
+            result = Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            result = run_forward(None, program, kwargs, x, *tensors)
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,139 @@
+"""``opfuse.tune``: find the candidates of a model, measure each once, write the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import tables
+from ..engine.fuser import OperationFuser
+from ..engine.program import Program
+from ..engine.step import Step
+from ..engine.trial import candidates
+from ..overrides import op_class
+from ..plugins import manager
+from ..settings import Recorder, current
+from .report import Result, TuningReport
+from .trial import Call, Trial
+
+Progress = Callable[[int, int, str], None]
+
+
+def tune(
+    model: Callable[..., Any], *inputs: Any, progress: Progress | None = None, **kwargs: Any
+) -> TuningReport:
+    """Measure on this machine which fusions are right and not slower for a model.
+
+    The forward pass runs once, in the caller's grad and autocast mode, with the plugins, options
+    and recipe in force. Each fusion that fits is then compared with the separate ops, at the
+    shapes that came by: values and gradients first, within the tolerances of the dtype, then time
+    in turns, and the bytes kept for the backward. What is alike is measured once. The results go
+    into the table of this device, see :mod:`opfuse.tables`, and plans are made anew by them.
+
+    Neither parameters nor the state of quantizers change. Random number generators are as before.
+    To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
+    an entry counts for numbers of rows between the same powers of two.
+
+    Args:
+        model: A module, or any callable that calls some.
+        *inputs: Its inputs.
+        progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The report: ``str()`` fits a screen, ``details`` has every candidate, ``to_dict()`` is for
+        programs.
+
+    Raises:
+        ValueError: The table's file is there, and is no table.
+        RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
+        )
+    recorder = _Candidates()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        with recorder:
+            model(*inputs, **kwargs)
+        found = recorder.found
+        paths = {job.device: tables.path_for(job.device) for job in found}
+        for path in paths.values():
+            if path is not None:
+                tables.read_rows(
+                    path
+                )  # refuses a file that is no table before anything is measured
+        for number, job in enumerate(found):
+            if progress is not None:
+                progress(number, len(found), job.step.source.name)
+            job.measure()
+        if progress is not None:
+            progress(len(found), len(found), "")
+    for device, path in paths.items():
+        if path is not None:
+            tables.add(path, [job.row() for job in found if job.device == device])
+    tables.reload()
+    written = next(iter(paths.values()), None)
+    return TuningReport([job.result() for job in found], written)
+
+
+@dataclasses.dataclass
+class _Job:
+    """One candidate to measure."""
+
+    call: Call
+    step: Step
+    measured: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.call.program.env.device
+
+    def measure(self) -> None:
+        trial = Trial(self.call, self.step)
+        self.measured = trial.shape, trial.measure()
+
+    def row(self) -> dict[str, Any]:
+        shape, found = self.measured
+        return {
+            "setting": tables.setting(self.device),
+            "subject": self.call.program.measurements.subject(self.step),
+            "shape": list(shape),
+            "found": dataclasses.asdict(found),
+        }
+
+    def result(self) -> Result:
+        (shape, found), source = self.measured, self.step.source
+        trades = getattr(source.fusion, "trades_time", False)
+        prefer = self.call.program.env.options.get("prefer", "speed")
+        names = tuple(op_class(op).__name__ for op in self.step.matched)
+        refusal = found.refusal(trades_time=trades, prefer=prefer)
+        return Result(source.name, source.distribution, source.passes, names, shape, found, refusal)
+
+
+class _Candidates(Recorder):
+    """Collects every candidate of the calls in its scope, those alike once."""
+
+    def __init__(self) -> None:
+        self.found: list[_Job] = []
+        self._seen: set[Any] = set()
+
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
+        """Keep the candidates, and the call if there are new ones."""
+        super().record(fuser, program, given)
+        if program.double_backward or program.compiling:
+            return
+        x, tensors, kwargs = given
+        extras = tensors[program.num_params :]
+        call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
+        sources = manager.sources(current.selection)
+        rows = x.shape[:-1].numel().bit_length(), x.is_contiguous()
+        for step in candidates(program, sources, call.names):
+            key = tables.subject_key(program.measurements.subject(step)), *rows
+            if key not in self._seen:
+                self._seen.add(key)
+                self.found.append(_Job(call, step))
