@@ -19,6 +19,7 @@ from .plugins import (
 )
 from .prepare import prepare
 from .quantization import Quantizer, QuantizerRole, Recipe
+from .ranks import check_ranks
 from .report.explain import explain
 from .sequential import Sequential
 from .tuning import tune
@@ -46,6 +47,7 @@ __all__ = [
     "Subclasses",
     "TuningWarning",
     "autocast",
+    "check_ranks",
     "checkpoint_contexts",
     "computes_as",
     "explain",

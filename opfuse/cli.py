@@ -9,18 +9,21 @@ import pathlib
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+import torch
 from torch import nn
 
 from . import __version__
 from .errors import PluginWarning
 from .plugins import manager
 from .records import Selection, is_strict
-from .report.explain import explain, wrap
+from .report.explain import explain
+from .report.text import wrap
 from .settings import current
+from .tuning import tune
 
 
 class _UserError(click.ClickException):
@@ -167,6 +170,56 @@ def _load(target: str) -> tuple[Any, ...]:
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
     return parts
+
+
+# Tune
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
+    with contextlib.ExitStack() as stack:
+        bars: list[Any] = []
+
+        def show(done: int, of: int, what: str) -> None:
+            if not bars:
+                bar = click.progressbar(
+                    length=of,
+                    label="Measuring",
+                    file=sys.stderr,
+                    item_show_func=lambda name: name or "",
+                )
+                bars.append(stack.enter_context(bar))
+            bars[0].update(done - bars[0].pos, what)
+
+        yield show
+
+
+@main.command(name="tune", short_help="Measure which fusions are right and fast for a model here.")
+@click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--no-grad", is_flag=True, help="For inference: under torch.no_grad().")
+@click.option("--check", is_flag=True, help="Exit with status 1 if a fusion is wrong.")
+@click.option("--details", is_flag=True, help="A line about every candidate.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def tune_command(target: str, no_grad: bool, check: bool, details: bool, as_json: bool) -> None:
+    """Measure on this machine which fusions are right and not slower for a model.
+
+    What is found is written into the table of this device, and every plan goes by it from then on.
+    The tables are in the user's cache directory, or where the environment variable OPFUSE_TUNING
+    says; if it is empty, nothing is written.
+
+    MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
+    (model, input, ...), or a function without arguments that returns one.
+    """
+    with _quiet_stdout():
+        model, *inputs = _load(target)
+        with _told(f"{target}: {type(model).__name__} raised"), torch.set_grad_enabled(not no_grad):
+            with _progress() as progress:
+                report = tune(model, *inputs, progress=progress)
+    text = report.details if details else str(report)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)
+    if check and report.wrong:
+        sys.exit(1)
 
 
 # New plugins

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
 from .fusible import FusibleOperation, ParamSource
-from .op_context import OperationContext, asks_for_quantizers
+from .op_context import OperationContext, asks_for_quantizers, in_channel, summed
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.state import QuantizerStates
 from .quantization.updates import PreparedOps
@@ -530,7 +530,7 @@ class FusedOperation(FusibleOperation):
                 next_op_input_quantizer=next_op_input_quantizer if i == last else None,
                 basic_op_kwargs=[kwargs],
             )
-            inside = [_in_channel(tensor, ctx) for tensor in given]
+            inside = [in_channel(tensor, ctx) for tensor in given]
             made.update(zip(op._extra_output_channels, inside, strict=True))
             outputs.append(given)
         return x, outputs
@@ -557,14 +557,14 @@ class FusedOperation(FusibleOperation):
                 dy, of_params[i] = backward(ctx, dy)
             else:
                 given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
-                grads = [_sum(grad, inside.get(channel)) for grad, channel in given]
+                grads = [summed(grad, inside.get(channel)) for grad, channel in given]
                 dy, (of_params[i],), (of_op,) = op.fuser_backward(
                     [ctx], dy, basic_op_grad_extra_outputs=[grads]
                 )
                 of_extras[i] = of_op = tuple(of_op)
                 for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
                     if channel is not None:
-                        inside[channel] = _sum(grad, inside.get(channel))
+                        inside[channel] = summed(grad, inside.get(channel))
             ctx.owns_grad_output = owned
             owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
         return dy, of_params, of_extras
@@ -602,18 +602,3 @@ class FusedOperation(FusibleOperation):
     ) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-def _in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
-    """What a later op gets of an extra output: an alias that says whether a gradient flows."""
-    if (
-        tensor is None
-        or not (ctx.requires_grad and tensor.is_floating_point())
-        or is_dynamo_compiling()
-    ):
-        return tensor
-    return tensor.detach().requires_grad_()
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 if TYPE_CHECKING:
     from .quantization import QuantizedTensor, Quantizer, Usage, WeightCache
@@ -120,3 +121,19 @@ class ModuleCache:
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()
+
+
+def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
+    """What a later op gets of an extra output: an alias that says whether a gradient flows."""
+    if (
+        tensor is None
+        or not (ctx.requires_grad and tensor.is_floating_point())
+        or is_dynamo_compiling()
+    ):
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which either may be missing."""
+    return a if b is None else b if a is None else a + b

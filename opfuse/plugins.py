@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections import ChainMap
 from collections.abc import Iterator
 from typing import Any
@@ -71,6 +72,7 @@ class PluginManager:
         self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
         # what opfuse.tables has read; None: there are no tables
         self.tables: dict[Any, Any] | None = {}
+        self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
         self._warned: set[str] = set()
         self._pluggy = pluggy.PluginManager("opfuse")
         self._pluggy.add_hookspecs(hookspecs)

@@ -235,7 +235,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"format {content['format']!r} instead of {FORMAT}")
         rows: list[dict[str, Any]] = content["entries"]
         for row in rows:
-            Shape(*row["shape"]), _check(Measurement(**row["found"]))
+            _check(Shape(*row["shape"]), Measurement(**row["found"]))
             subject_key(row["subject"]), row["subject"]["plugin"], row["setting"]["torch"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
@@ -243,7 +243,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _check(found: Measurement) -> None:
+def _check(shape: Shape, found: Measurement) -> None:
+    if not isinstance(shape.rows, int):
+        raise ValueError(f"rows is {shape.rows!r}, no whole number")
     for name in ("speed", "noise", "seconds", "saved_bytes"):
         if not isinstance(getattr(found, name), (int, float)):
             raise ValueError(f"{name} is {getattr(found, name)!r}, no number")
@@ -257,7 +259,8 @@ def installed() -> dict[str, str]:
 def _warn_of_other_versions(
     path: Path, rows: Iterable[Mapping[str, Any]], here: Mapping[str, Any]
 ) -> None:
-    versions, seen = installed(), {}
+    versions = installed()
+    seen: dict[str, set[str]] = {}
     for row in rows:
         plugin = row["subject"]["plugin"]
         if plugin and plugin[0] in versions and row["setting"] == here:
@@ -290,7 +293,7 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
     def outdated(row: dict[str, Any]) -> bool:
         plugin = tuple(row["subject"]["plugin"] or ())
-        of_these = plugin and plugin[0] in names and plugin not in versions
+        of_these = bool(plugin) and plugin[0] in names and plugin not in versions
         return of_these and row["setting"] in [other["setting"] for other in new]
 
     kept = [row for row in read_rows(path) if _identity(row) not in replaced and not outdated(row)]

@@ -61,7 +61,7 @@ def test_report_and_exact_resume(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
     assert "20/20" in result.stderr and "Warning" not in result.stderr
-    assert "calls of fusible ops, fused steps: " in result.stdout
+    assert "calls of fusible ops: forward " in result.stdout
     assert re.search(r"A sample of the fused run\n\nThe .{50}", result.stdout, re.DOTALL)
     fused, unfused = numbers(result.stdout, "validation loss, nats per byte")
     assert 1 < fused < 5 and fused == pytest.approx(unfused, rel=0.01)
@@ -87,7 +87,7 @@ def test_without_a_plugin_in_use(tmp_path):
     result = example(*options, "--plugins", "")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (
-        "fused steps: 0 forward, 0 backward" in result.stdout
+        "fusible ops: forward 0 fused, " in result.stdout
         and "Nothing is fused: " in result.stdout
     )
     assert "agree" not in result.stdout

@@ -56,7 +56,7 @@ def linear(register, fused):
 def step(path, call, op, basic_ops, fusion=None):
     source = {"fusion": fusion, **SOURCE} if fusion else NOBODY
     row = {"path": path, "call": call, "op": op, "basic_ops": basic_ops, **source}
-    return {**row, "casts": [], "note": ""}
+    return {**row, "casts": [], "note": "", "fallback": ""}
 
 
 def refused(path, fusion, basic_ops, reason):
@@ -83,6 +83,8 @@ def test_a_model(linear):
         ("mixed", 3, pair),
         ("head", 4, pair),
     ]
+    # the inputs of Linear and of GELU
+    assert [row.pop("saved_bytes") for row in data["forward"]] == [192, 192, 192, 96, 96]
     assert data["forward"] == [step(path, call, *what) for path, call, what in calls]
     grad = ("BiasGELUGrad", ["Bias", "GELU"], "BiasGELUGrad")
     unfused = [("Bias", ["Bias"]), ("BasicLinear", ["BasicLinear"])]
@@ -120,7 +122,7 @@ def test_the_text(linear):
     text = str(opfuse.explain(Net(), torch.randn(3, 8)))
     assert repr(opfuse.explain(Net(), torch.randn(3, 8))) == text
     assert text.splitlines() == [
-        "5 calls of fusible ops, fused steps: 5 forward, 3 backward.",
+        "5 calls of fusible ops: forward 5 fused, 0 separate; backward 3 fused, 7 separate.",
         "",
         "block, mixed: Sequential [Linear, GELU] (calls 0, 1, 2)",
         "  forward",
@@ -148,12 +150,12 @@ def test_the_text(linear):
 def test_the_details(linear):
     lines = opfuse.explain(Net(), torch.randn(3, 8)).details.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[0] == "5 calls of fusible ops, fused steps: 5 forward, 3 backward."
+    assert lines[0] == "5 calls of fusible ops: forward 5 fused, 0 separate; backward 3 fused, 7 separate."
     start = lines.index("block, mixed: Sequential [Linear, GELU] (calls 0, 1, 2)")
     assert lines[start + 1 :][:12] == [
-        "  forward",
+        "  forward, keeps 192 bytes for the backward",
         "    BasicLinear + Bias + GELU  fused by linear_bias_gelu as ForwardLinearBiasGELU,",
-        "                               opfuse-plugin-linear 0.1.0",
+        "                               opfuse-plugin-linear 0.1.0; keeps 192 bytes",
         "  backward",
         "    Bias + GELU  fused by BiasGELUGrad, opfuse-plugin-linear 0.1.0",
         "    BasicLinear  not fused",
@@ -289,7 +291,7 @@ def test_nothing_is_fused_and_why(register, fused):
     model = opfuse.Sequential(GELU(), GELU())
     x = torch.randn(2, 8)
     assert first_lines(model, x)[:5] == [
-        "1 call of fusible ops, fused steps: 0 forward, 0 backward.",
+        "1 call of fusible ops: forward 0 fused, 2 separate; backward 0 fused, 0 separate.",
         "Nothing is fused: no plugin is installed and no fusion is registered.",
         "",
         "the model: Sequential [GELU, GELU] (call 0)",

@@ -291,7 +291,8 @@ class _Finder:
 
     def _environment(self, fusion: Fusion, step: Step) -> Environment:
         """What a fusion is told about where it would run, before it is told the number of rows."""
-        start, told = step.start, {"row_alignment": 1, "contiguous": None}
+        start = step.start
+        told: dict[str, Any] = {"row_alignment": 1, "contiguous": None}
         if fusion.needs_row_alignment and self.rows_kept[start]:
             self.row_facts.add("row_alignment")
             told["row_alignment"] = self.env.row_alignment
@@ -305,7 +306,7 @@ class _Finder:
             features=self.widths[start],
             param_shapes=tuple(map(tuple, shapes)),
             measured=found is not None or self.measurements.assumed,
-            configuration=found and found.configuration,
+            configuration=None if found is None else found.configuration,
             **told,
         )
 
@@ -325,7 +326,7 @@ class _Finder:
         """Why a candidate is refused by measure, or for want of one; ``""`` if it is not."""
         trade = self._trade(step)
         if step.measured is not None:
-            return step.measured.refusal(**trade)
+            return str(step.measured.refusal(**trade))
         unasked = trade["trades_time"] and trade["prefer"] != "memory"
         if unasked and not self.measurements.assumed:
             return 'it trades time for memory, which prefer="memory" asks for'

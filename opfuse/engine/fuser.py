@@ -72,6 +72,7 @@ class OperationFuser:
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
+        manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
         for op in self._chain.ops:

@@ -171,9 +171,8 @@ def _best_of(
     The best cover from ``i`` on either leaves what is there alone or takes a candidate that begins
     there. Ties: more ops covered by fewer fusions, then names.
     """
-    empty: tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]
-    empty = (0.0, 0.0, 0, 0, (), ())
-    best = [empty] * (length + 1)
+    best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]]
+    best = [(0.0, 0.0, 0, 0, (), ())] * (length + 1)
     starting: dict[int, list[tuple[Step, tuple[float, float]]]] = {}
     for candidate, value in zip(candidates, values, strict=True):
         starting.setdefault(candidate.begin, []).append((candidate, value))

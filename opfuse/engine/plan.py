@@ -13,7 +13,8 @@ class PlanStep:
     ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused. ``basic_ops``
     and ``start`` count basic ops only: a cast by itself has none, and ``start`` is its edge.
     ``casts`` has the casts of a step: for each its edge, and by what. ``note`` is a sentence that
-    there is more to say about the step, or empty.
+    there is more to say about the step, or empty. ``fallback`` says why a fused step runs in
+    PyTorch's operations here, and not in a kernel of its own, or is empty.
     """
 
     op: str
@@ -24,6 +25,7 @@ class PlanStep:
     version: str | None = None
     casts: tuple[tuple[int, str], ...] = ()
     note: str = ""
+    fallback: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -147,10 +147,9 @@ def _build(
         choice = choose(chain.ops, sources, env, measurements, kwargs=kwargs, excluded=excluded)
         built: list[Step] = []
         for step in choice.taken:
-            found = step.measured
-            given = env._replace(
-                measured=found is not None, configuration=found and found.configuration
-            )
+            given = env
+            if step.measured is not None:
+                given = env._replace(measured=True, configuration=step.measured.configuration)
             fused = build_step(step, given)
             if fused is None:
                 excluded |= {(step.source, step.begin, step.end)}

@@ -107,6 +107,8 @@ class Program:
         row_facts, rows: What of the number of rows the plan depends on, and its values.
     """
 
+    watcher: Callable[[Program, dict[int, Any]], None] | None = None
+
     def __init__(
         self,
         chain: Chain,
@@ -146,7 +148,6 @@ class Program:
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before = _called_before(chain, contexts)
         self.advances = _advances(contexts)
-        self.watcher: Callable[[Program, dict[int, Any]], None] | None = None
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
@@ -415,6 +416,7 @@ def _describe(steps: Sequence[Step], chain: Chain, recipe: bool, off: str) -> tu
                 fusion=source.name,
                 distribution=source.distribution,
                 version=source.version,
+                fallback=step.op.fallback,
             )
         rows.append(row)
     return tuple(rows)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,44 +24,18 @@ from ..quantization import QuantizedTensor
 from ..records import Selection
 from ..sequential import Sequential, parts
 from ..settings import Recorder, current
-
-_WIDTH = 100
-_MATCHES_NOTHING = "no plugin offers a fusion for these ops"
-_NOT_FUSED = "not fused"
-_LOST = (
-    "overlaps ",
-    "another set of fusions ",
-)  # how the planner's reasons begin where a candidate lost to others
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of one fuser.
-
-    Attributes:
-        path: Dotted name of the Sequential, or of the op called alone; ``""`` for the model itself
-            and for what is not one of its submodules.
-        owner: Its class; ``""`` for what is not a submodule of the model.
-        ops: Classes of the ops as the user wrote them.
-        plan: What ran.
-        grad_enabled: Whether grad mode was on.
-        unfused: Why nothing at all could be fused in this call, or ``""``.
-        cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
-        notes: What its fused ops say about themselves (their ``notes``), such as time spent
-            compiling; not compared.
-        saved_bytes: How many bytes each step of the forward leaves for the backward, parameters
-            apart and each storage once; empty without a backward; not compared.
-    """
-
-    path: str
-    owner: str
-    ops: tuple[str, ...]
-    plan: FusionPlan
-    grad_enabled: bool
-    unfused: str = ""
-    cut: str = ""
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+from .call import Call
+from .text import (
+    MATCHES_NOTHING,
+    alike_calls,
+    counted,
+    describe_passes,
+    how_many_fused,
+    summarize_refused,
+    title_of,
+    why_none,
+    wrap,
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,7 +50,7 @@ class Explanation:
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        return "\n".join([*self._chains(full=False), *_summarize_refused(self.calls)])
+        return "\n".join([*self._chains(full=False), *summarize_refused(self.calls)])
 
     __repr__ = __str__
 
@@ -94,22 +67,21 @@ class Explanation:
                 "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made "
                 "of opfuse.ops."
             ]
-        fused = [sum(step.fusion is not None for c in calls for step in c.plan.forward)]
-        fused.append(sum(step.fusion is not None for c in calls for step in c.plan.backward))
-        lines = [
-            f"{_count(len(calls), 'call')} of fusible ops, fused steps: {fused[0]} forward, "
-            f"{fused[1]} backward."
-        ]
+        lines = wrap(
+            f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}.", "", "  "
+        )
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
             lines += wrap(f"Nothing is fused: {everywhere}.", "")
-        for call, numbers in _alike(calls, full).values():
-            lines += ["", *wrap(_title(call, numbers, calls, 8 if full else 3), "", "  ")]
+        for call, numbers in alike_calls(calls, full).values():
+            lines += ["", *wrap(title_of(call, numbers, calls, 8 if full else 3), "", "  ")]
             lines += wrap(call.cut, "  ")
             no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
-            why = "" if everywhere else call.unfused or _MATCHES_NOTHING
-            lines += describe_passes(call.plan, no_grad, why, "  ", full=full)
+            why = "" if everywhere else call.unfused or MATCHES_NOTHING
+            lines += describe_passes(
+                call.plan, no_grad, why, "  ", full=full, saved_bytes=call.saved_bytes
+            )
             for note in call.notes if full else ():
                 lines += wrap(note, "  ", "    ")
         return lines
@@ -122,7 +94,8 @@ class Explanation:
             the order
             they run, each with path, call, op, basic_ops, fusion, distribution, version (these
             three are None for a step that is not fused), casts (the edge of each, and what casts),
-            note. ``refused``: the candidates not taken,
+            note, fallback; those of the forward with saved_bytes, None without a backward.
+            ``refused``: the candidates not taken,
             each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
         """
         refused = dict.fromkeys(
@@ -130,9 +103,9 @@ class Explanation:
         )
         return {
             "forward": [
-                _row(step, path=c.path, call=n)
+                _row(step, path=c.path, call=n) | {"saved_bytes": size}
                 for n, c in enumerate(self.calls)
-                for step in c.plan.forward
+                for step, size in itertools.zip_longest(c.plan.forward, c.saved_bytes)
             ],
             "backward": [
                 _row(step, path=c.path, call=n)
@@ -159,9 +132,9 @@ class Explanation:
                 f"{path!r}"
             )
         chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
-        for call, numbers in _alike(self.calls).values():
-            reason = _why_none(call.plan, call.unfused or _MATCHES_NOTHING)
-            title = _title(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls, 8)
+        for call, numbers in alike_calls(self.calls).values():
+            reason = why_none(call.plan, call.unfused or MATCHES_NOTHING)
+            title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls, 8)
             chains.append(([line for line in (title, call.cut, reason) if line], call.plan))
         Path(path).write_text(draw(chains), encoding="utf-8", newline="\n")
 
@@ -206,7 +179,7 @@ class _Calls(Recorder):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
@@ -318,164 +291,3 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         for fuser, call in recorder.calls
     ]
     return Explanation(tuple(dataclasses.replace(call, **what) for call, what in found))
-
-
-# Text
-
-
-def _alike(calls: Sequence[Call], full: bool = True) -> dict[Call, tuple[Call, list[int]]]:
-    """The first of calls that are alike but for their path, and the numbers of all."""
-    alike: dict[Call, tuple[Call, list[int]]] = {}
-    for number, call in enumerate(calls):
-        plan = call.plan if full else dataclasses.replace(call.plan, refused=())
-        alike.setdefault(dataclasses.replace(call, path="", plan=plan), (call, []))[1].append(
-            number
-        )
-    return alike
-
-
-def _title(call: Call, numbers: list[int], calls: Sequence[Call], most: int) -> str:
-    names = list(dict.fromkeys(calls[n].path or "the model" for n in numbers))
-    if len(names) > most:
-        kept = 3 if most > 3 else 1
-        names = [*names[:kept], f"... {len(names) - kept - 1} more like these ...", names[-1]]
-    where = ", ".join(names) + ": " if call.owner else ""
-    what = call.owner or "chain"
-    if call.ops != (call.owner,):
-        ops = (
-            call.ops
-            if most > 3 or len(call.ops) <= 12
-            else (*call.ops[:8], f"{len(call.ops) - 8} more")
-        )
-        what += f" [{', '.join(ops)}]"
-    several = (
-        f"{len(numbers)} calls" if len(numbers) > most else "calls " + ", ".join(map(str, numbers))
-    )
-    return f"{where}{what} ({several if len(numbers) > 1 else f'call {numbers[0]}'})"
-
-
-def _why_none(plan: FusionPlan, unfused: str) -> str:
-    """Why no step of a plan is fused; ``""`` if one is."""
-    if any(step.fusion for step in (*plan.forward, *plan.backward)):
-        return ""
-    reason = "every candidate was refused" if plan.refused else unfused
-    return reason and f"nothing is fused: {reason}"
-
-
-def describe_passes(
-    plan: FusionPlan,
-    no_grad: str,
-    unfused: str = _MATCHES_NOTHING,
-    indent: str = "",
-    *,
-    full: bool = True,
-) -> list[str]:
-    """A plan as lines of text.
-
-    Args:
-        plan: The plan.
-        no_grad: Why there is no backward, if there is none.
-        unfused: Why there is no candidate, if there is none.
-        indent: What each line begins with.
-        full: Every step in order and every candidate refused; if not, the steps, those alike once.
-    """
-    lines = wrap(_why_none(plan, unfused), indent)
-    lines += _describe_steps("forward", plan.forward, indent, full)
-    none = [f"{indent}backward: none, {no_grad}"]
-    lines += _describe_steps("backward", plan.backward, indent, full) if plan.backward else none
-    if not full or not plan.refused:
-        return lines
-    shown = [
-        r for r in plan.refused if not (r.distribution and f" of {r.distribution}" in r.reason)
-    ]
-    alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
-    lines.append(f"{indent}refused")
-    if count := len(plan.refused) - len(shown):
-        lines += wrap(
-            f"{_count(count, 'candidate')} that lost to another one of the same plugin",
-            indent + "  ",
-        )
-    for refusal, times in alike.items():
-        title = f"{refusal.passes} {refusal.fusion}, {refusal.distribution or 'registered in code'}"
-        title += f", on {' + '.join(refusal.basic_ops)}" + _times(times)
-        lines += [
-            *wrap(title, indent + "  ", indent + "      "),
-            *wrap(refusal.reason, indent + "    "),
-        ]
-    return lines
-
-
-def _describe_steps(title: str, steps: Sequence[PlanStep], indent: str, full: bool) -> list[str]:
-    apart = [step.op for step in steps if step.fusion is None]
-    alone = apart if full else [name + _times(times) for name, times in Counter(apart).items()]
-    said = _describe_notes(steps, indent + "  ")
-    if len(apart) == len(steps):
-        return [*wrap(f"{title}, not fused: {', '.join(alone)}", indent, indent + "  "), *said]
-    rows = [(" + ".join(step.parts), _describe_step(step, full)) for step in steps]
-    if not full:
-        rows = [
-            (ops, by + _times(times))
-            for (ops, by), times in Counter(rows).items()
-            if by != _NOT_FUSED
-        ]
-    width = min(44, max(len(ops) for ops, _ in rows))
-    lines = [f"{indent}{title}"]
-    for ops, by in rows:
-        if len(ops) <= width:
-            lines += wrap(f"{ops:{width}}  {by}", indent + "  ", indent + " " * (width + 4))
-        else:
-            lines += [*wrap(ops, indent + "  "), *wrap(by, indent + " " * (width + 4))]
-    if alone and not full:
-        lines += wrap(f"{_NOT_FUSED}: {', '.join(alone)}", indent + "  ", indent + "    ")
-    return lines + said
-
-
-def _describe_notes(steps: Sequence[PlanStep], indent: str) -> list[str]:
-    notes = Counter(f"{' + '.join(step.parts)}: {step.note}" for step in steps if step.note)
-    lines = [wrap(note + _times(times), indent, indent + "  ") for note, times in notes.items()]
-    return [line for wrapped in lines for line in wrapped]
-
-
-def _describe_step(step: PlanStep, full: bool) -> str:
-    if step.fusion is None:
-        return _NOT_FUSED
-    op = f" as {step.op}" if full and step.op != step.fusion else ""
-    return f"fused by {step.fusion}{op}, {step.owner}"
-
-
-def _summarize_refused(calls: Sequence[Call]) -> list[str]:
-    """Each reason once, with its ops; candidates that lost to others are counted."""
-    refused = list(
-        dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused)
-    )  # calls alike once
-    shown = [refusal for _, refusal in refused if not refusal.reason.startswith(_LOST)]
-    about: dict[tuple[str, str], dict[str, None]] = {}
-    for refusal in shown:
-        who = f"{refusal.fusion}, {refusal.distribution or 'registered in code'}"
-        about.setdefault((refusal.reason, who), {})[" + ".join(refusal.basic_ops)] = None
-    lines = []
-    for (reason, who), runs in about.items():
-        most = list(runs)[:3] + [f"{len(runs) - 3} more"] * (len(runs) > 3)
-        lines += wrap(f"{'; '.join(most)}: {reason} ({who})", "  ", "    ")
-    if lost := len(refused) - len(shown):
-        lines += wrap(
-            f"{_count(lost, 'candidate')} lost to what was taken; `.details` has each", "  ", "    "
-        )
-    return ["", "refused", *lines] if lines else []
-
-
-def _times(number: int) -> str:
-    return f" ({number} times)" if number > 1 else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines behind ``indent``, all but the first behind ``rest`` if given."""
-    wrapper = textwrap.TextWrapper(
-        max(_WIDTH, len(indent) + 40), indent, indent if rest is None else rest
-    )
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.explain import wrap
+from ..report.text import as_bytes, wrap
 from ..tables import Measurement, Shape
 
 
@@ -39,7 +39,7 @@ class Result:
         if self.found.wrong:
             return f"{where}: it {self.found.wrong}"
         speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
-        saved = f", saves {_bytes(self.found.saved_bytes)}" if self.found.saved_bytes else ""
+        saved = f", saves {as_bytes(self.found.saved_bytes)}" if self.found.saved_bytes else ""
         return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}"
 
 
@@ -77,9 +77,7 @@ class TuningReport:
         used = [result for result in self.results if not result.refusal]
         if used:
             best = max(result.found.speed for result in used)
-            parts.append(
-                f"{_fusions(used)} as fast as the separate ops or faster, best {best:.2f}x"
-            )
+            parts.append(f"{_fusions(used)} no slower than the separate ops, best {best:.2f}x")
         lines = wrap("; ".join(parts) + ".", "")
         for result in self.wrong:
             lines += wrap(str(result), "  ", "    ")
@@ -107,10 +105,3 @@ class TuningReport:
 
 def _fusions(results: Sequence[Result]) -> str:
     return f"{len(results)} fusion{'' if len(results) == 1 else 's'}"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

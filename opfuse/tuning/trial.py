@@ -15,14 +15,15 @@ from ..engine.execute import Pipeline, run_forward
 from ..engine.planner import rows_of
 from ..engine.program import Program
 from ..engine.step import Step
-from ..engine.trial import extent, part_program
 from ..fusible import declared
 from ..op import BasicOperation
 from ..tables import Measurement, Shape
 from ..tolerance import difference
+from .parts import extent, part_program
 from .timing import Timing, compare
 
 MOST_CONFIGURATIONS = 8
+_DIFFERS = "differs from the separate ops"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +146,8 @@ class Trial:
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
         offered = list(fused.op.configurations(plain.env))[:MOST_CONFIGURATIONS]
-        best, speed = (plain, None), 1.0
+        best: tuple[Program, Mapping[str, Any] | None] = plain, None
+        speed = 1.0
         for configuration in offered:
             program = make(configuration=dict(configuration))
             if self._difference(program):
@@ -219,7 +221,7 @@ class Trial:
                 roundings=2 if exact is None else 1 + len(self._of),
             )
             if problem:
-                return f"differs from the separate ops: {what} {problem}"
+                return f"{_DIFFERS}: {what} {problem}"
         return ""
 
     def _exact(self) -> list[Any] | None:
@@ -272,7 +274,10 @@ def _params(ops: Sequence[BasicOperation]) -> list[Tensor]:
 
 def _same(run: Run, other: Run) -> bool:
     pairs = zip(run.tensors(), other.tensors(), strict=True)
-    return all(a is b or torch.equal(a, b) for (_, a), (_, b) in pairs)
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for (_, a), (_, b) in pairs
+    )
 
 
 def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:

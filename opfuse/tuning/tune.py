@@ -12,10 +12,10 @@ from .. import tables
 from ..engine.fuser import OperationFuser
 from ..engine.program import Program
 from ..engine.step import Step
-from ..engine.trial import candidates
 from ..overrides import op_class
 from ..plugins import manager
 from ..settings import Recorder, current
+from .parts import candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
 

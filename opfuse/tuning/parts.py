@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from ..engine.chain import Chain
+from ..engine.choose import Choice, find_candidates
+from ..engine.edges import Edges, Needs
+from ..engine.measured import Measurements
+from ..engine.planner import build_step
+from ..engine.program import Program, compile_program
+from ..engine.step import Step
 from ..environment import Environment
 from ..ops.cast import Cast
 from ..records import FusionSource
-from .chain import Chain
-from .choose import Choice, find_candidates
-from .edges import Edges, Needs
-from .measured import Measurements
-from .planner import build_step
-from .program import Program, compile_program
-from .step import Step
 
 Names = Sequence[tuple[str, ...]]
 
