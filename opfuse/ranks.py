@@ -19,8 +19,8 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
 
     Ranks that fuse differently still compute the same up to rounding, but not the same bits, and
     not in the same time. What is compared: versions of torch and of the plugins in use, the
-    selection, the options, the tuning tables, and the plans made so far. Every rank of the group
-    must call it.
+    selection, the options, the tuning tables, and the plans of what both have run. Every rank of
+    the group must call it.
 
     Args:
         group: The process group; None: all ranks.
@@ -35,8 +35,12 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
     facts = _gathered(_facts(), group)
     for rank, of_rank in zip(ranks[1:], facts[1:], strict=True):
         for what, mine in facts[0].items():
-            if of_rank[what] != mine:
-                difference = _difference(mine, of_rank[what])
+            other = of_rank[what]
+            if what == "the plans":  # of what both have run
+                both = mine.keys() & other.keys()
+                mine, other = ({key: plans[key] for key in both} for plans in (mine, other))
+            if other != mine:
+                difference = _difference(mine, other)
                 raise RuntimeError(
                     f"rank {ranks[0]} and rank {rank} differ in {what}: {difference}"
                 )
@@ -60,16 +64,20 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _plans() -> dict[str, str]:
-    """The plans of the fusers that live, by chain and digest."""
-    found = {}
+def _plans() -> dict[str, list[str]]:
+    """The newest plans of the fusers that live, by chain and by what each was made for."""
+    found: dict[str, set[str]] = {}
     for fuser in list(manager.fusers):
-        for _, programs in list(fuser._programs.values()):
-            for program in programs.values():
+        newest = {}
+        for key, (_, programs) in list(fuser._programs.items()):
+            grads, dtype, device, autocast, training, _, _, *others = key
+            made_for = grads, dtype, device.type, autocast, training, *others
+            for rows, program in programs.items():
                 if isinstance(program, Program):
-                    plan = program.plan
-                    found[f"{program.chain.title} {plan.digest()}"] = str(plan)
-    return dict(sorted(found.items()))
+                    newest[f"{program.chain.title}, for {(*made_for, rows)}"] = program.plan
+        for name, plan in newest.items():
+            found.setdefault(name, set()).add(f"{plan.digest()} {plan}")
+    return {name: sorted(plans) for name, plans in sorted(found.items())}
 
 
 def _difference(one: Any, other: Any) -> str:
@@ -77,8 +85,8 @@ def _difference(one: Any, other: Any) -> str:
     if not isinstance(one, dict):
         return f"{one!r} against {other!r}"
     key = min(key for key in {*one, *other} if one.get(key) != other.get(key))
-    sides = [facts.get(key, "nothing like it") for facts in (one, other)]
-    return f"{key}: " + " against ".join(str(side).partition("\nrefused")[0] for side in sides)
+    sides = [" ".join(str(facts.get(key, "none")).split()) for facts in (one, other)]
+    return f"{key}: {sides[0]} against {sides[1]}"
 
 
 def _gathered(facts: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:

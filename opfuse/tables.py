@@ -34,15 +34,17 @@ THRESHOLD = 0.99
 
 
 class Shape(NamedTuple):
-    """What an entry depends on beside its subject: what is asked of the input.
+    """What an entry depends on beside its subject: what comes in.
 
     Attributes:
         rows: The number of rows, rounded down to a power of two.
-        contiguous: Whether the input is contiguous; None inside a chain, which does not tell.
+        features: The last dimension.
+        contiguous: Whether it is contiguous.
     """
 
-    rows: int | None
-    contiguous: bool | None
+    rows: int
+    features: int
+    contiguous: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +246,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _check(shape: Shape, found: Measurement) -> None:
-    if not isinstance(shape.rows, int):
-        raise ValueError(f"rows is {shape.rows!r}, no whole number")
+    for name, value in shape._asdict().items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} is {value!r}, no whole number")
     for name in ("speed", "noise", "seconds", "saved_bytes"):
         if not isinstance(getattr(found, name), (int, float)):
             raise ValueError(f"{name} is {getattr(found, name)!r}, no number")

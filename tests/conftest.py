@@ -7,7 +7,6 @@ from fakes import OneByOne, make_plugin
 
 from opfuse import plugins
 
-
 os.environ["OPFUSE_TUNING"] = ""  # what was measured on this machine decides nothing in tests
 
 

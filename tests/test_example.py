@@ -87,8 +87,7 @@ def test_without_a_plugin_in_use(tmp_path):
     result = example(*options, "--plugins", "")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (
-        "fusible ops: forward 0 fused, " in result.stdout
-        and "Nothing is fused: " in result.stdout
+        "fusible ops: forward 0 fused, " in result.stdout and "Nothing is fused: " in result.stdout
     )
     assert "agree" not in result.stdout
     assert len(numbers(result.stdout, "saved activations, bytes")) == 1

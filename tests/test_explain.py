@@ -150,7 +150,10 @@ def test_the_text(linear):
 def test_the_details(linear):
     lines = opfuse.explain(Net(), torch.randn(3, 8)).details.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[0] == "5 calls of fusible ops: forward 5 fused, 0 separate; backward 3 fused, 7 separate."
+    assert (
+        lines[0]
+        == "5 calls of fusible ops: forward 5 fused, 0 separate; backward 3 fused, 7 separate."
+    )
     start = lines.index("block, mixed: Sequential [Linear, GELU] (calls 0, 1, 2)")
     assert lines[start + 1 :][:12] == [
         "  forward, keeps 192 bytes for the backward",

@@ -311,16 +311,18 @@ class _Finder:
         )
 
     def _measured(self, step: Step) -> Measurement | None:
-        """What was measured of a candidate, for the rows that this plan is for."""
+        """What was measured of a candidate, for the input that this plan is for."""
         entries = self.measurements.entries(step)
         if not entries:
             return None
-        rows, first = None, step.start == 0
-        if self.rows_kept[step.start]:
-            self.row_facts |= {"rows", "contiguous"} if first else {"rows"}
-            rows = self.env.rows
-        contiguous = self.env.contiguous if first else None
-        return counting(entries, rows, contiguous, **self._trade(step))
+        # of what comes in, a chain knows the rows as long as no op changes them, and the rest at
+        # its begin
+        facts = {"rows"} if self.rows_kept[step.start] else set()
+        facts |= {"features", "contiguous"} if step.start == 0 else set()
+        self.row_facts |= facts
+        values = {fact: getattr(self.env, fact) for fact in facts}
+        known = {fact: value for fact, value in values.items() if value is not None}
+        return counting(entries, known, **self._trade(step))
 
     def _judged(self, step: Step) -> str:
         """Why a candidate is refused by measure, or for want of one; ``""`` if it is not."""

@@ -15,7 +15,7 @@ from ..environment import Environment
 from ..ops.pointwise import Identity
 from ..overrides import op_class
 from ..records import normalize
-from ..tables import NO_TABLE, Entries, Measurement, Shape, Table, subject_key
+from ..tables import NO_TABLE, Entries, Measurement, Table, subject_key
 from .edges import Edges, Needs
 from .step import Step
 
@@ -101,28 +101,27 @@ def _is_constant(value: Any) -> bool:
 
 
 def counting(
-    entries: Entries, rows: int | None, contiguous: bool | None, *, trades_time: bool, prefer: str
+    entries: Entries, known: Mapping[str, Any], *, trades_time: bool, prefer: str
 ) -> Measurement | None:
-    """The entry that counts for an input; None: nothing was measured for it.
+    """The entry that counts for what comes in; None: nothing was measured for it.
+
+    Where not all is known of what comes in, all entries that fit must lead to the same decision.
 
     Args:
-        entries: By the shape of the input.
-        rows: The number of rows, rounded down; None where it is not known: then an entry counts
-            only if those of all numbers of rows say the same.
-        contiguous: See :class:`opfuse.tables.Shape`.
+        entries: By what came in when they were measured.
+        known: What is known, by the names of :class:`opfuse.tables.Shape`.
         trades_time: See :meth:`opfuse.tables.Measurement.refusal`.
         prefer: Likewise.
     """
-    if rows is not None:
-        return entries.get(Shape(rows, contiguous))
-    refused = {
-        bool(found.refusal(trades_time=trades_time, prefer=prefer)) for found in entries.values()
+    fitting = {
+        shape: found
+        for shape, found in entries.items()
+        if all(getattr(shape, name) == value for name, value in known.items())
     }
-    if len(refused) != 1:
-        return None
-    return max(entries.items(), key=lambda entry: (entry[0].rows or 0, bool(entry[0].contiguous)))[
-        1
-    ]
+    refused = {
+        bool(found.refusal(trades_time=trades_time, prefer=prefer)) for found in fitting.values()
+    }
+    return fitting[max(fitting)] if len(refused) == 1 else None
 
 
 # Which set of candidates is taken

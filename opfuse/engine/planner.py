@@ -31,7 +31,7 @@ autocast's dtype, who trains, generation of the plugins, changes of ops, determi
 compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
 """
 
-_SHAPE_FACTS = "row_alignment", "rows", "contiguous"
+_SHAPE_FACTS = "row_alignment", "rows", "features", "contiguous"
 _MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
 
 _Excluded = frozenset[tuple[Any, int, int]]
@@ -44,7 +44,8 @@ def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
         rows = input.shape[:-1].numel()
         known["row_alignment"] = math.gcd(rows, _MOST_ALIGNED)
         known["rows"] = rows and 1 << rows.bit_length() - 1
-        known["contiguous"] = input.is_contiguous() if "contiguous" in facts else None
+        known["features"] = input.shape[-1] if input.ndim else 1
+        known["contiguous"] = input.is_contiguous()
     return tuple([known.get(fact) for fact in facts])
 
 

@@ -80,7 +80,7 @@ def describe_passes(
     """
     lines = wrap(why_none(plan, unfused), indent)
     title = "forward"
-    if full and sum(saved_bytes):
+    if full and any(saved_bytes):
         title += f", keeps {as_bytes(sum(saved_bytes))} for the backward"
     lines += _describe_steps(title, plan.forward, indent, full, saved_bytes)
     none = [f"{indent}backward: none, {no_grad}"]

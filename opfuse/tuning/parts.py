@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..engine.step import Step
 from ..environment import Environment
 from ..ops.cast import Cast
 from ..records import FusionSource
+from ..tables import NO_TABLE
 
 Names = Sequence[tuple[str, ...]]
 
@@ -30,22 +31,18 @@ def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names)
         sources: The fusions on offer.
         kwargs: Names of the keyword arguments given to each op.
     """
-    measurements = dataclasses.replace(program.measurements, assumed=True)
+    measurements = dataclasses.replace(program.measurements, table=NO_TABLE, assumed=True)
     return find_candidates(program.chain.ops, sources, program.env, measurements, kwargs)
 
 
 def extent(step: Step) -> range:
     """The basic ops that must run to compare a candidate with the separate ops.
 
-    A cast alone has none, so it is the op for whose sake it is there.
+    They are its own; and where it ends with a cast, the op for whose sake that is there.
     """
-    if step.start < step.stop:
-        return range(step.start, step.stop)
-    return (
-        range(step.start - 1, step.stop)
-        if step.passes == "backward"
-        else range(step.start, step.stop + 1)
-    )
+    forward_reader = step.passes != "backward" and step.end % 2
+    backward_reader = step.passes == "backward" and step.begin % 2 == 0
+    return range(step.start - bool(backward_reader), step.stop + bool(forward_reader))
 
 
 def part_program(
@@ -82,7 +79,10 @@ def part_program(
         needs = needs._replace(inputs=(False,) * len(of), params=nothing)
     env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
     autocast = program.autocast
-    edges = Edges(*(_shifted(casts, of) for casts in whole.edges))
+    edges = Edges(  # each on the side of the op that reads it
+        _shifted(whole.edges.forward, of.start, of.stop - 1),
+        _shifted(whole.edges.backward, of.start, of.stop, first=1),
+    )
     if exact:
         env, autocast, edges = env._replace(dtype=torch.float64, recipe=None), None, Edges()
     measurements = Measurements(env, needs, edges, chain.widths, whole.params[of.start : of.stop])
@@ -91,12 +91,12 @@ def part_program(
     return compile_program(chain, Choice(taken, (), ()), env, autocast, measurements, names, "")
 
 
-def _shifted(casts: Any, of: range) -> dict[int, Cast]:
+def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:
     """The casts on the edges of a part, by quantizers that record nothing."""
     return {
-        edge - of.start: Cast(cast.quantizer.unrecorded(), cast.usage)
+        edge - start: Cast(cast.quantizer.unrecorded(), cast.usage)
         for edge, cast in casts.items()
-        if of.start <= edge <= of.stop
+        if start + first <= edge <= last
     }
 
 

@@ -91,9 +91,7 @@ class Trial:
     @property
     def shape(self) -> Shape:
         """What of the input an entry is for."""
-        x = self._leaves[0]
-        contiguous = x.is_contiguous() if self._step.start == 0 else None
-        return Shape(rows_of(("rows",), x)[0], contiguous)
+        return Shape(*rows_of(Shape._fields, self._leaves[0]))
 
     def _arriving(self) -> tuple[Tensor, list[Tensor]]:
         """The input of the candidate's first op, and the extra inputs of its ops."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from .. import tables
+from ..contexts import options
 from ..engine.fuser import OperationFuser
+from ..engine.planner import rows_of
 from ..engine.program import Program
 from ..engine.step import Step
 from ..overrides import op_class
@@ -58,7 +60,7 @@ def tune(
     recorder = _Candidates()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        with recorder:
+        with recorder, options(fusion_limit=0):  # a fusion that is wrong is not to disturb it
             model(*inputs, **kwargs)
         found = recorder.found
         paths = {job.device: tables.path_for(job.device) for job in found}
@@ -131,9 +133,9 @@ class _Candidates(Recorder):
         extras = tensors[program.num_params :]
         call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
         sources = manager.sources(current.selection)
-        rows = x.shape[:-1].numel().bit_length(), x.is_contiguous()
+        coming = rows_of(("rows", "features", "contiguous"), x)
         for step in candidates(program, sources, call.names):
-            key = tables.subject_key(program.measurements.subject(step)), *rows
+            key = tables.subject_key(program.measurements.subject(step)), *coming
             if key not in self._seen:
                 self._seen.add(key)
                 self.found.append(_Job(call, step))

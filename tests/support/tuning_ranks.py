@@ -1,0 +1,37 @@
+"""What one process of the test of ``check_ranks`` does. In a module of its own, to be imported."""
+
+from __future__ import annotations
+
+import os
+
+import gloo
+import pytest
+import torch
+from fakes import OneByOne, make_plugin
+from tuned import Prescribed
+
+import opfuse
+from opfuse import Fusion, ops
+
+
+def worker(rank, path, folder):
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    with gloo.member(rank, 2, path), opfuse.plugins.isolated():
+        pair = type("Pair", (OneByOne,), {"calls": []})
+        plugin = make_plugin(forward_fusions=[Fusion([ops.GELU, ops.SiLU], pair)])
+        opfuse.plugins.register(plugin, name="test", distribution="opfuse-plugin-test")
+        chain, x = opfuse.Sequential(ops.GELU(), ops.SiLU()), torch.randn(4, 8)
+        chain(x)
+        opfuse.check_ranks()
+        if rank:
+            with Prescribed(Pair=0.5):
+                opfuse.tune(chain, x)
+        with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the tuning tables"):
+            opfuse.check_ranks()
+        os.environ["OPFUSE_TUNING"] = ""
+        opfuse.tables.reload()
+        with opfuse.plugins.using("" if rank else None):
+            chain(x)
+            with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the plugins: opf"):
+                opfuse.check_ranks()
+        opfuse.check_ranks()

@@ -1,0 +1,676 @@
+"""Measured choice: what ``opfuse tune`` writes, and what plans make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+import toy_fusions
+import toy_recipe
+import tuning_ranks
+from fakes import OneByOne
+from torch.multiprocessing import spawn
+from tuned import Prescribed
+
+import opfuse
+from opfuse import Fusion, ops, tables
+from opfuse.ops import GELU, Identity, ReLU, SiLU
+from opfuse.tables import Measurement
+from opfuse.tuning import timing
+from opfuse.tuning.timing import compare, interval
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for the tables."""
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
+    tables.reload()
+    yield tmp_path / "tables"
+    monkeypatch.setenv("OPFUSE_TUNING", "")
+    tables.reload()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Fewer turns, since here a fusion is clearly slower or clearly not."""
+    monkeypatch.setattr(timing, "TURNS", 5)
+    monkeypatch.setattr(timing, "MOST_TURNS", 9)
+    monkeypatch.setattr(timing, "_CLEAR_TURNS", 5)
+
+
+def named(name, **attributes):
+    return type(name, (OneByOne,), {"calls": [], **attributes})
+
+
+class Slow(OneByOne):
+    """Right, and slow."""
+
+    calls: ClassVar = []
+
+    def fuser_forward(self, *args, **kwargs):
+        time.sleep(0.002)
+        return super().fuser_forward(*args, **kwargs)
+
+
+class SlowBackward(Slow):
+    """Right, and slow in the backward."""
+
+    fuser_forward = OneByOne.fuser_forward
+
+    def fuser_backward(self, *args, **kwargs):
+        time.sleep(0.002)
+        return super().fuser_backward(*args, **kwargs)
+
+
+class Wrong(Slow):
+    """Wrong by 4 %."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        y, extras = OneByOne.fuser_forward(self, basic_op_ctxs, input_, **kwargs)
+        return y * 1.04, extras
+
+
+class WrongGradient(Slow):
+    """Gives another gradient than the ops."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
+        dx, *others = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+        return 1.04 * dx, *others
+
+
+class Raising(Slow):
+    def fuser_forward(self, *args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+
+class Thrifty(opfuse.FusedOperation):
+    """A joint fusion that keeps its input alone, and computes the rest again."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        time.sleep(0.002)
+        basic_op_ctxs[0].save_for_backward(input_)
+        gelu, silu = self.basic_ops
+        return silu.value(gelu.value(input_)), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (x,) = basic_op_ctxs[0].saved_tensors
+        gelu, silu = self.basic_ops
+        return grad_output * silu.derivative(gelu.value(x)) * gelu.derivative(x), [(), ()], [(), ()]
+
+
+def pair(build=None, **kwargs):
+    return Fusion([GELU, SiLU], build or named("Pair"), **kwargs)
+
+
+def chain():
+    return opfuse.Sequential(GELU(), SiLU())
+
+
+def tensor(*shape):
+    return torch.randn(*(shape or (16, 32)), requires_grad=True)
+
+
+def taken(model, x, passes="forward"):
+    """The fusions of a pass, by name."""
+    steps = opfuse.explain(model, x).calls[0].plan
+    return [step.fusion for step in getattr(steps, passes) if step.fusion]
+
+
+def reasons(model, x):
+    return {r.fusion: r.reason for r in opfuse.explain(model, x).calls[0].plan.refused}
+
+
+def content(folder):
+    (path,) = folder.iterdir()
+    return path, json.loads(path.read_text())
+
+
+# Measured
+
+
+@pytest.mark.parametrize(
+    "build, passes, sentence",
+    [
+        (Wrong, "forward", "measured here, it differs from the separate ops: the output is wrong"),
+        (WrongGradient, "backward", "measured here, it differs from the separate ops: gradient 0"),
+        (WrongGradient, "joint", "measured here, it differs from the separate ops: gradient 0"),
+        (Raising, "forward", "measured here, it raises RuntimeError: no such kernel"),
+        (Slow, "forward", "measured here, it has 0.0"),
+        (SlowBackward, "backward", "measured here, it has 0.0"),
+        (Slow, "joint", "measured here, it has 0.0"),
+    ],
+)
+def test_a_wrong_one_and_a_slow_one_are_refused(register, quick, build, passes, sentence):
+    register(**{f"{passes}_fusions": [pair(build)]})
+    model, x = chain(), tensor()
+    if build is not Raising:
+        assert build.__name__ in str(opfuse.explain(model, x))
+    report = opfuse.tune(model, x)
+    assert reasons(model, x)[build.__name__].startswith(sentence)
+    assert not taken(model, x) and not taken(model, x, "backward")
+    (result,) = report.results
+    assert (bool(report.wrong), bool(report.slower)) == (
+        bool(result.found.wrong),
+        not result.found.wrong,
+    )
+    kind = "refused as wrong" if report.wrong else "refused as slower here, worst 0.0"
+    assert f"1 fusion {kind}" in str(report)
+    assert model(x).shape == x.shape  # runs separately
+
+
+def test_a_right_one_is_taken_and_its_speed_is_told(register, quick):
+    register(forward_fusions=[pair(Wrong), Fusion([GELU, SiLU], named("Right"), name="right")])
+    model, x = chain(), tensor()
+    with Prescribed(right=1.5, Wrong=Measurement(0, 0, 0, wrong="differs")):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["right"]
+    assert "GELU + SiLU: measured here: 1.50x the speed of the separate ops" in str(
+        opfuse.explain(model, x)
+    )
+
+
+def test_what_draws_random_numbers_is_not_compared(register, quick):
+    register(forward_fusions=[Fusion([ops.Dropout], named("Drawing"))])
+    model, x = opfuse.Sequential(ops.Dropout(0.5)), tensor()
+    state = torch.get_rng_state()
+    report = opfuse.tune(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [result.found.wrong for result in report.results] == [""]
+
+
+def test_nothing_of_the_model_changes(register, quick):
+    register(
+        forward_fusions=[Fusion([ops.BasicLinear, ops.Bias], named("Whole"))],
+        backward_fusions=[Fusion([ops.BasicLinear, ops.Bias], named("Back"))],
+    )
+    torch.manual_seed(0)
+    model, x = opfuse.Sequential(ops.Linear(8, 8), GELU(), ops.Linear(8, 8)), tensor(4, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = opfuse.tune(model, x)
+    assert len(report.results) == 4 - 2, "what is alike is measured once"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert x.grad is None and all(param.grad is None for param in model.parameters())
+
+
+def test_extras_channels_and_keyword_arguments(register, quick):
+    class Times(ops.Identity):
+        """Times a number that the call gives."""
+
+        def op_forward(self, ctx, input_, factor=1.0):
+            ctx.factor = factor
+            return input_ * factor
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * ctx.factor, ()
+
+        saved_names, context_names = None, ()
+
+    everything = named("Everything", kwarg_names=None)
+    register(
+        forward_fusions=[
+            Fusion([ops.MakeExtraOutput, ops.Linear(2, 2).basic_ops[0].__class__], everything),
+            Fusion([GELU, ops.AddExtraInput], named("Added")),
+            Fusion([Times, ops.AddExtraInput], named("Named", kwarg_names=("factor",))),
+        ]
+    )
+    out, add, times, last = ops.MakeExtraOutput(), ops.AddExtraInput(), Times(), ops.AddExtraInput()
+    out.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    model = opfuse.Sequential(out, ops.Linear(8, 8, bias=False), GELU(), add, times, last)
+    x, extra = tensor(4, 8), tensor(4, 8)
+    report = opfuse.tune(model, x, extra, op_kwargs={times: {"factor": 3.0}})
+    assert sorted(result.fusion for result in report.results) == ["Added", "Everything", "Named"]
+    assert not report.wrong, str(report)
+
+
+def test_under_autocast(register, quick):
+    register(forward_fusions=[Fusion([ops.BasicLinear, ops.Bias, GELU], named("Half"))])
+    model, x = opfuse.Sequential(ops.Linear(8, 8), GELU()), tensor(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = opfuse.tune(model, x)
+        assert not report.wrong and taken(model, x) == ["Half"]
+    _, table = content(tables.directory())
+    (row,) = table["entries"]
+    assert row["subject"]["dtype"] == "torch.bfloat16"
+    assert row["subject"]["params"] == [[[[8, 8], "torch.float32"]], [[[8], "torch.float32"]], []]
+
+
+def test_under_a_recipe_that_has_state(quick):
+    with opfuse.plugins.isolated():
+        opfuse.plugins.register(toy_recipe, name="toy-recipe")
+        opfuse.plugins.register(toy_fusions, name="toy-fusions")
+        alone = opfuse.register_forward_fusion(Fusion([ops.Cast], named("CastAlone")))
+        model = opfuse.Sequential(ops.Linear(8, 8), GELU(), ops.Linear(8, 8))
+        x = tensor(4, 8)
+
+        def step(action):
+            with opfuse.autocast("delayed-int8"):
+                return action()
+
+        step(lambda: model(x)).sum().backward()
+        step(lambda: model(x)).sum().backward()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(KeyError), opfuse.autocast("delayed-int8"):
+            report = opfuse.tune(model, x)
+            raise KeyError  # what the model itself records is dropped
+        found = {(result.fusion, result.passes) for result in report.results}
+        assert found == {
+            ("GELUCast", "forward"),
+            ("GELUBiasGradCast", "backward"),
+            ("CastAlone", "forward"),
+        }
+        assert not report.wrong, str(report)
+        assert {n: v.tolist() for n, v in state.items()} == {
+            name: value.tolist() for name, value in model.state_dict().items()
+        }
+        alone.unregister()
+
+
+def test_the_faster_configuration_is_found_and_told(register, quick):
+    planned = []
+
+    class Either(OneByOne):
+        calls: ClassVar = []
+
+        def configurations(self, env):
+            return [{"pause": 0.004}, {"pause": 0.0}]
+
+        def planned(self, env):
+            planned.append(env.configuration)
+            self.pause = (env.configuration or {"pause": 0.004})["pause"]
+
+        def fuser_forward(self, *args, **kwargs):
+            time.sleep(self.pause)
+            return args[1], [()]
+
+    class Sleeping(Identity):
+        def op_forward(self, ctx, input_):
+            time.sleep(0.001)
+            return input_
+
+    register(forward_fusions=[Fusion([Sleeping], Either)])
+    model, x = opfuse.Sequential(Sleeping()), tensor()
+    model(x)
+    assert planned == [None]
+    report = opfuse.tune(model, x)
+    assert report.results[0].found.configuration == {"pause": 0.0}
+    planned.clear()
+    model(x)
+    assert planned == [{"pause": 0.0}] and taken(model, x) == ["Either"]
+
+
+# Memory for time
+
+
+def test_a_trade_waits_for_the_option_and_for_bytes(register, quick):
+    register(joint_fusions=[pair(Thrifty, trades_time=True)])
+    model, x = chain(), tensor(64, 256)
+    wish = 'which prefer="memory" asks for'
+    assert not taken(model, x) and wish in reasons(model, x)["Thrifty"]
+    with opfuse.options(prefer="memory"):
+        assert taken(model, x) == ["Thrifty"]
+        report = opfuse.tune(model, x)
+    (result,) = report.results
+    assert result.found.saved_bytes == 64 * 256 * 4 and result.found.speed < 0.99
+    with opfuse.options(prefer="memory"):
+        assert taken(model, x) == ["Thrifty"]
+    assert not taken(model, x)
+    assert reasons(model, x)["Thrifty"].startswith("measured here, it has 0.")
+    assert wish in reasons(model, x)["Thrifty"]
+
+
+def test_a_trade_that_saves_nothing_or_costs_nothing(register):
+    register(joint_fusions=[pair(trades_time=True)])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=Measurement(0.9, 0, -1e-4, saved_bytes=0)):
+        opfuse.tune(model, x)
+    with opfuse.options(prefer="memory"):
+        assert not taken(model, x)
+    with Prescribed(Pair=Measurement(1.1, 0, 1e-4, saved_bytes=10)):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["Pair"]
+
+
+def test_memory_comes_first_where_it_is_preferred(register):
+    register(
+        joint_fusions=[
+            pair(named("Fast"), name="fast"),
+            pair(named("Small"), name="small", benefit=1),
+        ]
+    )
+    model, x = chain(), tensor()
+    with Prescribed(
+        fast=Measurement(2.0, 0, 1e-3), small=Measurement(1.1, 0, 1e-4, saved_bytes=100)
+    ):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["fast"]
+    with opfuse.options(prefer="memory"):
+        assert taken(model, x) == ["small"]
+
+
+# Which set is taken
+
+
+def test_the_time_that_is_saved_decides_where_all_are_measured(register):
+    register(
+        forward_fusions=[
+            Fusion([GELU, SiLU], named("Left"), name="left", benefit=100),
+            Fusion([SiLU, ReLU], named("Right"), name="right", benefit=1),
+        ]
+    )
+    model, x = opfuse.Sequential(GELU(), SiLU(), ReLU()), tensor()
+    assert taken(model, x) == ["left"]
+    with Prescribed(left=1.1, right=2.0):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["right"]
+    assert reasons(model, x)["left"] == (
+        "overlaps right of opfuse-plugin-test, which saves 500 us a call against 91 us, measured here"
+    )
+    late = opfuse.register_forward_fusion(Fusion([GELU, SiLU], named("New"), name="new", benefit=2))
+    assert taken(model, x) == ["left"], "one of them is not measured: the benefits count"
+    late.unregister()
+
+
+def test_precedence_stays(register):
+    register(
+        forward_fusions=[
+            pair(named("Preferred"), name="preferred", priority=1),
+            pair(named("Faster"), name="faster"),
+        ]
+    )
+    model, x = chain(), tensor()
+    with Prescribed(preferred=1.0, faster=3.0):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["preferred"]
+
+
+@pytest.mark.parametrize("forward, backward, joint", [(2.0, 2.0, False), (1.2, 1.2, True)])
+def test_a_joint_fusion_against_one_of_each_pass(register, forward, backward, joint):
+    fusion = pair(named("Pair"), name="pair")
+    register(joint_fusions=[fusion], forward_fusions=[fusion], backward_fusions=[fusion])
+    model, x = chain(), tensor()
+    with Prescribed(pair_joint=1.9, pair_forward=forward, pair_backward=backward):
+        opfuse.tune(model, x)
+    plan = opfuse.explain(model, x).calls[0].plan
+    refused = [refusal.passes for refusal in plan.refused]
+    assert refused == (["forward", "backward"] if joint else ["joint"])
+    if not joint:
+        assert plan.refused[0].reason == (
+            "the forward and backward fusions of these ops are faster together, measured here"
+        )
+
+
+# What an entry counts for
+
+
+def test_an_entry_is_of_its_number_of_rows(register):
+    register(forward_fusions=[pair()])
+    model = chain()
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, tensor(16, 8))
+    assert [taken(model, tensor(rows, 8)) for rows in (15, 16, 31, 32)] == [
+        ["Pair"],
+        [],
+        [],
+        ["Pair"],
+    ]
+    assert taken(model, tensor(16, 16)) == ["Pair"], "of another width"
+    assert taken(model, tensor(16, 8).double().detach()) == ["Pair"], "of another dtype"
+    with torch.no_grad():
+        assert taken(model, tensor(16, 8)) == ["Pair"], "without a backward"
+    assert taken(model, tensor(8, 16).t()) == ["Pair"], "not contiguous"
+    made = opfuse.Sequential(GELU(approximate="none"), SiLU())
+    assert taken(made, tensor(16, 8)) == ["Pair"], "another constant"
+
+
+def test_behind_an_op_that_changes_rows_all_entries_must_agree(register):
+    register(forward_fusions=[pair()])
+    model, x = opfuse.Sequential(ops.Reshape((-1, 8)), GELU(), SiLU()), tensor(8, 8)
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, x)
+    assert taken(model, x) == [] and taken(model, tensor(64)) == [], "whatever comes in"
+    with Prescribed(Pair=1.5):
+        opfuse.tune(model, tensor(32, 8))
+    assert taken(model, x) == taken(model, tensor(32, 8)) == ["Pair"], "as if nothing was measured"
+    assert "measured" not in str(opfuse.explain(model, x))
+    with Prescribed(Pair=1.4):
+        opfuse.tune(model, x)
+    assert "measured here: 1.50x" in str(opfuse.explain(model, x))
+
+
+def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
+    pairs = []
+    register(
+        forward_fusions=[
+            pair(when=lambda ops, env: pairs.append((env.compiling, env.measured)) or True)
+        ]
+    )
+    model, x = chain(), tensor()
+    with Prescribed(Pair=1.5):
+        opfuse.tune(model, x)
+    model(x)
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert pairs[-2:] == [(False, True), (True, False)]
+
+
+def test_a_table_that_changes_makes_new_plans_and_compiled_code(register):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    generation = opfuse.plugins.manager.generation
+    first = opfuse.explain(model, x).calls[0].plan
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, x)
+    second = opfuse.explain(model, x).calls[0].plan
+    assert opfuse.plugins.manager.generation > generation
+    assert (first.table, bool(second.table)) == ("", True)
+    assert first.digest() != second.digest() == opfuse.explain(model, x).calls[0].plan.digest()
+
+
+def test_contiguity_is_asked_only_where_somebody_wants_it(register):
+    seen = []
+    register(
+        forward_fusions=[
+            Fusion(
+                [GELU],
+                named("Alone"),
+                lambda ops, env: seen.append(env.contiguous) or True,
+                needs_contiguity=True,
+            ),
+            Fusion([SiLU], named("Other"), lambda ops, env: seen.append(env.contiguous) or True),
+        ]
+    )
+    x = torch.randn(8, 8)
+    model = opfuse.Sequential(GELU(), SiLU())
+    model(x), model(x), model(x.t())
+    assert seen == [True, None, False, None]
+    assert opfuse.Sequential(SiLU(), GELU())(x.t()).shape == (8, 8) and seen[4:] == [None, None]
+
+
+def test_what_an_author_is_told(register):
+    told = []
+    register(
+        forward_fusions=[
+            Fusion(
+                [ops.BasicLinear, ops.Bias],
+                named("Told"),
+                lambda ops, env: told.append(env) or bool(env.measured) or "a guess",
+            )
+        ]
+    )
+    model, x = opfuse.Sequential(ops.Linear(8, 4)), tensor(4, 8)
+    assert not taken(model, x)
+    assert told[0].param_shapes == (((4, 8),), ((4,),)) and not told[0].measured
+    assert told[0].device_name == tables.device_name("cpu") and told[0].architecture is None
+    assert told[0].multiprocessors == torch.get_num_threads()
+    with Prescribed() as prescribed:
+        opfuse.tune(model, x)
+    assert prescribed.asked == ["Told forward"], "a guess does not keep it from being measured"
+    assert taken(model, x) == ["Told"]
+
+
+# Files
+
+
+def test_the_file(register, folder):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=1.25):
+        report = opfuse.tune(model, x)
+    path, table = content(folder)
+    assert report.path == path and str(path) in str(report)
+    (row,) = table["entries"]
+    assert row["setting"]["torch"] == torch.__version__
+    assert row["setting"]["threads"] == torch.get_num_threads()
+    assert row["subject"]["plugin"] == ["opfuse-plugin-test", "1.0"]
+    assert row["subject"]["fusion"] == "Pair" and row["found"]["speed"] == 1.25
+    with Prescribed(Pair=1.5):
+        opfuse.tune(model, x)
+        opfuse.tune(model, tensor(64, 32))
+    _, table = content(folder)
+    assert [row["shape"][0] for row in table["entries"]] == [16, 64]
+    assert table["entries"][0]["found"]["speed"] == 1.5, "the newer one replaces the older one"
+
+
+def test_another_version_of_a_plugin_is_ignored_with_a_sentence(register, folder):
+    record = register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, x)
+    assert not taken(model, x)
+    record.version = "1.1"
+    tables.reload()
+    sentence = "has entries of opfuse-plugin-test 1.0, 1.1 is here: they are not used"
+    with pytest.warns(opfuse.TuningWarning, match=sentence):
+        assert taken(model, x) == ["Pair"]
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, x)
+    assert not taken(model, x)
+    assert len(content(folder)[1]["entries"]) == 1, "those of the other version are gone"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 0, "entries": []}',
+        '{"format": 1, "entries": [{"shape": [1, null, true]}]}',
+    ],
+)
+def test_a_corrupt_file_is_named_and_the_run_goes_on(register, folder, text, monkeypatch):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    path = tables.path_for(CPU)
+    folder.mkdir()
+    path.write_text(text)
+    with pytest.warns(opfuse.TuningWarning, match=f"{path.name} is no tuning table"):
+        assert taken(model, x) == ["Pair"]
+    assert taken(model, x) == ["Pair"], "said once"
+    with pytest.raises(ValueError, match=f"{path.name} is no tuning table"):
+        opfuse.tune(model, x)
+    assert path.read_text() == text, "not overwritten"
+    monkeypatch.setenv("OPFUSE_STRICT", "1")
+    tables.reload()
+    with pytest.raises(opfuse.TuningWarning, match="is no tuning table"):
+        model(x)
+
+
+def test_no_tables(register, monkeypatch):
+    register(forward_fusions=[pair()])
+    monkeypatch.setenv("OPFUSE_TUNING", "")
+    assert tables.directory() is None
+    model, x = chain(), tensor()
+    with Prescribed(Pair=0.5):
+        report = opfuse.tune(model, x)
+    assert taken(model, x) == ["Pair"] and "Not written: OPFUSE_TUNING is empty" in str(report)
+    monkeypatch.delenv("OPFUSE_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere/cache")
+    assert str(tables.directory()) == os.path.join("/nowhere/cache", "opfuse", "tuning")
+
+
+def test_two_ranks_with_different_tables(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    spawn(tuning_ranks.worker, (tmp_path / "init", tmp_path), nprocs=2)
+
+
+def test_check_ranks_needs_a_group():
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        opfuse.check_ranks()
+
+
+# Timing
+
+
+def test_the_interval_is_of_the_median():
+    assert interval([float(n) for n in range(1, 21)]) == (6.0, 10.5, 15.0)
+    assert interval([1.0]) == (1.0, 1.0, 1.0)
+
+
+def test_two_ways_are_told_apart():
+    found = compare(lambda: time.sleep(0.004), lambda: time.sleep(0.002), CPU)
+    assert 1.2 < found.speed < 3 and found.first > found.second
+
+
+def test_one_way_against_itself_is_not_refused(register, quick):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor(512, 512)
+    report = opfuse.tune(model, x)
+    assert 0.5 < report.results[0].found.speed < 2, str(report)
+
+
+# Reports
+
+
+def test_the_report(register):
+    fusions = [pair(named(name), name=name) for name in ("good", "slow", "wrong")]
+    register(forward_fusions=fusions)
+    model, x = chain(), tensor()
+    asked = []
+    wrong = Measurement(0, 0, 0, wrong="differs from the separate ops: the output is wrong by 4e-2")
+    with Prescribed(good=1.5, slow=0.91, wrong=wrong):
+        report = opfuse.tune(model, x, progress=lambda *told: asked.append(told))
+    assert " ".join(str(report).split()).startswith(
+        "3 runs; 1 fusion refused as slower here, worst 0.91x; 1 fusion refused as wrong; 1 fusion "
+        "no slower than the separate ops, best 1.50x."
+    )
+    assert wrong.wrong in " ".join(str(report).split())
+    assert (
+        "slow, opfuse-plugin-test, on GELU + SiLU at 16 rows: 0.91x +-0.00, not used"
+        in " ".join(report.details.split())
+    )
+    assert json.loads(json.dumps(report.to_dict()))["results"][1]["found"]["speed"] == 0.91
+    assert asked == [(0, 3, "good"), (1, 3, "slow"), (2, 3, "wrong"), (3, 3, "")]
+    with opfuse.plugins.using(""):
+        assert str(opfuse.tune(model, x)).startswith("Nothing to measure")
+
+
+def test_a_step_that_falls_back_is_counted(register):
+    register(forward_fusions=[pair(named("Twin", fallback="Triton has no driver here"))])
+    text = str(opfuse.explain(chain(), tensor()))
+    assert text.startswith(
+        "1 call of fusible ops: forward 1 fused (1 by fallback), 0 separate; backward 0 fused, 2"
+    )
+    assert "by PyTorch's operations: Triton has no driver here" in " ".join(text.split())
+
+
+def test_each_fused_step_has_a_range_in_the_profiler(register):
+    register(forward_fusions=[pair()], backward_fusions=[pair(named("Back"))])
+    model, x = chain(), tensor()
+    expected = model(x)
+    with torch.profiler.profile() as profile:
+        y = model(x)
+        y.sum().backward()
+    assert torch.equal(y, expected)
+    names = {event.name for event in profile.events()}
+    assert {
+        "Pair of opfuse-plugin-test, forward: GELU + SiLU",
+        "Back of opfuse-plugin-test, backward: GELU + SiLU",
+    } <= names
