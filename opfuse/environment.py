@@ -35,8 +35,9 @@ class Environment(NamedTuple):
         multiprocessors: The number of multiprocessors of a GPU; of a CPU, of torch's threads.
         architecture: The architecture of a GPU: ``"sm_90"``, or on ROCm such as ``"gfx942"``; None
             on other devices.
-        measured: Whether a tuning table of this machine has an entry for this candidate: then a
-            guess whether it pays is beside the point, and ``opfuse tune`` gives True to find out.
+        measured: The speed that the tuning table of this machine has for this candidate, 1.0 being
+            that of the separate ops; None: it was not measured here, and you may guess whether it
+            pays. While ``opfuse tune`` looks for what to measure, it is infinite.
         configuration: What ``opfuse tune`` found fastest of the fused op's ``configurations``, or
             None.
         deterministic: ``torch.are_deterministic_algorithms_enabled()``.
@@ -58,7 +59,7 @@ class Environment(NamedTuple):
     device_name: str = ""
     multiprocessors: int = 1
     architecture: str | None = None
-    measured: bool = False
+    measured: float | None = None
     configuration: Mapping[str, Any] | None = None
     deterministic: bool = False
     options: Mapping[str, Any] = {}

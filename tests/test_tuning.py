@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from typing import ClassVar
@@ -457,7 +458,7 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
     model(x)
     torch._dynamo.reset()
     torch.compile(model, backend="eager", fullgraph=True)(x)
-    assert pairs[-2:] == [(False, True), (True, False)]
+    assert pairs[-2:] == [(False, 1.5), (True, None)]
 
 
 def test_a_table_that_changes_makes_new_plans_and_compiled_code(register):
@@ -506,13 +507,14 @@ def test_what_an_author_is_told(register):
     )
     model, x = opfuse.Sequential(ops.Linear(8, 4)), tensor(4, 8)
     assert not taken(model, x)
-    assert told[0].param_shapes == (((4, 8),), ((4,),)) and not told[0].measured
+    assert told[0].param_shapes == (((4, 8),), ((4,),)) and told[0].measured is None
     assert told[0].device_name == tables.device_name("cpu") and told[0].architecture is None
     assert told[0].multiprocessors == torch.get_num_threads()
     with Prescribed() as prescribed:
         opfuse.tune(model, x)
     assert prescribed.asked == ["Told forward"], "a guess does not keep it from being measured"
     assert taken(model, x) == ["Told"]
+    assert [env.measured for env in told] == [None, None, math.inf, 1.0]
 
 
 # Files

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -305,8 +306,7 @@ class _Finder:
             rows=None,
             features=self.widths[start],
             param_shapes=tuple(map(tuple, shapes)),
-            measured=found is not None or self.measurements.assumed,
-            configuration=None if found is None else found.configuration,
+            **_told(found, self.measurements.assumed),
             **told,
         )
 
@@ -337,6 +337,13 @@ class _Finder:
     def _trade(self, step: Step) -> dict[str, Any]:
         trades = getattr(step.source.fusion, "trades_time", False)
         return {"trades_time": trades, "prefer": self.env.options.get("prefer", "speed")}
+
+
+def _told(found: Measurement | None, assumed: bool) -> dict[str, Any]:
+    """What a fusion is told of its measurement."""
+    if found is None:
+        return {"measured": math.inf if assumed else None, "configuration": None}
+    return {"measured": found.speed, "configuration": found.configuration}
 
 
 def _step(source: FusionSource, view: View, i: int, j: int) -> Step:

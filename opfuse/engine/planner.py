@@ -150,7 +150,8 @@ def _build(
         for step in choice.taken:
             given = env
             if step.measured is not None:
-                given = env._replace(measured=True, configuration=step.measured.configuration)
+                speed, configuration = step.measured.speed, step.measured.configuration
+                given = env._replace(measured=speed, configuration=configuration)
             fused = build_step(step, given)
             if fused is None:
                 excluded |= {(step.source, step.begin, step.end)}

@@ -143,7 +143,8 @@ def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
 
 def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
-    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or _too_small(ops, env) or True
+    small = _too_small(ops, env) if env.measured is None else None
+    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or small or True
 
 
 def benefit(ops: Any, env: Environment) -> float:

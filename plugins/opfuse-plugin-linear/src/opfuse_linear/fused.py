@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ Python, no time of the arithmetic, and a compiler of activations saves more.
 """
 
 
+MIN_SPEED = 1.02
+"""Of a linear's backward as measured, below which it is left to the fusions that come after it."""
+
+
 def _epilogue(act: Activation) -> tuple[str, str] | None:
     """How oneDNN calls the activation at the end of a matrix product, if it can be there."""
     if computes_as(act, GELU):
@@ -53,7 +57,24 @@ def _epilogue(act: Activation) -> tuple[str, str] | None:
 # is slow.
 
 
-class ForwardLinear(FusedOperation):
+class _Products(FusedOperation):
+    """Matrix products, in the library that is the faster one here, if that was measured."""
+
+    _onednn: bool | None = None
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`opfuse.FusedOperation.configurations`."""
+        on_cpu = env.device.type == "cpu" and not env.compiling
+        if not on_cpu or env.dtype not in (torch.float32, torch.bfloat16):
+            return ()
+        return [{"onednn": use} for use in (True, False)]
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._onednn = env.configuration["onednn"] if env.configuration else None
+
+
+class ForwardLinear(_Products):
     """Linear alone, in the faster of PyTorch's libraries."""
 
     def fuser_forward(
@@ -61,14 +82,15 @@ class ForwardLinear(FusedOperation):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return kernels.linear(x, weight, None), ((),)
+        return kernels.linear(x, weight, None, self._onednn), ((),)
 
 
-class ForwardLinearBias(FusedOperation):
+class ForwardLinearBias(_Products):
     """Linear + bias: the bias goes into the matrix product."""
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
         self._small, self._linear = kernels.for_small(env)
 
     def fuser_forward(
@@ -86,10 +108,10 @@ class ForwardLinearBias(FusedOperation):
         (bias,) = basic_op_ctxs[1].params
         if x.numel() < self._small and bias.dtype is x.dtype:
             return self._linear(x, weight, bias), ((), ())
-        return kernels.linear(x, weight, bias), ((), ())
+        return kernels.linear(x, weight, bias, self._onednn), ((), ())
 
 
-class ForwardLinearBiasActivation(FusedOperation):
+class ForwardLinearBiasActivation(_Products):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
 
     With the option ``linear.recompute`` the output is computed again in the backward, if the next
@@ -104,6 +126,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
         act = self.basic_ops[-1]
         wanted = _recomputes(env) and not env.compiling
         self.recomputes = wanted and act.deterministic
@@ -133,10 +156,10 @@ class ForwardLinearBiasActivation(FusedOperation):
         if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
             return forward_value(operand(act, self._linear(x, weight, bias))), no_extras
         if epilogue is not None and not act.requires_grad:
-            y = kernels.linear_activation(x, weight, bias, *epilogue)
+            y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
             if y is not None:
                 return y, no_extras
-        y = forward_value(operand(act, kernels.linear(x, weight, bias)))
+        y = forward_value(operand(act, kernels.linear(x, weight, bias, self._onednn)))
         if basic_op_ctxs[0].may_recompute and act.input_requires_grad:
             basic_op_ctxs[0].recomputable_output = y
         return y, no_extras
@@ -151,7 +174,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         return y
 
 
-class ForwardParallelLinear(FusedOperation):
+class ForwardParallelLinear(_Products):
     """Linears side by side, in the faster of PyTorch's libraries."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -162,7 +185,7 @@ class ForwardParallelLinear(FusedOperation):
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        return _side_by_side(self._parallel, basic_op_ctxs[0], input_), ((),)
+        return _side_by_side(self._parallel, basic_op_ctxs[0], input_, self._onednn), ((),)
 
 
 class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
@@ -174,19 +197,21 @@ class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         parallel, act = basic_op_ctxs
         _, operand, forward_value, _, no_extras = self._parts
-        y = forward_value(operand(act, _side_by_side(self.basic_ops[0], parallel, input_)))
+        y = forward_value(
+            operand(act, _side_by_side(self.basic_ops[0], parallel, input_, self._onednn))
+        )
         if parallel.may_recompute and act.input_requires_grad:
             parallel.recomputable_output = y
         return y, no_extras
 
 
-def _side_by_side(op: Any, ctx: OperationContext, input_: Tensor) -> Tensor:
+def _side_by_side(op: Any, ctx: OperationContext, input_: Tensor, onednn: bool | None) -> Tensor:
     operands = op.operands(ctx, input_)
-    y = kernels.linears(*operands)
+    y = kernels.linears(*operands, onednn)
     return op.product(*operands) if y is None else y
 
 
-class ForwardLinearAdd(FusedOperation):
+class ForwardLinearAdd(_Products):
     """Linear [+ bias] or linear + scale, and the extra input added."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -197,6 +222,7 @@ class ForwardLinearAdd(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
         self._small, self._linear = kernels.for_small(env)
 
     def fuser_forward(
@@ -223,13 +249,17 @@ class ForwardLinearAdd(FusedOperation):
                 return extra.detach().add_(y), no_extras
             return kernels.added(y, extra), no_extras
         if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
-            return extra.detach().add_(kernels.linear(x, weight, bias), alpha=scale), no_extras
+            return extra.detach().add_(
+                kernels.linear(x, weight, bias, self._onednn), alpha=scale
+            ), no_extras
         if extra.dtype is not x.dtype or type(extra) not in kernels.PLAIN:
-            return torch.add(extra, kernels.linear(x, weight, bias), alpha=scale), no_extras
-        return kernels.linear_add(x, weight, bias, extra, scale), no_extras
+            return torch.add(
+                extra, kernels.linear(x, weight, bias, self._onednn), alpha=scale
+            ), no_extras
+        return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
 
 
-class BackwardLinear(FusedOperation):
+class BackwardLinear(_Products):
     """The backward of linear [+ bias] [+ activation].
 
     The gradient of the activation overwrites a gradient that the chain owns.
@@ -256,7 +286,7 @@ class BackwardLinear(FusedOperation):
         grads: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
             grads = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
-        grad_input, grad_weight = kernels.linear_grads(dy, x, weight)
+        grad_input, grad_weight = kernels.linear_grads(dy, x, weight, onednn=self._onednn)
         if act is None:
             return grad_input, ((grad_weight,), grads) if has_bias else ((grad_weight,),), no_extras
         return (
@@ -266,7 +296,7 @@ class BackwardLinear(FusedOperation):
         )
 
 
-class BackwardParallelLinear(FusedOperation):
+class BackwardParallelLinear(_Products):
     """The backward of linears side by side [+ activation].
 
     The gradient of the input is added up in the matrix products.
@@ -287,14 +317,16 @@ class BackwardParallelLinear(FusedOperation):
         dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
         x, weights = op.saved_operands(basic_op_ctxs[0])
         parts = op.parts_of(basic_op_ctxs[0], dy)
-        dx = kernels.linears_dgrad(parts, weights)
+        dx = kernels.linears_dgrad(parts, weights, self._onednn)
         if dx is not None and dy.ndim != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
-        grads = op.param_grads(basic_op_ctxs[0], parts, lambda part: kernels.linear_wgrad(part, x))
+        grads = op.param_grads(
+            basic_op_ctxs[0], parts, lambda part: kernels.linear_wgrad(part, x, onednn=self._onednn)
+        )
         return dx, (grads,) if act is None else (grads, of_act), no_extras
 
 
-class BackwardLinearScale(FusedOperation):
+class BackwardLinearScale(_Products):
     """The backward of linear + scale: one pass over the gradient, or a scale in each product."""
 
     grad_input = "fresh"
@@ -308,11 +340,13 @@ class BackwardLinearScale(FusedOperation):
         if dy.is_cpu:  # cheaper than two scaled matrix products
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
         x, weight = BasicLinear.saved_operands(linear)
-        grad_input, grad_weight = kernels.linear_grads(dy, x, weight, scale=scale)
+        grad_input, grad_weight = kernels.linear_grads(
+            dy, x, weight, scale=scale, onednn=self._onednn
+        )
         return grad_input, ((grad_weight,), ()), ((), ())
 
 
-class BackwardLinearAdd(FusedOperation):
+class BackwardLinearAdd(_Products):
     """The backward of extra output + linear: the extra gradient is added in the matrix product."""
 
     grad_input = "fresh"
@@ -323,7 +357,9 @@ class BackwardLinearAdd(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         x, weight = BasicLinear.saved_operands(basic_op_ctxs[1])
         addend = basic_op_grad_extra_outputs[0][0]
-        grad_input, grad_weight = kernels.linear_grads(grad_output, x, weight, addend=addend)
+        grad_input, grad_weight = kernels.linear_grads(
+            grad_output, x, weight, addend=addend, onednn=self._onednn
+        )
         return grad_input, ((), (grad_weight,)), ((), ())
 
 
@@ -410,6 +446,8 @@ def _scale_pays(ops: Any, env: Environment) -> bool | str:
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
+    if env.measured is not None:
+        return True
     features = max(op.in_features or 0 for op in ops)
     if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
         return f"{features} features are too few for it to pay on a CPU"
@@ -418,9 +456,11 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 
 def adds_nothing(env: Environment) -> bool:
     """Whether the backward of a linear is the same matrix products fused or not."""
-    return env.device.type != "cpu" or not (
-        env.dtype is torch.float32 and kernels.onednn_is_faster()
-    )
+    if env.device.type != "cpu" or env.dtype is not torch.float32:
+        return True
+    if env.measured is not None:
+        return env.measured < MIN_SPEED
+    return not kernels.onednn_is_faster()
 
 
 _ACT = Subclasses(Activation)

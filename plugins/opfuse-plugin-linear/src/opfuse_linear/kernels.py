@@ -93,10 +93,12 @@ def added(product: Tensor, addend: Tensor) -> Tensor:
     return product.add_(addend) if type(addend) in PLAIN else product + addend
 
 
-def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool:
+def _use_onednn(
+    x: Tensor, weight: Tensor, addend: Tensor | None = None, onednn: bool | None = None
+) -> bool:
     """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN.
 
-    While tracing, the compiler decides.
+    While tracing, the compiler decides. ``onednn`` says what was measured here; None: nothing.
     """
     return (
         type(x) is Tensor
@@ -111,8 +113,13 @@ def _use_onednn(x: Tensor, weight: Tensor, addend: Tensor | None = None) -> bool
         and not is_compiling()
         and x.layout is torch.strided
         and torch._C._get_mkldnn_enabled()
-        and (onednn_is_faster() if x.dtype is torch.float32 else onednn_has_bf16())
+        and (x.dtype is torch.float32 or onednn_has_bf16())
+        and (onednn is True or (onednn is None and _is_worth_it(x.dtype)))
     )
+
+
+def _is_worth_it(dtype: torch.dtype) -> bool:
+    return dtype is not torch.float32 or onednn_is_faster()
 
 
 def _onednn(
@@ -133,25 +140,34 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool | None = None) -> Tensor:
+    """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``.
+
+    ``onednn``, here and in the other functions: whether that is the library to take; None: where
+    it is known to be the faster one.
+    """
     dtype = x.dtype
     if bias is not None and bias.dtype is not dtype:
         bias = bias.to(dtype)
-    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight, bias):
+    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight, bias, onednn):
         return _onednn(x, weight, bias)
     if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
         return linear_then_add(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    onednn: bool | None = None,
+) -> Tensor | None:
     """The linears of one input, side by side, in the dtype of ``x`` and the weights.
 
     None where the default library, which writes each product to its place, is as fast.
     """
     pairs = list(zip(weights, biases, strict=True))
-    if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair) for pair in pairs]):
+    if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair, onednn) for pair in pairs]):
         return None
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty((*x.shape[:-1], sum(sizes)))
@@ -196,7 +212,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_activation(
-    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, form: str, onednn: bool | None = None
 ) -> Tensor | None:
     """``act(x @ weight.T + bias)`` in one call of a library.
 
@@ -209,8 +225,9 @@ def linear_activation(
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN
             turns NaN into 0.
         form: Which form of it: "tanh" or "none" for GELU.
+        onednn: See :func:`linear`.
     """
-    if _use_onednn(x, weight, bias):
+    if _use_onednn(x, weight, bias, onednn):
         return _onednn(x, weight, bias, name, form)
     if (
         bias is None
@@ -223,9 +240,12 @@ def linear_activation(
     return linear_gelu(x, weight, bias) if plain else None
 
 
-def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+def linear_dgrad(
+    grad_output: Tensor, weight: Tensor, scale: float = 1.0, onednn: bool | None = None
+) -> Tensor:
     """Gradient of ``scale * linear`` for its input: ``scale * grad_output @ weight``."""
-    if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight):
+    plain = scale == 1.0 and grad_output.dtype is torch.float32
+    if plain and _use_onednn(grad_output, weight, None, onednn):
         return _onednn(grad_output, weight.t())
     if scale != 1.0:
         rows = _scaled_mm(_rows(grad_output), weight, scale)
@@ -233,7 +253,9 @@ def linear_dgrad(grad_output: Tensor, weight: Tensor, scale: float = 1.0) -> Ten
     return grad_output.mm(weight) if grad_output.ndim == 2 else grad_output @ weight
 
 
-def linears_dgrad(parts: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor | None:
+def linears_dgrad(
+    parts: Sequence[Tensor], weights: Sequence[Tensor | None], onednn: bool | None = None
+) -> Tensor | None:
     """Gradient of linears of one input for it, from matrices: the sum of ``part @ weight``.
 
     None where the weights, which are there or not together, are None.
@@ -242,15 +264,20 @@ def linears_dgrad(parts: Sequence[Tensor], weights: Sequence[Tensor | None]) -> 
     for part, weight in zip(parts, weights, strict=True):
         if weight is None:
             return None
-        first = total is None
-        total = linear_dgrad(part, weight) if first else linear_dgrad_add(part, weight, total)
+        if total is None:
+            total = linear_dgrad(part, weight, onednn=onednn)
+        else:
+            total = linear_dgrad_add(part, weight, total, onednn)
     return total
 
 
-def linear_wgrad(grad_output: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+def linear_wgrad(
+    grad_output: Tensor, x: Tensor, scale: float = 1.0, onednn: bool | None = None
+) -> Tensor:
     """Gradient of ``scale * linear`` for its weight: ``scale * grad_output.T @ x``, all rows."""
     grad_output, x = _rows(grad_output), _rows(x)
-    if scale == 1.0 and grad_output.dtype is torch.float32 and _use_onednn(grad_output, x):
+    plain = scale == 1.0 and grad_output.dtype is torch.float32
+    if plain and _use_onednn(grad_output, x, None, onednn):
         (rows, inputs), outputs = x.shape, grad_output.shape[1]
         # oneDNN copies a transposed left operand: better the small one, even if the result must be
         # transposed too
@@ -267,6 +294,7 @@ def linear_grads(
     *,
     scale: float = 1.0,
     addend: Tensor | None = None,
+    onednn: bool | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``scale * linear`` for its input, plus ``addend``, and for its weight.
 
@@ -276,6 +304,7 @@ def linear_grads(
         weight: The weight; None: the gradient of the input is not needed.
         scale: The scale; 1 with an addend.
         addend: Of the input's shape.
+        onednn: See :func:`linear`.
     """
     operand = weight if x is None else x
     # under autocast, the output may be wider
@@ -290,14 +319,14 @@ def linear_grads(
     ):
         if is_small(grad_output):
             return grad_output.mm(weight), grad_output.t().mm(x)
-    grad_weight = None if x is None else linear_wgrad(grad_output, x, scale)
+    grad_weight = None if x is None else linear_wgrad(grad_output, x, scale, onednn)
     if weight is None:
         return None, grad_weight
     if addend is None:
-        return linear_dgrad(grad_output, weight, scale), grad_weight
+        return linear_dgrad(grad_output, weight, scale, onednn), grad_weight
     if addend.dtype is grad_output.dtype:
-        return linear_dgrad_add(grad_output, weight, addend), grad_weight
-    return linear_dgrad(grad_output, weight) + addend, grad_weight
+        return linear_dgrad_add(grad_output, weight, addend, onednn), grad_weight
+    return linear_dgrad(grad_output, weight, onednn=onednn) + addend, grad_weight
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
@@ -306,27 +335,35 @@ def bias_grad(grad_output: Tensor) -> Tensor:
 
 
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor, scale: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    addend: Tensor,
+    scale: float = 1.0,
+    onednn: bool | None = None,
 ) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``, with the shape and dtype of the addend."""
-    direct = _use_onednn(x, weight, bias)
+    direct = _use_onednn(x, weight, bias, onednn)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     if not direct and bias is None and addend.ndim == 2 and not _adds_afterwards(x):
         return torch.addmm(addend, x, weight.t(), alpha=scale)
-    product = linear(x, weight, bias)
+    product = linear(x, weight, bias, onednn)
     if scale == 1.0:
         return added(product, addend)
     return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
 
 
-def linear_dgrad_add(grad_output: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
+def linear_dgrad_add(
+    grad_output: Tensor, weight: Tensor, addend: Tensor, onednn: bool | None = None
+) -> Tensor:
     """``addend + grad_output @ weight``."""
-    if grad_output.dtype is torch.float32 and _use_onednn(grad_output, weight, addend):
+    wide = grad_output.dtype is torch.float32
+    if wide and _use_onednn(grad_output, weight, addend, onednn):
         return torch.ops.mkldnn._linear_pointwise.binary(
             grad_output, addend, weight.t(), None, "add"
         )
     if addend.ndim == 2:
         return torch.addmm(addend, grad_output, weight)
-    return added(linear_dgrad(grad_output, weight), addend)
+    return added(linear_dgrad(grad_output, weight, onednn=onednn), addend)
