@@ -99,6 +99,8 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
                 rows[peer] = count_small(case, shape, run)
             except ImportError:
                 rows[peer] = "not installed"
+            except Exception as error:  # another package's
+                rows[peer] = f"does not run here: {type(error).__name__}: {error}"[:80]
         yield from small_table(shape, case.floor_bytes(shape), rows)
     for shape in case.shapes:
         counted: dict[Any, Any] = {}

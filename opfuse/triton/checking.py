@@ -190,8 +190,8 @@ def _refuse_narrow(
                     narrow[access.kind, name] = min(known, access.width)
     for (kind, name), width in sorted(narrow.items()):
         yield (
-            f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each thread "
-            "more of a row"
+            f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
+            "thread more of a row"
         )
 
 

@@ -220,7 +220,7 @@ def _wrap_launches(stack: contextlib.ExitStack, interpreter: Any, recorder: _Rec
     def call(original: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         given = [*args, *keywords.values()]
         recorder.begin_launch(self.fn.__name__, list(tensors_of(given)))
-        _fill_in(self.fn.__globals__)
+        _fill_in(stack, self.fn.__globals__)
         if callable(self.grid):
             known = inspect.signature(self.fn).parameters
             taken = {name: value for name, value in keywords.items() if name in known}
@@ -265,11 +265,17 @@ def _replace(
     stack.callback(setattr, owner, name, original)
 
 
-def _fill_in(names: dict[str, Any]) -> None:
-    """Give a kernel of another package the functions of ``libdevice``, None in the interpreter."""
-    for name, function in (("rsqrt", tl.rsqrt), ("tanh", _tanh)):
-        if name in names and names[name] is None:
+def _fill_in(stack: contextlib.ExitStack, names: dict[str, Any]) -> None:
+    """Give a kernel of another package the functions of ``libdevice``, which are empty here."""
+    for name, function in (("rsqrt", _rsqrt), ("tanh", _tanh)):
+        known = names.get(name)
+        if (getattr(known, "__module__", None) or "").endswith("libdevice"):
             names[name] = function
+            stack.callback(names.__setitem__, name, known)
+
+
+def _rsqrt(x: Any) -> Any:
+    return tl.rsqrt(x)
 
 
 def _tanh(x: Any) -> Any:

@@ -93,7 +93,7 @@ def small_table(
         elif isinstance(moved, int):
             yield f"    {name:14} {moved / floor:7.3f}  in all"
         else:
-            yield f"    {name:14} {moved}"
+            yield f"    {name:15} {moved}"
 
 
 def target_table(
