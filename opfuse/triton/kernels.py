@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 
 from .configs import Config
+from .launcher import Launcher, on_device
 from .launches import Launch, facts_of, recorded
-from .targets import Target, current_target, is_interpreting
+from .targets import Target, current_target
 
 MOST_CANDIDATES = 8
 """Configurations of one kernel that are worth measuring: each is compiled first."""
@@ -43,6 +45,8 @@ class Kernel:
         self.fn = fn
         self.name: str = fn.__name__
         self._configs = configs
+        self._interpreted = not isinstance(fn, triton.JITFunction)
+        self._launcher = Launcher(fn)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -99,17 +103,26 @@ class Kernel:
         """
         if config is not None and not isinstance(config, Config):
             config = Config(**config)
-        launches = recorded.get()
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-        target = current_target(device)
-        if config is None:
-            config = self.pick(target, facts_of(self.fn.arg_names, args, constants))
-        size = grid(config) if callable(grid) else grid
-        if launches is not None:
-            launches.append(Launch(self, args, constants, config, size, target))
-            return
-        if is_interpreting():
-            self.fn[size](*args, **constants, **config.constants)
-            return
-        with torch.cuda.device(device):
-            self.fn[size](*args, **constants, **config.constants, **config.compiler_options())
+        if self._interpreted or not self._launcher.launch(grid, args, config, constants):
+            self._launch(grid, args, config, constants)
+
+    def _launch(
+        self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
+    ) -> None:
+        """Launch what was not launched before, or what is recorded or interpreted."""
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        target = current_target(first.device)
+        picked = config
+        if picked is None:
+            picked = self.pick(target, facts_of(self.fn.arg_names, args, constants))
+        size = grid(picked) if callable(grid) else grid
+        if (launches := recorded.get()) is not None:
+            launches.append(Launch(self, args, constants, picked, size, target))
+        elif self._interpreted:
+            self.fn[size](*args, **constants, **picked.constants)
+        elif not self._launcher.launch(grid, args, config, constants, picked):
+            with on_device(first.get_device()):
+                compiled = self.fn[size](
+                    *args, **constants, **picked.constants, **picked.compiler_options()
+                )
+            self._launcher.keep(args, config, constants, picked, compiled)

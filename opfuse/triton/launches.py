@@ -20,18 +20,18 @@ recorded: ContextVar[list[Launch] | None] = ContextVar("opfuse_launches", defaul
 
 
 @contextlib.contextmanager
-def recording(pretended: Target | int | str) -> Iterator[list[Launch]]:
+def recording(chosen: Target | int | str) -> Iterator[list[Launch]]:
     """Within the context, no kernel is launched: each launch is appended to the list.
 
     The tensors may be on the meta device. They then have real shapes, dtypes and strides, and no
     memory. Their addresses are taken for multiples of 16 bytes, plus their storage offset.
 
     Args:
-        pretended: The target that configurations are picked for, or its key in
+        chosen: The target that configurations are picked for, or its key in
             :data:`opfuse.triton.TARGETS`.
     """
     launches: list[Launch] = []
-    with target(pretended):
+    with target(chosen):
         token = recorded.set(launches)
         try:
             yield launches
@@ -67,7 +67,10 @@ class Launch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the configuration was picked by: numbers as they are, the dtypes of tensors."""
+        """What a configuration may depend on, by the names of parameters.
+
+        The dtypes of tensors, integers, None for what is absent, and the constants.
+        """
         return facts_of(self.kernel.fn.arg_names, self.args, self.constants)
 
     def compile(self, other: Target | None = None) -> Any:
@@ -109,8 +112,10 @@ def facts_of(
     names: list[str], args: tuple[Any, ...], constants: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See :attr:`Launch.facts`."""
-    given = zip(names, args, strict=False)
-    facts = {
-        name: value.dtype if isinstance(value, torch.Tensor) else value for name, value in given
-    }
-    return {**facts, **constants}
+    facts: dict[str, Any] = dict(constants)
+    for name, value in zip(names, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            facts[name] = value.dtype
+        elif value is None or isinstance(value, int):
+            facts[name] = value
+    return facts

@@ -53,25 +53,25 @@ TARGETS = MappingProxyType(
 )
 """One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
 
-_pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
+pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
 
 
 @contextlib.contextmanager
-def target(pretended: Target | int | str) -> Iterator[Target]:
+def target(chosen: Target | int | str) -> Iterator[Target]:
     """Within the context, :func:`current_target` is this one.
 
     Args:
-        pretended: A target, or a key of :data:`TARGETS`.
+        chosen: A target, or a key of :data:`TARGETS`.
 
     Raises:
         KeyError: There is no such key.
     """
-    chosen = pretended if isinstance(pretended, Target) else TARGETS[pretended]
-    token = _pretended.set(chosen)
+    found = chosen if isinstance(chosen, Target) else TARGETS[chosen]
+    token = pretended.set(found)
     try:
-        yield chosen
+        yield found
     finally:
-        _pretended.reset(token)
+        pretended.reset(token)
 
 
 def current_target(device: torch.device | int) -> Target:
@@ -85,9 +85,8 @@ def current_target(device: torch.device | int) -> Target:
     Raises:
         RuntimeError: Triton compiles nothing for the device.
     """
-    pretended = _pretended.get()
-    if pretended is not None:
-        return pretended
+    if (chosen := pretended.get()) is not None:
+        return chosen
     if isinstance(device, torch.device):
         if device.type == "cuda":
             device = torch.cuda.current_device() if device.index is None else device.index
