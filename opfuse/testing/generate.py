@@ -261,7 +261,8 @@ def make_chains(
 ) -> Chains:
     """The chains for a fusion.
 
-    They are as wide, in the dtype, and with as many rows as its condition asks for.
+    They are as wide, in the dtype, and with as many rows as its condition asks for. Those of a
+    fusion that trades time run under ``prefer="memory"``, without which it is not used.
 
     Args:
         subject: The fusion.
@@ -273,7 +274,9 @@ def make_chains(
     """
     makers = makers or {}
     subject = subject._replace(makers=tuple(makers.items()))
-    given = [Case(subject, tuple(example), device=device) for example in examples]
+    prefer = "memory" if getattr(subject.fusion, "trades_time", False) else "speed"
+    lone = Case(subject, (), device=device, prefer=prefer)
+    given = [lone.with_(ops=tuple(example)) for example in examples]
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     models: list[Case] = []
@@ -287,7 +290,7 @@ def make_chains(
         for dtype, (rows, width) in itertools.product(
             DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
         ):
-            base = Case(subject, (), rows=rows, dtype=dtype, device=device, recipe=recipe)
+            base = lone.with_(rows=rows, dtype=dtype, recipe=recipe)
             made = chains(elements, width, makers, one_by_one=thorough)
             cases = [placed(base, ops, width) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
