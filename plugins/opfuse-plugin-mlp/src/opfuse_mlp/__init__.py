@@ -1,0 +1,21 @@
+"""Fusions of whole MLPs, which keep less for the backward and compute it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opfuse import Fusion, hookimpl
+
+
+@hookimpl
+def opfuse_joint_fusions() -> list[Fusion]:
+    """[Norm +] linear [+ bias] + activation + linear [+ bias], forward and backward."""
+    from . import fused
+
+    return fused.JOINT
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """Whether the output of the norm is kept, and not computed again from its input."""
+    return {"mlp.keep_norm": False}

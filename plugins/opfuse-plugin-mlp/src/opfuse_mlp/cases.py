@@ -1,0 +1,50 @@
+"""What of the kernel is checked and counted without a GPU; read by ``python -m opfuse.triton``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import ops
+from opfuse.triton import KernelCase, Operand, functions_of
+
+from . import kernels
+
+
+def _run(op: Any, dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    functions, y = functions_of(op), torch.empty_like(dy)
+    assert functions is not None
+    size = getattr(op, "glu_interleave_size", None) or 0
+    return kernels.launch(dy, z, y, functions, functions.numbers(op.numbers_of()), size), y
+
+
+def _tensors(ratio: int, rows: int, features: int) -> dict[str, Operand]:
+    narrow, wide = (rows, features), (rows, ratio * features)
+    return {
+        "dy": Operand(narrow, torch.bfloat16),
+        "z": Operand(wide, torch.bfloat16),
+        "dz": Operand(wide, torch.bfloat16, output=True),
+        "y": Operand(narrow, torch.bfloat16, output=True),
+    }
+
+
+_MODELS = ({"rows": 8192, "features": 14336},)
+_SMALL = ({"rows": 67, "features": 1792}, {"rows": 9, "features": 130})
+
+CASES = [
+    KernelCase(
+        f"{name}, its input's gradient and its output",
+        functools.partial(_run, op),
+        functools.partial(_tensors, op.feature_ratio),
+        _MODELS,
+        _SMALL,
+    )
+    for name, op in (
+        ("SwiGLU", ops.SwiGLU()),
+        ("interleaved ClampedSwiGLU", ops.ClampedSwiGLU(glu_interleave_size=32)),
+        ("GELU", ops.GELU()),
+    )
+]

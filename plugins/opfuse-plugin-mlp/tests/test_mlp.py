@@ -1,0 +1,243 @@
+"""What is kept, where the fusion is used, and what is said where it is not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.authoring import saved_bytes
+from opfuse.testing import CubicActivation, assert_close, interpreter, recipes
+from opfuse.testing.machine import is_interpreting
+
+ROWS, WIDTH, INNER = 4, 6, 8
+RECIPE = recipes.PerTensor(backward_override="high_precision")  # leaves the casts to the linears
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+
+if is_interpreting():
+    interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with opfuse.plugins.using("mlp"):
+        yield
+
+
+def linear(inputs=WIDTH, outputs=2 * INNER, bias=False):
+    return ops.Linear(inputs, outputs, bias=bias)
+
+
+def swiglu(*before, bias=False, first=None):
+    torch.manual_seed(0)
+    first = first or linear(bias=bias)
+    return opfuse.Sequential(*before, first, ops.SwiGLU(), linear(INNER, WIDTH, bias))
+
+
+def plain(*before):
+    torch.manual_seed(0)
+    first = linear(outputs=INNER, bias=True)
+    return opfuse.Sequential(*before, first, ops.GELU(), linear(INNER, WIDTH, True))
+
+
+def side_by_side():
+    return ops.ParallelLinear(
+        {"gate": linear(outputs=INNER, bias=True), "up": linear(outputs=INNER)}
+    )
+
+
+def batch(dtype=torch.float32, requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    return x.to(dtype).requires_grad_(requires_grad)
+
+
+def kept(chain, x, **settings):
+    """How many numbers per row a forward keeps, parameters apart."""
+    with opfuse.options(**{"prefer": "memory", **settings}):
+        count = saved_bytes(lambda: chain(x), chain.parameters())
+    return count / x.itemsize / ROWS
+
+
+def fusions(chain, x, **settings):
+    with opfuse.options(**{"prefer": "memory", **settings}):
+        data = opfuse.explain(chain, x).to_dict()
+    return [row["fusion"] for row in data["forward"] if row["fusion"]]
+
+
+def grads(chain, x):
+    wanted = [t for t in (x, *chain.parameters()) if t.requires_grad]
+    return torch.autograd.grad(chain(x).square().sum(), wanted)
+
+
+def check(chain, x):
+    """The gradients against those of the separate ops in fp64."""
+    with opfuse.options(prefer="memory"):
+        got = grads(chain, x)
+    with opfuse.plugins.using(""):
+        truth = grads(chain.double(), x.detach().double().requires_grad_(x.requires_grad))
+    for mine, expected in zip(got, truth, strict=True):
+        assert_close(mine, expected, gemm=True)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize(
+    ("chain", "numbers"),
+    [
+        (swiglu(), WIDTH + 2 * INNER),
+        (swiglu(bias=True), WIDTH + 2 * INNER),
+        (swiglu(first=side_by_side()), WIDTH + 2 * INNER),
+        (plain(), WIDTH + INNER),
+        (swiglu(ops.RMSNorm(WIDTH)), WIDTH + 1 + 2 * INNER),
+        (plain(ops.LayerNorm(WIDTH)), WIDTH + 2 + INNER),
+        (swiglu(ops.RMSNorm(WIDTH), first=side_by_side()), WIDTH + 1 + 2 * INNER),
+    ],
+)
+def test_the_numbers_kept_per_row(chain, numbers):
+    x = batch()
+    assert kept(chain, x) == numbers
+    assert kept(chain, x, prefer="speed") > numbers
+    check(chain, x)
+
+
+def test_the_output_of_the_norm_is_kept_where_that_is_wanted():
+    chain, x = swiglu(ops.RMSNorm(WIDTH)), batch()
+    assert kept(chain, x, **{"mlp.keep_norm": True}) == 2 * WIDTH + 1 + 2 * INNER
+    with opfuse.options(prefer="memory"):
+        expected = grads(chain, x)
+        with opfuse.options(**{"mlp.keep_norm": True}):
+            found = grads(chain, x)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "numbers"),
+    [
+        (("0.weight",), INNER),  # the output of the activation, half of its input
+        (("1.weight",), 2 * INNER + WIDTH),
+        (("0.weight", "1.weight"), 0),
+        (("x", "0.weight", "1.weight"), 0),
+    ],
+)
+def test_what_is_frozen_is_not_kept(frozen, numbers):
+    x = batch(requires_grad=False)
+    chain = opfuse.Sequential(*swiglu())
+    for name in frozen:
+        if name != "x":
+            chain[{"0": 0, "1": 2}[name[0]]].weight.requires_grad_(False)
+    assert kept(chain, x) == numbers
+    assert bool(fusions(chain, x)) == (numbers > 0)
+
+
+def test_behind_a_frozen_norm_its_output_is_kept_and_not_its_input():
+    x = batch(requires_grad=False)
+    chain = swiglu(ops.RMSNorm(WIDTH))
+    chain[0].weight.requires_grad_(False)
+    assert kept(chain, x) == WIDTH + 2 * INNER
+    check(chain, x)
+
+
+def test_under_autocast_what_is_kept_is_in_its_dtype_and_weights_are_not_cast():
+    chain, x = swiglu(ops.RMSNorm(WIDTH)), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        # input and statistics in fp32, the input of the activation in bf16
+        assert kept(chain, x) == WIDTH + 1 + INNER
+        with opfuse.options(prefer="memory"):
+            assert chain(x).dtype is torch.bfloat16
+            found = grads(chain, x)
+        with opfuse.plugins.using(""):
+            expected = grads(chain, x)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+# The backward
+
+
+@pytest.mark.parametrize("chain", [swiglu(ops.RMSNorm(WIDTH)), plain()])
+def test_a_second_backward_gives_the_same(chain):
+    with opfuse.options(prefer="memory"):
+        loss = chain(batch()).square().sum()
+    first, second = [
+        torch.autograd.grad(loss, list(chain.parameters()), retain_graph=True) for _ in range(2)
+    ]
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_where_the_loss_does_not_use_the_output_parameters_have_no_gradient():
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), *swiglu(ops.RMSNorm(WIDTH)))
+    x = batch()
+    assert fusions(chain, x) == ["mlp"]
+    with opfuse.options(prefer="memory"):
+        _, extra = chain(x)
+    found = torch.autograd.grad(extra.sum(), [x, *chain.parameters()], allow_unused=True)
+    assert torch.equal(found[0], torch.ones_like(x)) and set(found[1:]) == {None}
+
+
+# Where it is used
+
+
+def test_by_default_the_ops_run_one_by_one_and_the_report_says_why():
+    chain, x = swiglu(), batch()
+    assert fusions(chain, x, prefer="speed") == []
+    report = " ".join(str(opfuse.explain(chain, x)).split())
+    assert 'it trades time for memory, which prefer="memory" asks for (mlp' in report
+    assert fusions(chain, x) == ["mlp"]
+    with torch.no_grad():
+        assert fusions(chain, x) == []
+
+
+def test_an_activation_that_may_give_something_else_is_not_computed_again():
+    chain = opfuse.Sequential(linear(), CubicActivation(), linear(2 * INNER, WIDTH))
+    assert fusions(chain, batch()) == []
+    with opfuse.options(prefer="memory"):
+        report = " ".join(opfuse.explain(chain, batch()).details.split())
+    assert "CubicActivation does not declare itself deterministic" in report
+
+
+def test_where_the_kernel_does_not_run_the_report_says_why():
+    with opfuse.options(prefer="memory"):
+        text = " ".join(str(opfuse.explain(swiglu(), batch())).split())
+        wider = " ".join(str(opfuse.explain(swiglu().double(), batch().double())).split())
+    if is_interpreting():
+        assert "fallback" not in text
+        assert "its kernel computes in fp32, and this is float64" in wider
+    else:
+        assert "by PyTorch's operations: its kernel runs on a GPU, and this is cpu" in text
+
+
+def test_under_a_recipe_the_linears_quantize():
+    chain, x = swiglu(), batch()
+    with recipes.offered(), opfuse.plugins.using(f"mlp,{recipes.NAME}"):
+        with opfuse.options(prefer="memory"), opfuse.autocast(RECIPE):
+            report = " ".join(opfuse.explain(chain, x).details.split())
+    assert "PerTensor quantizes the linears, and this fusion multiplies plain tensors" in report
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="without the kernel it is left to the compiler")
+@pytest.mark.parametrize("chain", [swiglu(ops.RMSNorm(WIDTH)), plain()])
+def test_compiled(chain):
+    x = batch()
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    with opfuse.options(prefer="memory"):
+        assert fusions(chain, x) == ["mlp"]
+        found = torch.autograd.grad(compiled(x).square().sum(), list(chain.parameters()))
+        expected = torch.autograd.grad(chain(x).square().sum(), list(chain.parameters()))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_importing_the_plugin_imports_nothing_heavy():
+    code = (
+        "import sys, opfuse; before = set(sys.modules); import opfuse_mlp; "
+        "new = set(sys.modules) - before; assert new == {'opfuse_mlp'}, new; "
+        "opfuse_mlp.opfuse_joint_fusions(); assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
