@@ -313,6 +313,52 @@ def test_the_faster_configuration_is_found_and_told(register, quick):
     assert planned == [{"pause": 0.0}] and taken(model, x) == ["Either"]
 
 
+def test_ops_that_do_not_run_by_themselves_are_no_fault_of_a_fusion(register, quick, folder):
+    class Twice(Identity):
+        """Runs once more and then never again."""
+
+        runs = 1
+
+        def op_forward(self, ctx, input_):
+            Twice.runs -= 1
+            if Twice.runs < 0:
+                raise RuntimeError("its weights were given back")
+            return input_ * 1.0
+
+    register(forward_fusions=[Fusion([Twice], named("Pair"))])
+    model, x = opfuse.Sequential(Twice()), tensor()
+    report = opfuse.tune(model, x)
+    assert not report.results and "its weights were given back" in str(report)
+    assert report.to_dict()["unmeasured"] == list(report.unmeasured)
+    assert content(folder)[1]["entries"] == [], "nothing is known of the fusion"
+
+
+def test_what_an_op_writes_in_place_is_a_copy(register, quick):
+    register(forward_fusions=[Fusion([GELU, ops.AddExtraInput], named("Added"))])
+    model = opfuse.Sequential(GELU(), ops.AddExtraInput(in_place=True))
+    x, extra = torch.randn(4, 8), torch.randn(4, 8)
+    before, expected = extra.clone(), torch.nn.functional.gelu(x, approximate="tanh") + extra
+    report = opfuse.tune(model, x, extra)
+    assert [result.found.wrong for result in report.results] == [""]
+    torch.testing.assert_close(extra, expected)  # written by the one call of the model
+    assert not torch.equal(extra, before)
+
+
+def test_hooks_integers_and_rows_of_groups(register, quick):
+    register(
+        forward_fusions=[
+            Fusion([ops.GroupedLinear], named("Grouped")),
+            Fusion([GELU], named("Alone")),
+        ]
+    )
+    grouped, act = ops.GroupedLinear(2, 8, 8), GELU()
+    act.register_forward_hook(lambda *args: None)
+    model = opfuse.Sequential(grouped, act, GELU())
+    report = opfuse.tune(model, torch.randn(6, 8), torch.tensor([2, 4]))
+    assert sorted(result.fusion for result in report.results) == ["Alone", "Grouped"]
+    assert not report.wrong, str(report)
+
+
 # Memory for time
 
 

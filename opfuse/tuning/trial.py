@@ -122,7 +122,11 @@ class Trial:
 
         Returns:
             What was found; if it is wrong, or raises, that alone.
+
+        Raises:
+            Exception: What the separate ops raise here.
         """
+        self._seeded(self._separate)
         try:
             fused, configuration = self._fastest()
             wrong = self._difference(fused)
@@ -279,8 +283,11 @@ def _same(run: Run, other: Run) -> bool:
 
 
 def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:
-    """The outputs of a program."""
+    """The outputs of a program; what is written in place is a copy."""
     x, *tensors = leaves
+    if program.writes_extras:
+        count = program.num_params
+        tensors = [*tensors[:count], *[extra.clone() for extra in tensors[count:]]]
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
     with torch.autocast(program.autocast_device, enabled=False):

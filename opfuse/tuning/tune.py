@@ -77,10 +77,13 @@ def tune(
             progress(len(found), len(found), "")
     for device, path in paths.items():
         if path is not None:
-            tables.add(path, [job.row() for job in found if job.device == device])
+            rows = [job.row() for job in found if job.device == device and job.measured]
+            tables.add(path, rows)
     tables.reload()
     written = next(iter(paths.values()), None)
-    return TuningReport([job.result() for job in found], written)
+    results = [job.result() for job in found if job.measured]
+    unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
+    return TuningReport(results, written, tuple(unmeasured))
 
 
 @dataclasses.dataclass
@@ -90,14 +93,19 @@ class _Job:
     call: Call
     step: Step
     measured: Any = None
+    unmeasured: str = ""
 
     @property
     def device(self) -> torch.device:
         return self.call.program.env.device
 
     def measure(self) -> None:
-        trial = Trial(self.call, self.step)
-        self.measured = trial.shape, trial.measure()
+        try:
+            trial = Trial(self.call, self.step)
+            self.measured = trial.shape, trial.measure()
+        except Exception as error:  # not of the fusion: nothing is known of that
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.unmeasured = f"{self.step.source.name}: its ops alone raise {text}"
 
     def row(self) -> dict[str, Any]:
         shape, found = self.measured
