@@ -21,7 +21,7 @@ import opfuse
 from opfuse import Fusion, ops, tables
 from opfuse.ops import GELU, Identity, ReLU, SiLU
 from opfuse.tables import Measurement
-from opfuse.tuning import timing
+from opfuse.tuning import timing, trial
 from opfuse.tuning.timing import compare, interval
 
 CPU = torch.device("cpu")
@@ -90,6 +90,22 @@ class WrongGradient(Slow):
     def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
         dx, *others = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
         return 1.04 * dx, *others
+
+
+class Traceable(opfuse.FusedOperation):
+    """Its ops one by one, in what torch.compile can trace."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+class WrongTraced(Traceable):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return 1.04 * y, extras
 
 
 class Raising(Slow):
@@ -512,6 +528,31 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
     torch._dynamo.reset()
     torch.compile(model, backend="eager", fullgraph=True)(x)
     assert pairs[-2:] == [(False, 1.5), (True, None)]
+    with Prescribed(Pair=1.25):
+        opfuse.tune(torch.compile(model, backend="eager"), x, compiled=True)
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert pairs[-1] == (True, 1.25)
+    model(x)
+    assert pairs[-1] == (False, 1.5)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_under_torch_compile(register, quick, monkeypatch, grad):
+    monkeypatch.setattr(trial, "BACKEND", "aot_eager")
+    linear_gelu = [ops.BasicLinear, ops.Bias, GELU]
+    register(
+        forward_fusions=[Fusion(linear_gelu, Traceable), Fusion([GELU, SiLU], WrongTraced)],
+        backward_fusions=[Fusion(linear_gelu, Traceable, name="Back")],
+    )
+    model = opfuse.Sequential(ops.Linear(8, 8), GELU(), SiLU())
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        report = opfuse.tune(model, torch.randn(16, 8), compiled=True)
+    names = ["Back", "Traceable", "WrongTraced"]
+    assert sorted(result.fusion for result in report.results) == (names if grad else names[1:])
+    assert [result.fusion for result in report.wrong] == ["WrongTraced"], report.details
+    assert "differs from the separate ops" in report.wrong[0].found.wrong
 
 
 def test_a_table_that_changes_makes_new_plans_and_compiled_code(register):

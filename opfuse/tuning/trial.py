@@ -23,6 +23,7 @@ from .parts import extent, part_program
 from .timing import Timing, compare
 
 MOST_CONFIGURATIONS = 8
+BACKEND = "inductor"
 _DIFFERS = "differs from the separate ops"
 
 
@@ -167,10 +168,13 @@ class Trial:
         return self._separate.env.device
 
     def _timed(self, program: Program) -> Callable[[], object]:
-        """What is timed: the pass, or the passes, that the fusion is for."""
-        if self._step.passes == "forward" or not program.requires_grad:
+        """What is timed: the pass, or the passes, that the fusion is for.
+
+        ``torch.compile`` divides the work of both passes anew, so there it is always both.
+        """
+        if not program.requires_grad or (self._step.passes == "forward" and not program.compiling):
             return lambda: _forward(program, self._leaves, self._kwargs)
-        if self._step.passes == "joint":
+        if self._step.passes == "joint" or program.compiling:
             return lambda: self._run(program, self._leaves)
         outputs = _forward(program, self._leaves, self._kwargs)
         return lambda: self._gradients(outputs, self._leaves)
@@ -258,9 +262,11 @@ class Trial:
         chosen = [y for y in outputs if y.requires_grad]
         if not wanted or not chosen:
             return []
+        # what is compiled may give its buffers away
+        again = not self._separate.compiling
         weights = [self._weight(tuple(y.shape)).to(y.dtype) for y in chosen]
         return list(
-            torch.autograd.grad(chosen, wanted, weights, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(chosen, wanted, weights, retain_graph=again, allow_unused=True)
         )
 
     @functools.cache  # noqa: B019  (a trial is short-lived)
@@ -291,8 +297,21 @@ def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[T
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
     with torch.autocast(program.autocast_device, enabled=False):
-        if program.requires_grad:
-            result = Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            result = run_forward(None, program, kwargs, x, *tensors)
+        result = _function(program)(kwargs, x, *tensors)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _function(program: Program) -> Callable[..., Any]:
+    """What runs a program, compiled if it is for that; kept on the program."""
+    function: Any = vars(program).get("_function")
+    if function is None:
+
+        def function(kwargs: Any, x: Tensor, *tensors: Tensor) -> Any:
+            if program.requires_grad:
+                return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+            return run_forward(None, program, kwargs, x, *tensors)
+
+        if program.compiling:
+            function = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        vars(program)["_function"] = function
+    return function  # type: ignore[no-any-return]

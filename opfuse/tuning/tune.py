@@ -17,7 +17,7 @@ from ..engine.step import Step
 from ..overrides import op_class
 from ..plugins import manager
 from ..settings import Recorder, current
-from .parts import candidates
+from .parts import as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
 
@@ -25,7 +25,11 @@ Progress = Callable[[int, int, str], None]
 
 
 def tune(
-    model: Callable[..., Any], *inputs: Any, progress: Progress | None = None, **kwargs: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    compiled: bool = False,
+    progress: Progress | None = None,
+    **kwargs: Any,
 ) -> TuningReport:
     """Measure on this machine which fusions are right and not slower for a model.
 
@@ -42,6 +46,8 @@ def tune(
     Args:
         model: A module, or any callable that calls some.
         *inputs: Its inputs.
+        compiled: Measure each fusion under ``torch.compile``, for plans that are made there; that
+            takes seconds for each. Entries of eager calls count for eager calls only.
         progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
         **kwargs: Its keyword arguments.
 
@@ -57,10 +63,11 @@ def tune(
         raise RuntimeError(
             "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
         )
-    recorder = _Candidates()
+    recorder = _Candidates(compiled)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        with recorder, options(fusion_limit=0):  # a fusion that is wrong is not to disturb it
+        # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+        with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
             model(*inputs, **kwargs)
         found = recorder.found
         paths = {job.device: tables.path_for(job.device) for job in found}
@@ -128,16 +135,18 @@ class _Job:
 class _Candidates(Recorder):
     """Collects every candidate of the calls in its scope, those alike once."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool) -> None:
         self.found: list[_Job] = []
+        self._compiled = compiled
         self._seen: set[Any] = set()
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the candidates, and the call if there are new ones."""
         super().record(fuser, program, given)
-        if program.double_backward or program.compiling:
+        if program.double_backward:
             return
         x, tensors, kwargs = given
+        program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
         call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
         sources = manager.sources(current.selection)
