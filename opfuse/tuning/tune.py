@@ -63,34 +63,35 @@ def tune(
         raise RuntimeError(
             "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
         )
-    recorder = _Candidates(compiled)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
-        with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
-            model(*inputs, **kwargs)
-        found = recorder.found
+        found = _found(model, inputs, kwargs, compiled)
         paths = {job.device: tables.path_for(job.device) for job in found}
-        for path in paths.values():
-            if path is not None:
-                tables.read_rows(
-                    path
-                )  # refuses a file that is no table before anything is measured
+        for path in filter(None, paths.values()):
+            tables.read_rows(path)  # refuses a file that is no table before it measures
         for number, job in enumerate(found):
             if progress is not None:
                 progress(number, len(found), job.step.source.name)
             job.measure()
         if progress is not None:
             progress(len(found), len(found), "")
+    measured = [job for job in found if job.measured]
     for device, path in paths.items():
         if path is not None:
-            rows = [job.row() for job in found if job.device == device and job.measured]
-            tables.add(path, rows)
+            tables.add(path, [job.row() for job in measured if job.device == device])
     tables.reload()
-    written = next(iter(paths.values()), None)
-    results = [job.result() for job in found if job.measured]
     unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
-    return TuningReport(results, written, tuple(unmeasured))
+    written = next(iter(paths.values()), None)
+    return TuningReport([job.result() for job in measured], written, tuple(unmeasured))
+
+
+def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> list[_Job]:
+    """What there is to measure in a call of a model."""
+    recorder = _Candidates(compiled)
+    # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+    with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
+        model(*inputs, **kwargs)
+    return recorder.found
 
 
 @dataclasses.dataclass
