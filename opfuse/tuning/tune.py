@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,22 +68,27 @@ def tune(
     with torch.random.fork_rng(devices):
         found = _found(model, inputs, kwargs, compiled)
         paths = {job.device: tables.path_for(job.device) for job in found}
-        for path in filter(None, paths.values()):
-            tables.read_rows(path)  # refuses a file that is no table before it measures
+        for existing in filter(None, paths.values()):
+            tables.read_rows(existing)  # refuses a file that is no table before it measures
         for number, job in enumerate(found):
             if progress is not None:
                 progress(number, len(found), job.step.source.name)
             job.measure()
         if progress is not None:
             progress(len(found), len(found), "")
+    return _written(found, paths)
+
+
+def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
+    """Write what was measured into the tables, and report it."""
     measured = [job for job in found if job.measured]
     for device, path in paths.items():
         if path is not None:
             tables.add(path, [job.row() for job in measured if job.device == device])
     tables.reload()
     unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
-    written = next(iter(paths.values()), None)
-    return TuningReport([job.result() for job in measured], written, tuple(unmeasured))
+    first = next(iter(paths.values()), None)
+    return TuningReport([job.result() for job in measured], first, tuple(unmeasured))
 
 
 def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> list[_Job]:
