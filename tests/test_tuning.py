@@ -770,3 +770,22 @@ def test_each_fused_step_has_a_range_in_the_profiler(register):
         "Pair of opfuse-plugin-test, forward: GELU + SiLU",
         "Back of opfuse-plugin-test, backward: GELU + SiLU",
     } <= names
+
+
+def test_a_fused_op_is_told_what_its_condition_was_told(register):
+    told = []
+
+    class Told(OneByOne):
+        calls: ClassVar = []
+
+        def planned(self, env):
+            told.append(env)
+
+    fusion = Fusion(
+        [ops.BasicLinear], Told, lambda ops, env: told.append(env) or True, needs_rows=True
+    )
+    register(forward_fusions=[fusion])
+    opfuse.Sequential(GELU(), ops.Linear(8, 4))(torch.randn(5, 8))
+    asked, again, planned = told
+    assert (asked.rows, again.rows, planned.rows) == (None, 4, 4) and planned == again
+    assert planned.features == 8 and planned.param_shapes == (((4, 8),),)

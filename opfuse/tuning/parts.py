@@ -121,7 +121,8 @@ def _moved(step: Step, start: int, chain: Chain, edges: Edges, env: Environment)
     view = edges.view(chain.ops, "joint" if not step.casts else step.passes)
     placed = zip(view.ops, view.places, strict=True)
     moved.matched = tuple(op for op, place in placed if moved.begin <= place < moved.end)
-    fused = build_step(moved, env)
+    told = step.env or env
+    fused = build_step(moved, told._replace(configuration=env.configuration))
     if fused is None:
         raise RuntimeError("it cannot be built, see the warning")
     return dataclasses.replace(moved, op=fused)

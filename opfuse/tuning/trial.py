@@ -148,7 +148,7 @@ class Trial:
         )
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
-        offered = list(fused.op.configurations(plain.env))[:MOST_CONFIGURATIONS]
+        offered = list(fused.op.configurations(fused.env or plain.env))[:MOST_CONFIGURATIONS]
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
         speed = 1.0
         for configuration in offered:
