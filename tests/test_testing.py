@@ -13,7 +13,7 @@ from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
-from opfuse.testing.running import Declined, Failure, separate
+from opfuse.testing.running import Declined, Failure, OneByOne, separate
 
 pytestmark = pytest.mark.alone
 
@@ -94,6 +94,15 @@ def test_layouts(layout):
 
 
 # Cases
+
+
+def test_a_fusion_that_trades_time_is_tested_where_it_is_used():
+    found = testing.make_chains(subject(ops.GELU, kind="joint", build=OneByOne, trades_time=True))
+    assert found.plain and {case.prefer for case in (*found.all, *found.models)} == {"memory"}
+    outcome = testing.run_all(testing.CHECKS["gradients"], found)
+    assert outcome.failure is None and outcome.ran > 0 and not outcome.declined
+    usual = testing.make_chains(subject(ops.GELU, kind="joint", build=OneByOne))
+    assert {case.prefer for case in usual.all} == {"speed"}
 
 
 def test_a_case_is_code():

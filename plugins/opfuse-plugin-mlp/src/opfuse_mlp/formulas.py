@@ -39,7 +39,7 @@ def normalized_again(ctx: Any, params: Any, dtype: torch.dtype | None) -> Tensor
     """
     (x, _, *mean, rstd), (weight, bias) = ctx.saved_tensors, params
     wide = rstd.dtype
-    y = x.to(wide) - mean[0] if mean else x.to(wide)
+    y: Tensor = x.to(wide) - mean[0] if mean else x.to(wide)
     y = y * rstd
     if weight is not None:
         y *= weight.to(wide) + 1 if ctx.zero_centered_gamma else weight.to(wide)

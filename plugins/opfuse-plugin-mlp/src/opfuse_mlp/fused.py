@@ -89,7 +89,7 @@ class MLP(FusedOperation):
         x, weight = BasicLinear.operands(linear, x)
         return formulas.product(x, weight, bias[0].params[0] if bias else None)
 
-    def _keep_less(self, ctxs: Ctxs) -> None:
+    def _keep_less(self, ctxs: Sequence[Any]) -> None:
         """Drop what can be computed again, of what the ops left on the contexts.
 
         What is saved instead is on the context of the activation: its input, and then weight and
@@ -112,9 +112,10 @@ class MLP(FusedOperation):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         ops, ctxs, place = self._ops, basic_op_ctxs, self._act
-        no_extras, grads = ((),) * len(ops), [None] * len(ops)  # type: ignore[var-annotated]
+        grads: list[Any] = [None] * len(ops)
+        no_extras = ((),) * len(ops)
         activation, second, *bias = ctxs[place:]
-        dy, dz = formulas.rows_of(grad_output), None
+        dy, dz, y = formulas.rows_of(grad_output), None, None
         dy = dy if second.dtype is None else dy.to(second.dtype)
         if bias and bias[0].param_requires_grad[0]:
             grads[-1] = (dy.sum(0),)
@@ -123,11 +124,11 @@ class MLP(FusedOperation):
             (wanted,) = second.param_requires_grad
             if weight is not None:
                 dz, y = self._gradients(activation, dy.mm(weight), wanted)
-            if wanted:
+            if y is not None:
                 grads[place + 1] = (formulas.grad_of_weight(dy, formulas.rows_of(y)),)
-            del y
         if dz is None:
             return None, grads, no_extras
+        del dy, y  # before more is computed
         dx = self._first_gradients(ctxs, dz, grads)
         if dx is not None:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])

@@ -157,8 +157,8 @@ class Gradients:
     def __init__(
         self, functions: DeviceFunctions, interleaved: int, config: Config | None = None
     ) -> None:
-        parts = functions.value, functions.derivative
-        parts = *parts, functions.linear_value, functions.linear_derivative
+        of_gate = functions.value, functions.derivative
+        parts = *of_gate, functions.linear_value, functions.linear_derivative
         name = " ".join([f"{p.__module__}.{p.__name__}" for p in parts if p is not None])
         while _FUNCTIONS.setdefault(name, functions) != functions:
             name += "'"  # others have the same names
