@@ -237,6 +237,7 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     )
     for key in ("authors", "keywords", "classifiers"):  # what only a published package needs
         ours["project"].pop(key)
+    ours["project"]["entry-points"].pop("opfuse.triton", None)  # what a check of kernels reads
     assert structure(ours) == structure(generated)
     for key in (
         "readme",
