@@ -181,6 +181,32 @@ def test_where_the_loss_does_not_use_the_output_parameters_have_no_gradient():
     assert torch.equal(found[0], torch.ones_like(x)) and set(found[1:]) == {None}
 
 
+def test_parameters_and_numbers_are_read_at_every_call():
+    first, last = linear(), linear(INNER, WIDTH)
+    chain, x = opfuse.Sequential(ops.RMSNorm(WIDTH), first, ops.ClampedSwiGLU(), last), batch()
+    with opfuse.options(prefer="memory"):
+        grads(chain, x)
+    for param in chain.parameters():
+        param.data = -1.5 * param.data  # no version counter moves
+    chain[0].eps, chain[2].limit = 0.5, 0.25
+    assert fusions(chain, x) == ["mlp"]
+    check(chain, x)
+
+
+def test_the_backward_uses_the_numbers_of_its_forward():
+    chain, x = swiglu(ops.RMSNorm(WIDTH)), batch()
+    chain = opfuse.Sequential(chain[0], chain[1], ops.ClampedSwiGLU(limit=0.25), chain[3])
+    found = []
+    for later in (False, True):
+        with opfuse.options(prefer="memory"):
+            loss = chain(x).square().sum()
+        if later:
+            chain[0].eps, chain[2].limit = 0.5, 7.0
+        found.append(torch.autograd.grad(loss, [x, *chain.parameters()]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 # Where it is used
 
 
