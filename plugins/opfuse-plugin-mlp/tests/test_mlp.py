@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from opfuse_mlp import fused
 
 import opfuse
 from opfuse import ops
@@ -237,6 +238,19 @@ def test_where_the_kernel_does_not_run_the_report_says_why():
         assert "its kernel computes in fp32, and this is float64" in wider
     else:
         assert "by PyTorch's operations: its kernel runs on a GPU, and this is cpu" in text
+
+
+def test_where_no_kernel_runs_and_why(monkeypatch):
+    gpu = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    says = fused._why_not_on
+    assert says(gpu._replace(dtype=torch.float64)).endswith("and this is float64")
+    assert says(gpu._replace(device=torch.device("mps"))).endswith("and this is mps")
+    if torch.version.hip is None:
+        assert "compute capability 8.0" in says(gpu._replace(capability=(7, 5)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert says(gpu) == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert says(gpu).startswith("Triton is not installed")
 
 
 def test_under_a_recipe_the_linears_quantize():
