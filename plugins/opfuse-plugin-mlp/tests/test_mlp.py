@@ -262,10 +262,17 @@ def test_under_a_recipe_the_linears_quantize():
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="without the kernel it is left to the compiler")
-@pytest.mark.parametrize("chain", [swiglu(ops.RMSNorm(WIDTH)), plain()])
-def test_compiled(chain):
+@pytest.mark.parametrize(
+    ("chain", "numbers"),
+    [
+        (swiglu(ops.RMSNorm(WIDTH)), 2 * WIDTH + 1 + 2 * INNER),  # the norm's output too
+        (plain(), WIDTH + INNER),
+    ],
+)
+def test_compiled(chain, numbers):
     x = batch()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    assert kept(compiled, x) == numbers
     with opfuse.options(prefer="memory"):
         assert fusions(chain, x) == ["mlp"]
         found = torch.autograd.grad(compiled(x).square().sum(), list(chain.parameters()))
