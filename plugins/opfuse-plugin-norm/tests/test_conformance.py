@@ -1,0 +1,27 @@
+"""The plugin against the contract: with the twins, and in Triton's interpreter with the kernels."""
+
+import dataclasses
+
+import pytest
+
+import opfuse
+from opfuse.testing import FusionSuite, machine
+
+
+class TestConformance(FusionSuite):
+    plugin = "norm"
+
+    @pytest.fixture(autouse=True)
+    def _where_no_kernel_runs(self):
+        """Twins stand in for the kernels; on a GPU of few multiprocessors, few programs are interpreted."""
+        if not machine.is_interpreting():
+            with opfuse.options(**{"norm.twins": True}):
+                yield
+            return
+        from opfuse.triton import TARGETS, target
+
+        with target(dataclasses.replace(TARGETS[90], multiprocessors=1)):
+            yield
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
