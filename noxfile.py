@@ -101,7 +101,7 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
     command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
     session.run(*command, "-c", str(CONSTRAINTS), *map(str, what), external=True)
-    session.env.update(dict.fromkeys(UNSET))
+    session.env.update({**dict.fromkeys(UNSET), "OPFUSE_TUNING": ""})
     session.chdir(ROOT)  # create_tmp starts from here
     session.chdir(session.create_tmp())
     return python

@@ -49,13 +49,20 @@ def named(name, **attributes):
     return type(name, (OneByOne,), {"calls": [], **attributes})
 
 
+def spin(seconds):
+    """Use that much time of the processor."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
 class Slow(OneByOne):
     """Right, and slow."""
 
     calls: ClassVar = []
 
     def fuser_forward(self, *args, **kwargs):
-        time.sleep(0.002)
+        spin(0.002)
         return super().fuser_forward(*args, **kwargs)
 
 
@@ -65,7 +72,7 @@ class SlowBackward(Slow):
     fuser_forward = OneByOne.fuser_forward
 
     def fuser_backward(self, *args, **kwargs):
-        time.sleep(0.002)
+        spin(0.002)
         return super().fuser_backward(*args, **kwargs)
 
 
@@ -94,7 +101,7 @@ class Thrifty(opfuse.FusedOperation):
     """A joint fusion that keeps its input alone, and computes the rest again."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        time.sleep(0.002)
+        spin(0.002)
         basic_op_ctxs[0].save_for_backward(input_)
         gelu, silu = self.basic_ops
         return silu.value(gelu.value(input_)), [(), ()]
@@ -287,12 +294,12 @@ def test_the_faster_configuration_is_found_and_told(register, quick):
             self.pause = (env.configuration or {"pause": 0.004})["pause"]
 
         def fuser_forward(self, *args, **kwargs):
-            time.sleep(self.pause)
+            spin(self.pause)
             return args[1], [()]
 
     class Sleeping(Identity):
         def op_forward(self, ctx, input_):
-            time.sleep(0.001)
+            spin(0.001)
             return input_
 
     register(forward_fusions=[Fusion([Sleeping], Either)])
@@ -617,7 +624,7 @@ def test_the_interval_is_of_the_median():
 
 
 def test_two_ways_are_told_apart():
-    found = compare(lambda: time.sleep(0.004), lambda: time.sleep(0.002), CPU)
+    found = compare(lambda: spin(0.004), lambda: spin(0.002), CPU)
     assert 1.2 < found.speed < 3 and found.first > found.second
 
 
