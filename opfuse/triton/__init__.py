@@ -11,6 +11,7 @@ except ImportError as error:
         "opfuse.triton needs Triton, which is not installed: on Linux, python -m pip install triton"
     ) from error
 
+from .activations import DeviceFunctions, functions_of
 from .cases import KernelCase, Operand
 from .configs import Config
 from .kernels import Kernel
@@ -20,12 +21,14 @@ from .targets import TARGETS, Target, current_target, target
 __all__ = [
     "TARGETS",
     "Config",
+    "DeviceFunctions",
     "Kernel",
     "KernelCase",
     "Launch",
     "Operand",
     "Target",
     "current_target",
+    "functions_of",
     "recording",
     "target",
 ]

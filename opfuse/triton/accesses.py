@@ -16,7 +16,9 @@ _VALUE = re.compile(r"%[-\w$.]+")
 _PTX = re.compile(r"\b(ld|st|atom|red)\.global([.:\w]*)")
 _PTX_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\b[^,]*,[^,]*, (0x[0-9a-f]+|\d+)")
 _GLOBAL = re.compile(r"ptr addrspace\([18]\) (?:\w+ )*(%[-\w$.]+)")
-_LOAD = re.compile(r"= load (?:atomic |volatile )*(<\d+ x \w+>|\w+), ptr addrspace\(1\)")
+_LOAD = re.compile(
+    r"= load (?:atomic |volatile )*(<\d+ x \w+>|\w+)(?: addrspace\(\d\))?, ptr addrspace\(1\)"
+)
 _STORE = re.compile(r"^\s*store (?:atomic |volatile )*(<\d+ x \w+>|\w+) .*, ptr addrspace\(1\)")
 _CALL = re.compile(r"call (?:\w+ )*?(<\d+ x \w+>|\w+) @llvm\.([\w.]+)\((.*)\)")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .resources import programs_at_once
 from .targets import Target
@@ -14,8 +14,7 @@ REGISTERS = 256 * 1024
 """Bytes of registers of a multiprocessor: what is loaded has to fit."""
 
 
-@dataclass(frozen=True)
-class LaunchWork:
+class LaunchWork(NamedTuple):
     """What a launch does.
 
     Attributes:

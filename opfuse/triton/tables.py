@@ -11,7 +11,7 @@ from .checking import CheckedLaunch
 from .ledger import Moved, TargetEntry
 from .recorded import describe
 
-_CHECK = "      {:7} {:>9} {:>11} {:>13} {:>9}  {:13} {:>5}  {}"
+_CHECK = "      {:7} {:>9} {:>10} {:>9} {:>9}  {:13} {:>3}  {}"
 _TARGET = "    {:7} {:23} {:>9} {:>7} {:>7} {:>8} {:>8} {:>9} {:>9}"
 
 
