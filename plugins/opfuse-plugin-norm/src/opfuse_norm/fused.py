@@ -36,7 +36,7 @@ class _Fused(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.fallback = _why_not(self._ops, env)
+        self.fallback = kernels.why_not(env.device, env.capability)
         if self.fallback:
             from .kernels import twins
 
@@ -53,7 +53,7 @@ class _Fused(FusedOperation):
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
         features = _features(self._ops, env)
-        if features is None or env.compiling or _why_not(self._ops, env):
+        if features is None or env.compiling or self.fallback:
             return ()
         from .kernels import library
 
@@ -143,18 +143,18 @@ def _features(ops: Sequence[Any], env: Environment) -> int | None:
 
 
 def _why_not(ops: Sequence[Any], env: Environment) -> str:
-    """Why no kernel can run, as a sentence; empty: one can."""
-    if why := kernels.why_not(env.device, env.capability):
-        return why
+    """Why the fused op is not for this, as a sentence; empty: it is."""
     if env.dtype not in kernels.DTYPES:
         return f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
     if (features := _features(ops, env)) is not None and features > kernels.MOST_FEATURES:
         return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
-    return ""
+    if env.options.get("norm.twins"):
+        return ""
+    return kernels.why_not(env.device, env.capability)
 
 
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
-    return bool(env.options.get("norm.twins")) or _why_not(ops, env) or True
+    return _why_not(ops, env) or True
 
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)

@@ -35,24 +35,6 @@ PARTIAL = 0.1
 
 
 @triton.jit
-def load_weight(weight_ptr, column, inside, ZERO_CENTERED: tl.constexpr):
-    """What the gradient is multiplied by: 1 without a weight."""
-    weight = tl.where(inside, 1.0, 0.0)
-    if weight_ptr is not None:
-        loaded = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-        weight = weight + loaded if ZERO_CENTERED else loaded
-    return weight
-
-
-@triton.jit
-def normalized(x, mean_ptr, rstd, row, some):
-    """The normalized values, of ``x`` in fp32."""
-    if mean_ptr is not None:
-        x -= tl.load(mean_ptr + row, some, other=0.0)
-    return x * rstd
-
-
-@triton.jit
 def norm_backward(
     dy_ptr,
     x_ptr,
@@ -76,8 +58,10 @@ def norm_backward(
     columns = tl.arange(0, BLOCK)[None, :]
     valid = columns < features
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    if dx_ptr is not None:
-        weight = load_weight(weight_ptr, columns, valid, ZERO_CENTERED)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
     if dw_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
@@ -98,7 +82,9 @@ def norm_backward(
         if extra_ptr is not None and dx_ptr is not None:
             extra = tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, some, other=0.0)
-        n = normalized(x, mean_ptr, rstd, row, some)
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + row, some, other=0.0)
+        n = x * rstd
         row += step
         following = row.to(tl.int64) * features + columns
         if PREFETCH:
@@ -109,7 +95,7 @@ def norm_backward(
         if db_ptr is not None:
             db += dy
         if dx_ptr is not None:
-            g = dy * weight
+            g = dy * weight if weight_ptr is not None else dy
             product = tl.sum(g * n, 1, keep_dims=True)
             if KIND != "l2":
                 product = product / features
@@ -146,6 +132,8 @@ def norm_backward_rows(
     row = tl.program_id(0)
     start = row.to(tl.int64) * features
     rstd = tl.load(rstd_ptr + row)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
     products = tl.zeros([BLOCK], tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for first in range(0, features, BLOCK):
@@ -153,10 +141,14 @@ def norm_backward_rows(
         inside = column < features
         x = tl.load(x_ptr + start + column, inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + start + column, inside, other=0.0).to(tl.float32)
-        g = g * load_weight(weight_ptr, column, inside, ZERO_CENTERED)
-        products += g * normalized(x, mean_ptr, rstd, row, True)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+            g *= weight + 1.0 if ZERO_CENTERED else weight
+        if mean_ptr is not None:
+            x -= mean
+        products += g * x
         totals += g
-    product = tl.sum(products, 0)
+    product = tl.sum(products, 0) * rstd
     if KIND != "l2":
         product = product / features
     tl.store(product_ptr + row, product)
@@ -187,8 +179,10 @@ def norm_backward_tiles(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = column[None, :]
     valid = columns < features
-    if dx_ptr is not None:
-        weight = load_weight(weight_ptr, columns, valid, ZERO_CENTERED)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
     if dw_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
@@ -201,9 +195,12 @@ def norm_backward_tiles(
         x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, some, other=0.0)
-        n = normalized(x, mean_ptr, rstd, row, some)
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + row, some, other=0.0)
+        n = x * rstd
         if dx_ptr is not None:
-            dx = dy * weight - n * tl.load(product_ptr + row, some, other=0.0)
+            g = dy * weight if weight_ptr is not None else dy
+            dx = g - n * tl.load(product_ptr + row, some, other=0.0)
             if total_ptr is not None:
                 dx -= tl.load(total_ptr + row, some, other=0.0)
             dx *= rstd
@@ -271,7 +268,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Up to 256 partial sums at a time, and as many columns as make 4096 numbers of that."""
-    rows = max(32, min(256, int(triton.next_power_of_2(facts["programs"]))))
+    rows = min(256, int(triton.next_power_of_2(facts["programs"])))
     return [Config({"ROWS": rows, "BLOCK": 4096 // rows}, 8)]
 
 

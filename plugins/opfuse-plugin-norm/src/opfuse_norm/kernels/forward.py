@@ -24,34 +24,6 @@ BLOCK = 8192
 
 
 @triton.jit
-def load_sum(x_ptr, extra_ptr, sum_ptr, at, inside):
-    """``x``, or ``x + extra`` as the separate add rounds it, which is stored if it is wanted."""
-    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-    if extra_ptr is not None:
-        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
-        if sum_ptr is not None:
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + at, total, inside)
-            x = total.to(tl.float32)
-        elif x_ptr.dtype == extra_ptr.dtype:  # of two dtypes the sum is in fp32
-            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@triton.jit
-def scaled(y, weight_ptr, bias_ptr, column, inside, ZERO_CENTERED: tl.constexpr):
-    """The normalized values times the weight, plus the bias, where there are any."""
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            weight += 1.0
-        y = y * weight
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
 def norm_forward(
     x_ptr,
     extra_ptr,
@@ -72,9 +44,18 @@ def norm_forward(
     """``ROWS`` whole rows, which stay in registers."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < features)
+    valid = column < features
+    inside = (row < rows) & valid
     at = row.to(tl.int64) * features + column
-    x = load_sum(x_ptr, extra_ptr, sum_ptr, at, inside)
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if extra_ptr is not None:
+        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+        if sum_ptr is not None:  # rounded, as between the separate ops
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
+        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if KIND == "layer":
         mean = tl.sum(x, 1, keep_dims=True) / features
         x = tl.where(inside, x - mean, 0.0)
@@ -86,7 +67,12 @@ def norm_forward(
     rstd = tl.rsqrt(square + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, row < rows)
-    y = scaled(x * rstd, weight_ptr, bias_ptr, column, column < features, ZERO_CENTERED)
+    y = x * rstd
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, valid, other=0.0).to(tl.float32)
+        y *= weight + 1.0 if ZERO_CENTERED else weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, valid, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -113,9 +99,14 @@ def norm_forward_wide(
     mean = 0.0
     square = 0.0
     for first in range(0, features, BLOCK):
-        column = first + columns
-        inside = column < features
-        x = load_sum(x_ptr, extra_ptr, sum_ptr, start + column, inside)
+        inside = first + columns < features
+        at = start + first + columns
+        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        if extra_ptr is not None:
+            x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
         if KIND == "layer":
             # mean and squares of two parts, combined as by Chan, Golub and LeVeque (1979)
             count = tl.minimum(features - first, BLOCK).to(tl.float32)
@@ -133,18 +124,22 @@ def norm_forward_wide(
         tl.store(mean_ptr + row, mean)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
-    if sum_ptr is not None:
+    source_ptr = x_ptr
+    if extra_ptr is not None:
+        source_ptr = sum_ptr
         tl.debug_barrier()  # what one thread has stored, another may load
     for first in range(0, features, BLOCK):
         column = first + columns
         inside = column < features
-        if sum_ptr is not None:
-            x = tl.load(sum_ptr + start + column, inside, other=0.0).to(tl.float32)
-        else:
-            x = load_sum(x_ptr, extra_ptr, sum_ptr, start + column, inside)
+        y = tl.load(source_ptr + start + column, inside, other=0.0).to(tl.float32)
         if KIND == "layer":
-            x -= mean
-        y = scaled(x * rstd, weight_ptr, bias_ptr, column, inside, ZERO_CENTERED)
+            y -= mean
+        y *= rstd
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+            y *= weight + 1.0 if ZERO_CENTERED else weight
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
         tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -203,7 +198,8 @@ def forward(
     features = math.prod(x.shape[-norm.dims :])
     rows = x.numel() // features
     total = into
-    if extra is not None and keep and into is None:
+    # the second pass over a wide row reads the sum that the first one wrote
+    if extra is not None and into is None and (keep or features > WHOLE):
         total = torch.empty_like(x, dtype=normalized_dtype(x, extra))
     y = torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra, into))
     mean = rstd = None
