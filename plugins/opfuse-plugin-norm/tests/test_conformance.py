@@ -12,12 +12,14 @@ class TestConformance(FusionSuite):
     plugin = "norm"
 
     @pytest.fixture(autouse=True)
-    def _where_no_kernel_runs(self):
-        """Twins stand in for the kernels; on a GPU of few multiprocessors, few programs are interpreted."""
+    def _where_no_kernel_runs(self, request):
+        """Twins stand in for the kernels; on a GPU of one multiprocessor, few programs are interpreted."""
         if not machine.is_interpreting():
             with opfuse.options(**{"norm.twins": True}):
                 yield
             return
+        if request.node.originalname == "test_plugin":
+            pytest.skip("its processes do not interpret: the other tier has run them")
         from opfuse.triton import TARGETS, target
 
         with target(dataclasses.replace(TARGETS[90], multiprocessors=1)):

@@ -71,9 +71,7 @@ def _case(
     of, launching, twin = made or (_forward, forward_kernels, twins.forward)
     run = getattr(launching, twin.__name__)
     tensors = _tensors(inputs, outputs)
-    return KernelCase(
-        name, of(run, kind), tensors, shapes, small, separate=of(twin, kind)
-    )
+    return KernelCase(name, of(run, kind), tensors, shapes, small, separate=of(twin, kind))
 
 
 CASES = [

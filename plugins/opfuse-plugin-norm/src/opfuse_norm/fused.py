@@ -145,7 +145,9 @@ def _features(ops: Sequence[Any], env: Environment) -> int | None:
 def _why_not(ops: Sequence[Any], env: Environment) -> str:
     """Why the fused op is not for this, as a sentence; empty: it is."""
     if env.dtype not in kernels.DTYPES:
-        return f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
+        return (
+            f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
+        )
     if (features := _features(ops, env)) is not None and features > kernels.MOST_FEATURES:
         return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
     if env.options.get("norm.twins"):
@@ -175,11 +177,5 @@ FORWARD = [
 
 BACKWARD = [
     Fusion((_NORM,), BackwardNorm, _runs, benefit=_BACKWARD, name="norm"),
-    Fusion(
-        (MakeExtraOutput, _NORM),
-        BackwardNorm,
-        _runs,
-        benefit=_BACKWARD + 2,
-        name="norm+add",
-    ),
+    Fusion((MakeExtraOutput, _NORM), BackwardNorm, _runs, benefit=_BACKWARD + 2, name="norm+add"),
 ]

@@ -220,13 +220,7 @@ def norm_backward_tiles(
 
 @triton.jit
 def column_sums(
-    partial_ptr,
-    first_ptr,
-    second_ptr,
-    programs,
-    features,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partial_ptr, first_ptr, second_ptr, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The sums of one or two sets of partial sums, over the programs that wrote them."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -257,7 +251,12 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     # in one of 8192 there are no registers for that and for the sums of two gradients
     prefetch = block < WHOLE or facts["KIND"] != LAYER
     found: list[Config] = []
-    for fewer, share, early in ((1, 16, prefetch), (1, 16, False), (2, 16, prefetch), (1, 32, False)):
+    for fewer, share, early in (
+        (1, 16, prefetch),
+        (1, 16, False),
+        (2, 16, prefetch),
+        (1, 32, False),
+    ):
         tile = max(1, rows // fewer) * block
         constants = {"ROWS": tile // block, "BLOCK": block, "PREFETCH": early}
         config = Config(constants, max(1, min(tile // share // 32, 16)))
@@ -274,9 +273,7 @@ def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 WHOLE_KERNEL = Kernel(norm_backward, _configs)
 ROWS_KERNEL = Kernel(norm_backward_rows, [Config({"BLOCK": 4096}, 8)])
-TILES_KERNEL = Kernel(
-    norm_backward_tiles, [Config({"ROWS": WIDE_ROWS, "BLOCK": WIDE_BLOCK}, 8)]
-)
+TILES_KERNEL = Kernel(norm_backward_tiles, [Config({"ROWS": WIDE_ROWS, "BLOCK": WIDE_BLOCK}, 8)])
 COLUMN_SUMS = Kernel(column_sums, _sum_configs)
 
 
@@ -363,10 +360,7 @@ def _launch_wide(
 
 
 def _sum_partial(
-    partial: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    needs: tuple[bool, bool, bool],
+    partial: Tensor, shape: tuple[int, ...], weight: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias; autograd casts what is not in the parameter's dtype."""
     sums, programs, features = partial.shape

@@ -162,9 +162,7 @@ def _warps(size: int, share: int) -> int:
 
 
 WHOLE_KERNEL = Kernel(norm_forward, _configs)
-WIDE_KERNEL = Kernel(
-    norm_forward_wide, [Config({"BLOCK": BLOCK}, warps) for warps in (16, 8)]
-)
+WIDE_KERNEL = Kernel(norm_forward_wide, [Config({"BLOCK": BLOCK}, warps) for warps in (16, 8)])
 
 
 def forward(

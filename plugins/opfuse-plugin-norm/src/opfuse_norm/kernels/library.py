@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from opfuse.triton import Config, current_target
 
-from . import DTYPES, LAYER, MOST_FEATURES, Norm, twins
+from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .twins import Backward, Forward

@@ -64,7 +64,11 @@ def forward(
         y = y * _scale(weight, wide, norm)
     if bias is not None:
         y = y + bias.to(wide)
-    return y.to(dtype or x.dtype), total if keep else None, *((mean, rstd) if save else (None, None))
+    return (
+        y.to(dtype or x.dtype),
+        total if keep else None,
+        *((mean, rstd) if save else (None, None)),
+    )
 
 
 def backward(
