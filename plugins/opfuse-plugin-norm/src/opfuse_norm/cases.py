@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ def _tensors(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
     """The operands of these names: in bf16, statistics and the bias's gradient in fp32."""
 
     def tensors(rows: int, features: int) -> dict[str, Operand]:
-        row = (rows, 1), torch.float32, "vector"
-        known: dict[str, Any] = {"mean": row, "rstd": row}
-        known |= dict.fromkeys(("weight", "bias", "dw"), ((features,), torch.bfloat16, "vector"))
-        known["db"] = (features,), torch.float32, "vector"
-        full = (rows, features), torch.bfloat16, "full"
-        found = {name: Operand(*known.get(name, full)) for name in inputs.split()}
-        return found | {name: Operand(*known.get(name, full), True) for name in outputs.split()}
+        full = Operand((rows, features), torch.bfloat16)
+        row = Operand((rows, 1), torch.float32, "vector")
+        vector = Operand((features,), torch.bfloat16, "vector")
+        known = {"mean": row, "rstd": row, "weight": vector, "bias": vector, "dw": vector}
+        known["db"] = replace(vector, dtype=torch.float32)
+        found = {name: known.get(name, full) for name in inputs.split()}
+        return found | {
+            name: replace(known.get(name, full), output=True) for name in outputs.split()
+        }
 
     return tensors
 

@@ -76,8 +76,9 @@ class ForwardNorm(_Fused):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         op, ctx, dims = self._ops[-1], basic_op_ctxs[-1], len(self._shape)
         if dims > 1 and input_.shape[-dims:] != self._shape:  # the op says what is wrong
-            extras = {"basic_op_extra_inputs": basic_op_extra_inputs}
-            return self.run_separately(basic_op_ctxs, input_, **extras, **given)
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
+            )
         extra = into = None
         if self._adds:
             extra = basic_op_extra_inputs[0][0]
@@ -121,8 +122,10 @@ class BackwardNorm(_Fused):
             saved[place] = tensor
         x, weight, mean, rstd = saved
         if x is None:  # the gradient of a LayerNorm's bias alone
-            extras = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}
-            return self.run_separately_backward(basic_op_ctxs, grad_output, **extras)
+            return self.run_separately_backward(
+                *(basic_op_ctxs, grad_output),
+                basic_op_grad_extra_outputs=basic_op_grad_extra_outputs,
+            )
         extra = basic_op_grad_extra_outputs[0][0] if len(self._ops) > 1 else None
         of_params = ctx.param_requires_grad
         needs = (ctx.input_requires_grad, *of_params, False, False)[:3]

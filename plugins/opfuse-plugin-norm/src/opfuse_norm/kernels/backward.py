@@ -287,7 +287,7 @@ def backward(
     norm: Norm,
     needs: tuple[bool, bool, bool],
     owns: bool = False,
-    config: Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
 ) -> Backward:
     """Launch :func:`opfuse_norm.kernels.twins.backward` for contiguous tensors with elements.
 

@@ -176,7 +176,7 @@ def forward(
     keep: bool,
     save: bool,
     into: Tensor | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
 ) -> Forward:
     """Launch :func:`opfuse_norm.kernels.twins.forward` for contiguous tensors with elements.
 
