@@ -1,0 +1,29 @@
+"""Fusions of normalizations with the residual add before them and the fork of the residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opfuse import Fusion, hookimpl
+
+
+@hookimpl
+def opfuse_forward_fusions() -> list[Fusion]:
+    """A norm alone, and the add of a residual before it."""
+    from . import fused
+
+    return fused.FORWARD
+
+
+@hookimpl
+def opfuse_backward_fusions() -> list[Fusion]:
+    """The backward of a norm, and with it the add of the residual's gradient."""
+    from . import fused
+
+    return fused.BACKWARD
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """Whether PyTorch's operations stand in where the kernels cannot run; for tests."""
+    return {"norm.twins": False}

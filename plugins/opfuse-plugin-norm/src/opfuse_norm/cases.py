@@ -1,0 +1,92 @@
+"""What ``python -m opfuse.triton`` compiles and counts; never imported otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse.triton import KernelCase, Operand
+
+from . import kernels
+from .kernels import backward as backward_kernels
+from .kernels import forward as forward_kernels
+from .kernels import twins
+
+_WIDTHS = [{"rows": 8192, "features": features} for features in (2048, 4096, 8192)]
+_SMALL = [{"rows": 37, "features": 512}, {"rows": 5, "features": 1500}]
+_HEADS = [{"rows": 262144, "features": 128}]
+_WIDE = [{"rows": 1024, "features": 65536}]
+
+
+def _tensors(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
+    """The operands of these names: in bf16, statistics and the bias's gradient in fp32."""
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        full = Operand((rows, features), torch.bfloat16)
+        row = Operand((rows, 1), torch.float32, "vector")
+        vector = Operand((features,), torch.bfloat16, "vector")
+        known = {"mean": row, "rstd": row, "weight": vector, "bias": vector, "dw": vector}
+        known["db"] = replace(vector, dtype=torch.float32)
+        found = {name: known.get(name, full) for name in inputs.split()}
+        return found | {
+            name: replace(known.get(name, full), output=True) for name in outputs.split()
+        }
+
+    return tensors
+
+
+def _forward(run: Callable[..., Any], kind: str) -> Callable[..., tuple[Tensor, ...]]:
+    norm = kernels.Norm(kind, 1, False)
+
+    def forward(x: Tensor, **others: Tensor) -> tuple[Tensor, ...]:
+        given = [others.get(name) for name in ("extra", "weight", "bias")]
+        made = run(x, *given, 1e-5, norm, None, True, True)
+        return tuple([tensor for tensor in made if tensor is not None])
+
+    return forward
+
+
+def _backward(run: Callable[..., Any], kind: str) -> Callable[..., tuple[Tensor, ...]]:
+    norm = kernels.Norm(kind, 1, False)
+    needs = True, kind != kernels.L2, kind == kernels.LAYER
+
+    def backward(**given: Tensor) -> tuple[Tensor, ...]:
+        names = ("dy", "x", "weight", "mean", "rstd", "extra")
+        made = run(*[given.get(name) for name in names], norm, needs)
+        return tuple([tensor for tensor in made if tensor is not None])
+
+    return backward
+
+
+def _case(
+    name: str,
+    kind: str,
+    inputs: str,
+    outputs: str,
+    shapes: Sequence[Mapping[str, int]] = _WIDTHS,
+    small: Sequence[Mapping[str, int]] = _SMALL,
+) -> KernelCase:
+    made = (_backward, backward_kernels, twins.backward) if "dy" in inputs else None
+    of, launching, twin = made or (_forward, forward_kernels, twins.forward)
+    run = getattr(launching, twin.__name__)
+    tensors = _tensors(inputs, outputs)
+    return KernelCase(name, of(run, kind), tensors, shapes, small, separate=of(twin, kind))
+
+
+CASES = [
+    _case("RMSNorm forward", kernels.RMS, "x weight", "y rstd"),
+    _case("RMSNorm backward", kernels.RMS, "dy x weight rstd", "dx dw"),
+    _case("add + RMSNorm forward", kernels.RMS, "x extra weight", "y sum rstd"),
+    _case("RMSNorm backward + add", kernels.RMS, "dy x weight rstd extra", "dx dw"),
+    _case("LayerNorm forward", kernels.LAYER, "x weight bias", "y mean rstd"),
+    _case("LayerNorm backward", kernels.LAYER, "dy x weight mean rstd", "dx dw db"),
+    _case("L2Normalization forward", kernels.L2, "x", "y rstd", _HEADS),
+    _case("L2Normalization backward", kernels.L2, "dy x rstd", "dx", _HEADS),
+    _case("RMSNorm forward, wide rows", kernels.RMS, "x weight", "y rstd", _WIDE, []),
+    _case("RMSNorm backward, wide rows", kernels.RMS, "dy x weight rstd", "dx dw", _WIDE, []),
+]
+"""Rows that are too wide for registers are read twice; the second time, mostly from the cache."""

@@ -1,0 +1,184 @@
+"""The fused ops, and where they may stand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
+from opfuse.ops import AddExtraInput, L2Normalization, LayerNorm, MakeExtraOutput, RMSNorm
+
+from . import kernels
+
+Ctxs = list[OperationContext]
+Extras = Sequence[Sequence[Tensor | None]]
+_PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
+
+
+class _Fused(FusedOperation):
+    """What forward and backward share: which norm it is, and who computes it."""
+
+    _pass = ""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        kinds = {RMSNorm: kernels.RMS, LayerNorm: kernels.LAYER, L2Normalization: kernels.L2}
+        op = basic_ops[-1]
+        self._kind = next(kind for cls, kind in kinds.items() if isinstance(op, cls))
+        self._shape: tuple[int, ...] = getattr(op, "normalized_shape", (0,))
+        # in tuples, since looking up a module's attributes is slow
+        self._ops, self._nothing = tuple(basic_ops), ((),) * len(basic_ops)
+        self._saved = [_PLACES[name] for name in op.saved_names]
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self.fallback = kernels.why_not(env.device, env.capability)
+        if self.fallback:
+            from .kernels import twins
+
+            self._run = getattr(twins, self._pass)
+            return
+        from .kernels import library
+
+        self._run = getattr(library, self._pass)
+        if env.configuration is not None:
+            from opfuse.triton import Config
+
+            self._run = functools.partial(self._run, config=Config(**env.configuration))
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`opfuse.FusedOperation.configurations`."""
+        features = _features(self._ops, env)
+        if features is None or env.compiling or self.fallback:
+            return ()
+        from .kernels import library
+
+        return library.candidates(self._pass, env.device, features, self._kind)
+
+
+class ForwardNorm(_Fused):
+    """[AddExtraInput +] [MakeExtraOutput +] norm: the sum and the norm are written in one pass."""
+
+    _pass = "forward"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._adds = isinstance(basic_ops[0], AddExtraInput)
+        self._forks = len(basic_ops) > 1 and isinstance(basic_ops[-2], MakeExtraOutput)
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        op, ctx, dims = self._ops[-1], basic_op_ctxs[-1], len(self._shape)
+        if dims > 1 and input_.shape[-dims:] != self._shape:  # the op says what is wrong
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
+            )
+        extra = into = None
+        if self._adds:
+            extra = basic_op_extra_inputs[0][0]
+            if self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape):
+                into = extra.detach()  # type: ignore[union-attr]
+        weight, bias = (*ctx.params, None, None)[:2]
+        needs_x = ctx.requires_grad and ctx.input_requires_grad
+        save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
+        zero_centered = getattr(op, "zero_centered_gamma", False)
+        norm = kernels.Norm(self._kind, dims, zero_centered)
+        keep = save or self._forks or into is not None
+        y, x, mean, rstd = self._run(
+            input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save, into
+        )
+        if extra is None:
+            x = input_
+        if ctx.requires_grad:
+            saved = x, weight if needs_x else None, mean, rstd
+            ctx.to_save = tuple([saved[i] if save else None for i in self._saved])
+            if self._kind != kernels.L2:
+                ctx.zero_centered_gamma = zero_centered  # type: ignore[attr-defined]
+        outputs: tuple[Any, ...] = self._nothing
+        if self._forks:
+            outputs = (*outputs[:-2], (x.view_as(x),), ())
+        return y, outputs
+
+
+class BackwardNorm(_Fused):
+    """The backward of [MakeExtraOutput +] norm: the extra gradient is added in the same pass."""
+
+    _pass = "backward"
+    grad_input = "fresh"
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        ctx = basic_op_ctxs[-1]
+        saved: list[Any] = [None] * 4
+        for place, tensor in zip(self._saved, ctx.saved_tensors, strict=True):  # type: ignore[arg-type]
+            saved[place] = tensor
+        x, weight, mean, rstd = saved
+        if x is None:  # the gradient of a LayerNorm's bias alone
+            return self.run_separately_backward(
+                *(basic_op_ctxs, grad_output),
+                basic_op_grad_extra_outputs=basic_op_grad_extra_outputs,
+            )
+        extra = basic_op_grad_extra_outputs[0][0] if len(self._ops) > 1 else None
+        of_params = ctx.param_requires_grad
+        needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
+        zero_centered = getattr(ctx, "zero_centered_gamma", False)
+        dx, *grads = self._run(
+            *(grad_output, x, weight, mean, rstd, extra if needs[0] else None),
+            kernels.Norm(self._kind, len(self._shape), zero_centered),
+            needs,
+            ctx.owns_grad_output,
+        )
+        return dx, (*self._nothing[:-1], tuple(grads[: len(of_params)])), self._nothing
+
+
+def _features(ops: Sequence[Any], env: Environment) -> int | None:
+    """How many numbers are normalized together, where the chain tells."""
+    shape = getattr(ops[-1], "normalized_shape", None)
+    return env.features if shape is None else math.prod(shape)
+
+
+def _why_not(ops: Sequence[Any], env: Environment) -> str:
+    """Why the fused op is not for this, as a sentence; empty: it is."""
+    if env.dtype not in kernels.DTYPES:
+        return (
+            f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
+        )
+    if (features := _features(ops, env)) is not None and features > kernels.MOST_FEATURES:
+        return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
+    if env.options.get("norm.twins"):
+        return ""
+    return kernels.why_not(env.device, env.capability)
+
+
+def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
+    return _why_not(ops, env) or True
+
+
+_NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
+_FORWARD, _BACKWARD = 4, 6
+"""What a norm in PyTorch's operations reads and writes more often, in half precision."""
+
+FORWARD = [
+    Fusion((_NORM,), ForwardNorm, _runs, benefit=_FORWARD, name="norm"),
+    Fusion(
+        (AddExtraInput, Optional(MakeExtraOutput), _NORM),
+        ForwardNorm,
+        _runs,
+        # the sum is not written and read again; a GEMM that adds would copy what it adds to
+        benefit=_FORWARD + 3,
+        name="add+norm",
+    ),
+]
+
+BACKWARD = [
+    Fusion((_NORM,), BackwardNorm, _runs, benefit=_BACKWARD, name="norm"),
+    Fusion((MakeExtraOutput, _NORM), BackwardNorm, _runs, benefit=_BACKWARD + 2, name="norm+add"),
+]

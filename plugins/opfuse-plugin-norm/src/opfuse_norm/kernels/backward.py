@@ -1,0 +1,384 @@
+"""The backward kernels, and how they are launched.
+
+The gradients of weight and bias are sums over all rows. Each program adds up those of its rows in
+registers and writes one partial sum per feature; a second kernel adds up the partial sums, always
+in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opfuse.triton import Config, Kernel, Target, current_target
+
+from . import LAYER, Norm, normalized_dtype
+from .twins import Backward
+
+WHOLE = 8192
+"""The widest row that one program keeps in registers. A wider one is read twice."""
+
+WIDE_ROWS, WIDE_BLOCK = 4, 1024
+"""The rows and columns of a tile of wider rows."""
+
+PROGRAMS = 4
+"""Programs per multiprocessor that add up partial sums, at most."""
+
+PARTIAL = 0.1
+"""The share of partial sums in the bytes that a backward has to move, at most."""
+
+
+@triton.jit
+def norm_backward(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    extra_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    rows,
+    features,
+    KIND: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Tiles of ``ROWS`` whole rows; with ``PREFETCH`` the next one is on its way meanwhile."""
+    step = tl.num_programs(0) * ROWS
+    columns = tl.arange(0, BLOCK)[None, :]
+    valid = columns < features
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
+    if dw_ptr is not None:
+        dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros([ROWS, BLOCK], tl.float32)
+    at = row.to(tl.int64) * features + columns
+    if PREFETCH:
+        x_next = tl.load(x_ptr + at, (row < rows) & valid, other=0.0)
+        dy_next = tl.load(dy_ptr + at, (row < rows) & valid, other=0.0)
+    for _ in range(tl.program_id(0) * ROWS, rows, step):
+        some = row < rows
+        inside = some & valid
+        if PREFETCH:
+            x = x_next.to(tl.float32)
+            dy = dy_next.to(tl.float32)
+        else:
+            x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + at, inside, other=0.0).to(tl.float32)
+        if extra_ptr is not None and dx_ptr is not None:
+            extra = tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, some, other=0.0)
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + row, some, other=0.0)
+        n = x * rstd
+        row += step
+        following = row.to(tl.int64) * features + columns
+        if PREFETCH:
+            x_next = tl.load(x_ptr + following, (row < rows) & valid, other=0.0)
+            dy_next = tl.load(dy_ptr + following, (row < rows) & valid, other=0.0)
+        if dw_ptr is not None:
+            dw += dy * n
+        if db_ptr is not None:
+            db += dy
+        if dx_ptr is not None:
+            g = dy * weight if weight_ptr is not None else dy
+            product = tl.sum(g * n, 1, keep_dims=True)
+            if KIND != "l2":
+                product = product / features
+            dx = g - n * product
+            if KIND == "layer":
+                dx -= tl.sum(g, 1, keep_dims=True) / features
+            dx *= rstd
+            if extra_ptr is not None:
+                dx += extra
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
+        at = following
+    partial = tl.program_id(0).to(tl.int64) * features + tl.arange(0, BLOCK)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + partial, tl.sum(dw, 0), tl.arange(0, BLOCK) < features)
+    if db_ptr is not None:
+        tl.store(db_ptr + partial, tl.sum(db, 0), tl.arange(0, BLOCK) < features)
+
+
+@triton.jit
+def norm_backward_rows(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    product_ptr,
+    total_ptr,
+    features,
+    KIND: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What of a wide row the gradient of each of its elements needs: ``mean(g n)``, ``mean(g)``."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * features
+    rstd = tl.load(rstd_ptr + row)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    products = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, features, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < features
+        x = tl.load(x_ptr + start + column, inside, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + start + column, inside, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+            g *= weight + 1.0 if ZERO_CENTERED else weight
+        if mean_ptr is not None:
+            x -= mean
+        products += g * x
+        totals += g
+    product = tl.sum(products, 0) * rstd
+    if KIND != "l2":
+        product = product / features
+    tl.store(product_ptr + row, product)
+    if total_ptr is not None:
+        tl.store(total_ptr + row, tl.sum(totals, 0) / features)
+
+
+@triton.jit
+def norm_backward_tiles(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    product_ptr,
+    total_ptr,
+    extra_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    rows,
+    features,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``BLOCK`` columns of wide rows, of which :func:`norm_backward_rows` has added up each."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = column[None, :]
+    valid = columns < features
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            weight += 1.0
+    if dw_ptr is not None:
+        dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        some = row < rows
+        inside = some & valid
+        at = row.to(tl.int64) * features + columns
+        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, some, other=0.0)
+        if mean_ptr is not None:
+            x -= tl.load(mean_ptr + row, some, other=0.0)
+        n = x * rstd
+        if dx_ptr is not None:
+            g = dy * weight if weight_ptr is not None else dy
+            dx = g - n * tl.load(product_ptr + row, some, other=0.0)
+            if total_ptr is not None:
+                dx -= tl.load(total_ptr + row, some, other=0.0)
+            dx *= rstd
+            if extra_ptr is not None:
+                dx += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
+        if dw_ptr is not None:
+            dw += dy * n
+        if db_ptr is not None:
+            db += dy
+    partial = tl.program_id(0).to(tl.int64) * features + column
+    if dw_ptr is not None:
+        tl.store(dw_ptr + partial, tl.sum(dw, 0), column < features)
+    if db_ptr is not None:
+        tl.store(db_ptr + partial, tl.sum(db, 0), column < features)
+
+
+@triton.jit
+def column_sums(
+    partial_ptr, first_ptr, second_ptr, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sums of one or two sets of partial sums, over the programs that wrote them."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < features
+    row = tl.program_id(1) * programs + tl.arange(0, ROWS)[:, None]
+    end = (tl.program_id(1) + 1) * programs
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for _ in range(0, programs, ROWS):
+        at = row.to(tl.int64) * features + column[None, :]
+        total += tl.load(partial_ptr + at, (row < end) & valid[None, :], other=0.0)
+        row += ROWS
+    result = tl.sum(total, 0)
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + column, result.to(first_ptr.dtype.element_ty), valid)
+    elif second_ptr is not None:
+        tl.store(second_ptr + column, result.to(second_ptr.dtype.element_ty), valid)
+
+
+def tile_rows(features: int) -> int:
+    """How many whole rows a program works on at a time, unless a configuration says otherwise."""
+    return max(1, 4096 // int(triton.next_power_of_2(features)))
+
+
+def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Tiles of 4096 numbers or one row, 16 per thread; then others to measure."""
+    block = int(triton.next_power_of_2(facts["features"]))
+    rows = tile_rows(facts["features"])
+    # in one of 8192 there are no registers for that and for the sums of two gradients
+    prefetch = block < WHOLE or facts["KIND"] != LAYER
+    found: list[Config] = []
+    for fewer, share, early in (
+        (1, 16, prefetch),
+        (1, 16, False),
+        (2, 16, prefetch),
+        (1, 32, False),
+    ):
+        tile = max(1, rows // fewer) * block
+        constants = {"ROWS": tile // block, "BLOCK": block, "PREFETCH": early}
+        config = Config(constants, max(1, min(tile // share // 32, 16)))
+        if config not in found:
+            found.append(config)
+    return found
+
+
+def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Up to 256 partial sums at a time, and as many columns as make 4096 numbers of that."""
+    rows = min(256, int(triton.next_power_of_2(facts["programs"])))
+    return [Config({"ROWS": rows, "BLOCK": 4096 // rows}, 8)]
+
+
+WHOLE_KERNEL = Kernel(norm_backward, _configs)
+ROWS_KERNEL = Kernel(norm_backward_rows, [Config({"BLOCK": 4096}, 8)])
+TILES_KERNEL = Kernel(norm_backward_tiles, [Config({"ROWS": WIDE_ROWS, "BLOCK": WIDE_BLOCK}, 8)])
+COLUMN_SUMS = Kernel(column_sums, _sum_configs)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    norm: Norm,
+    needs: tuple[bool, bool, bool],
+    owns: bool = False,
+    config: Config | Mapping[str, Any] | None = None,
+) -> Backward:
+    """Launch :func:`opfuse_norm.kernels.twins.backward` for contiguous tensors with elements.
+
+    Args:
+        dy: As there, and all but the last.
+        x: See ``dy``.
+        weight: See ``dy``.
+        mean: See ``dy``.
+        rstd: See ``dy``.
+        extra: See ``dy``.
+        norm: See ``dy``.
+        needs: See ``dy``.
+        owns: See ``dy``.
+        config: One of :func:`candidates`; None: the first.
+    """
+    features = math.prod(x.shape[-norm.dims :])
+    rows, sums = x.numel() // features, sum(needs[1:])
+    dx = None
+    if needs[0]:
+        dtype = normalized_dtype(x, extra)
+        dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
+    tiles = triton.cdiv(rows, WIDE_ROWS if features > WHOLE else tile_rows(features))
+    columns = triton.cdiv(features, WIDE_BLOCK) if features > WHOLE else 1
+    partial = of_weight = of_bias = None
+    if sums:
+        moved = sum([t.dtype.itemsize for t in (dy, x, dx, extra) if t is not None])
+        tiles = min(tiles, _programs(x.device, rows * moved, sums, columns))
+        partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
+        of_weight = partial[0] if needs[1] else None
+        of_bias = partial[-1] if needs[2] else None
+    given = dy, x, weight, mean, rstd
+    outputs = extra if needs[0] else None, dx, of_weight, of_bias, rows, features
+    if features > WHOLE:
+        _launch_wide(given, outputs, norm, (tiles, columns))
+    else:
+        constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
+        WHOLE_KERNEL.launch((tiles,), *given, *outputs, config=config, **constants)
+    if partial is None:
+        return dx, None, None
+    return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)
+
+
+def _programs(device: torch.device, moved: int, sums: int, columns: int) -> int:
+    """How many programs share the rows: several per multiprocessor, few enough to add up.
+
+    Args:
+        device: The device.
+        moved: Bytes that the backward has to move, per feature.
+        sums: How many partial sums each program writes, per feature.
+        columns: How many programs share the columns.
+    """
+    least: int = triton.cdiv(current_target(device).multiprocessors, columns)
+    most = int(PARTIAL * moved / (2 * 4 * sums))  # in fp32, written and read
+    return max(least, min(PROGRAMS * least, most // least * least))
+
+
+def _launch_wide(
+    given: tuple[Any, ...], outputs: tuple[Any, ...], norm: Norm, grid: tuple[int, int]
+) -> None:
+    *_, rstd = given
+    *_, dx, _, _, rows, features = outputs
+    product = total = None
+    if dx is not None:
+        product = torch.empty_like(rstd)
+        total = torch.empty_like(rstd) if norm.kind == LAYER else None
+        sums = product, total, features
+        constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
+        ROWS_KERNEL.launch((rows,), *given, *sums, **constants)
+    TILES_KERNEL.launch(grid, *given, product, total, *outputs, ZERO_CENTERED=norm.zero_centered)
+
+
+def _sum_partial(
+    partial: Tensor, shape: tuple[int, ...], weight: Tensor | None, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias; autograd casts what is not in the parameter's dtype."""
+    sums, programs, features = partial.shape
+    dw = db = None
+    if needs[1]:
+        dtype = torch.float32 if weight is None else weight.dtype
+        dw = partial.new_empty(shape, dtype=dtype)
+    if needs[2]:
+        db = partial.new_empty(shape)
+    results = (db, None) if dw is None else (dw, db)
+    COLUMN_SUMS.launch(
+        lambda config: (triton.cdiv(features, config["BLOCK"]), sums),
+        *(partial, *results, programs, features),
+    )
+    return dw, db
+
+
+def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
+    """What :func:`backward` takes as ``config`` for rows of so many features."""
+    facts = {"features": features, "KIND": kind}
+    return [] if features > WHOLE else WHOLE_KERNEL.candidates(target, facts)

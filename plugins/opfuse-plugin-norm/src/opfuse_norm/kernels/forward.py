@@ -1,0 +1,225 @@
+"""The forward kernels, and how they are launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opfuse.triton import Config, Kernel, Target
+
+from . import LAYER, Norm, normalized_dtype
+from .twins import Forward
+
+WHOLE = 16384
+"""The widest row that one program keeps in registers. A wider one is read twice."""
+
+BLOCK = 8192
+"""How many columns of a wider row are read at a time."""
+
+
+@triton.jit
+def norm_forward(
+    x_ptr,
+    extra_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    features,
+    eps,
+    KIND: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``ROWS`` whole rows, which stay in registers."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    valid = column < features
+    inside = (row < rows) & valid
+    at = row.to(tl.int64) * features + column
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if extra_ptr is not None:
+        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+        if sum_ptr is not None:  # rounded, as between the separate ops
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
+        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if KIND == "layer":
+        mean = tl.sum(x, 1, keep_dims=True) / features
+        x = tl.where(inside, x - mean, 0.0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, row < rows)
+    square = tl.sum(x * x, 1, keep_dims=True)
+    if KIND != "l2":
+        square = square / features
+    rstd = tl.rsqrt(square + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, row < rows)
+    y = x * rstd
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, valid, other=0.0).to(tl.float32)
+        y *= weight + 1.0 if ZERO_CENTERED else weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, valid, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def norm_forward_wide(
+    x_ptr,
+    extra_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    features,
+    eps,
+    KIND: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row, read by blocks of columns: once for the statistics, once for the output."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * features
+    columns = tl.arange(0, BLOCK)
+    mean = 0.0
+    square = 0.0
+    for first in range(0, features, BLOCK):
+        inside = first + columns < features
+        at = start + first + columns
+        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        if extra_ptr is not None:
+            x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
+        if KIND == "layer":
+            # mean and squares of two parts, combined as by Chan, Golub and LeVeque (1979)
+            count = tl.minimum(features - first, BLOCK).to(tl.float32)
+            of_block = tl.sum(x, 0) / count
+            x = tl.where(inside, x - of_block, 0.0)
+            share = count / (first + count)
+            apart = of_block - mean
+            square += apart * apart * first * share
+            mean += apart * share
+        square += tl.sum(x * x, 0)
+    if KIND != "l2":
+        square = square / features
+    rstd = tl.rsqrt(square + eps)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+    source_ptr = x_ptr
+    if extra_ptr is not None:
+        source_ptr = sum_ptr
+        tl.debug_barrier()  # what one thread has stored, another may load
+    for first in range(0, features, BLOCK):
+        column = first + columns
+        inside = column < features
+        y = tl.load(source_ptr + start + column, inside, other=0.0).to(tl.float32)
+        if KIND == "layer":
+            y -= mean
+        y *= rstd
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+            y *= weight + 1.0 if ZERO_CENTERED else weight
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
+
+
+def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Tiles of about ``size`` numbers: 32 per thread, or 16."""
+    block = triton.next_power_of_2(facts["features"])
+    found = []
+    for size, share in ((4096, 32), (4096, 16), (8192, 32), (2048, 16)):
+        rows = max(1, size // block)
+        # threads of 32, also where a warp has 64
+        config = Config({"ROWS": rows, "BLOCK": block}, _warps(rows * block, share))
+        if config not in found:
+            found.append(config)
+    return found
+
+
+def _warps(size: int, share: int) -> int:
+    """Warps for a tile of so many numbers, with about so many per thread."""
+    return max(1, min(size // share // 32, 16))
+
+
+WHOLE_KERNEL = Kernel(norm_forward, _configs)
+WIDE_KERNEL = Kernel(norm_forward_wide, [Config({"BLOCK": BLOCK}, warps) for warps in (16, 8)])
+
+
+def forward(
+    x: Tensor,
+    extra: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: Norm,
+    dtype: torch.dtype | None,
+    keep: bool,
+    save: bool,
+    into: Tensor | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+) -> Forward:
+    """Launch :func:`opfuse_norm.kernels.twins.forward` for contiguous tensors with elements.
+
+    Args:
+        x: As there, and all but the last.
+        extra: See ``x``.
+        weight: See ``x``.
+        bias: See ``x``.
+        eps: See ``x``.
+        norm: See ``x``.
+        dtype: See ``x``.
+        keep: See ``x``.
+        save: See ``x``.
+        into: See ``x``.
+        config: One of :func:`candidates`; None: the first.
+    """
+    features = math.prod(x.shape[-norm.dims :])
+    rows = x.numel() // features
+    total = into
+    # the second pass over a wide row reads the sum that the first one wrote
+    if extra is not None and into is None and (keep or features > WHOLE):
+        total = torch.empty_like(x, dtype=normalized_dtype(x, extra))
+    y = torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra, into))
+    mean = rstd = None
+    if save:
+        shape = (*x.shape[: -norm.dims], *(1,) * norm.dims)
+        rstd = x.new_empty(shape, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if norm.kind == LAYER else None
+    tensors = x, extra, weight, bias, y, total, mean, rstd
+    constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
+    if features > WHOLE:
+        WIDE_KERNEL.launch((rows,), *tensors, features, eps, config=config, **constants)
+    else:
+        WHOLE_KERNEL.launch(
+            lambda chosen: (triton.cdiv(rows, chosen["ROWS"]),),
+            *(*tensors, rows, features, eps),
+            config=config,
+            **constants,
+        )
+    return y, total if keep else None, mean, rstd
+
+
+def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
+    """What :func:`forward` takes as ``config`` for rows of so many features."""
+    kernel = WIDE_KERNEL if features > WHOLE else WHOLE_KERNEL
+    return kernel.candidates(target, {"features": features})

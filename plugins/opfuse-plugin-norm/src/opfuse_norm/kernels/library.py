@@ -1,0 +1,218 @@
+"""For each call: the kernel, launched or as a torch operation in a graph, or the twin.
+
+``torch.compile`` sees one operation per fusion, ``opfuse_norm::forward`` and
+``opfuse_norm::backward``. Eager calls launch the kernels themselves, which takes less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from opfuse.triton import Config, current_target
+
+from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
+from . import backward as backward_kernels
+from . import forward as forward_kernels
+from .twins import Backward, Forward
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses have their ways
+_NAME = "opfuse_norm"
+_NORM = "str kind, int dims, bool zero_centered"
+torch.library.define(
+    f"{_NAME}::forward",
+    "(Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, "
+    f"{_NORM}, ScalarType? dtype, bool keep, bool save) -> Tensor[]",
+)
+torch.library.define(
+    f"{_NAME}::backward",
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
+    f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]",
+)
+
+
+def forward(
+    x: Tensor,
+    extra: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: Norm,
+    dtype: torch.dtype | None,
+    keep: bool,
+    save: bool,
+    into: Tensor | None = None,
+    config: Config | None = None,
+) -> Forward:
+    """:func:`opfuse_norm.kernels.twins.forward`, by a kernel if it takes the call.
+
+    Args:
+        x: As there, and all but the last.
+        extra: See ``x``.
+        weight: See ``x``.
+        bias: See ``x``.
+        eps: See ``x``.
+        norm: See ``x``.
+        dtype: See ``x``.
+        keep: See ``x``.
+        save: See ``x``.
+        into: See ``x``.
+        config: The configuration of the kernel, or None.
+    """
+    given = x, extra, weight, bias
+    if not takes(norm, *given):
+        return twins.forward(*given, eps, norm, dtype, keep, save, into)
+    if is_compiling():
+        made = torch.ops.opfuse_norm.forward(*given, eps, *norm, dtype, keep, save)
+        return _named(made, True, extra is not None and keep, save and norm.kind == LAYER, save)
+    made = forward_kernels.forward(*given, eps, norm, dtype, keep, save, into, config)
+    if into is not None and not into.is_inference():
+        torch.autograd.graph.increment_version(into)
+    return made
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    norm: Norm,
+    needs: tuple[bool, bool, bool],
+    owns: bool = False,
+    config: Config | None = None,
+) -> Backward:
+    """:func:`opfuse_norm.kernels.twins.backward`, by kernels if they take the call.
+
+    Args:
+        dy: As there, and all but the last.
+        x: See ``dy``.
+        weight: See ``dy``.
+        mean: See ``dy``.
+        rstd: See ``dy``.
+        extra: See ``dy``.
+        norm: See ``dy``.
+        needs: See ``dy``.
+        owns: See ``dy``.
+        config: The configuration of the kernel, or None.
+    """
+    dy = dy.contiguous()  # autograd gives expanded ones, from a sum
+    extra = None if extra is None else extra.contiguous()
+    given = dy, x, weight, mean, rstd, extra
+    if not takes(norm, *given):
+        return twins.backward(*given, norm, needs)
+    if is_compiling():
+        return _named(torch.ops.opfuse_norm.backward(*given, *norm, *needs), *needs)
+    return backward_kernels.backward(*given, norm, needs, owns, config)
+
+
+def candidates(
+    which: str, device: torch.device, features: int, kind: str
+) -> Sequence[Mapping[str, Any]]:
+    """What may be the ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
+
+    Args:
+        which: The function.
+        device: Where it is to run.
+        features: How many numbers a row has.
+        kind: Which norm.
+    """
+    module = forward_kernels if which == "forward" else backward_kernels
+    return module.candidates(current_target(device), features, kind)
+
+
+def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take these tensors."""
+    features = first.shape[-norm.dims :].numel()
+    if not first.numel() or features > MOST_FEATURES:
+        return False
+    for tensor in (first, *others):
+        if tensor is not None and not (
+            type(tensor) in _PLAIN
+            and tensor.dtype in DTYPES
+            and tensor.is_contiguous()
+            and tensor.device == first.device
+        ):
+            return False
+    return True
+
+
+def _named(made: list[Tensor], *there: bool) -> Any:
+    """The tensors of a list in their places, None in the others."""
+    left = iter(made)
+    return tuple([next(left) if is_there else None for is_there in there])
+
+
+def _forward(
+    x: Tensor,
+    extra: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    dims: int,
+    zero_centered: bool,
+    dtype: torch.dtype | None,
+    keep: bool,
+    save: bool,
+) -> list[Tensor]:
+    norm = Norm(kind, dims, zero_centered)
+    made = forward_kernels.forward(x, extra, weight, bias, eps, norm, dtype, keep, save)
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    kind: str,
+    dims: int,
+    zero_centered: bool,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> list[Tensor]:
+    norm, needs = Norm(kind, dims, zero_centered), (needs_x, needs_weight, needs_bias)
+    made = backward_kernels.backward(dy, x, weight, mean, rstd, extra, norm, needs)
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _fake_forward(*given: Any) -> list[Tensor]:
+    x, extra, _, _, _, kind, dims, _, dtype, keep, save = given
+    made = [torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra))]
+    if extra is not None and keep:
+        made.append(torch.empty_like(x, dtype=normalized_dtype(x, extra)))
+    if save:
+        shape = (*x.shape[:-dims], *(1,) * dims)
+        made += [x.new_empty(shape, dtype=torch.float32) for _ in range(1 + (kind == LAYER))]
+    return made
+
+
+def _fake_backward(*given: Any) -> list[Tensor]:
+    _, x, weight, _, _, extra, _, dims, _, needs_x, needs_weight, needs_bias = given
+    made = []
+    if needs_x:
+        made.append(torch.empty_like(x, dtype=normalized_dtype(x, extra)))
+    shape = x.shape[-dims:]
+    if needs_weight:
+        dtype = torch.float32 if weight is None else weight.dtype
+        made.append(x.new_empty(shape, dtype=dtype))
+    if needs_bias:
+        made.append(x.new_empty(shape, dtype=torch.float32))
+    return made
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("backward", _backward, _fake_backward),
+):
+    torch.library.impl(f"{_NAME}::{_name}", ("cpu", "cuda"), _kernel)
+    torch.library.register_fake(f"{_NAME}::{_name}", _fake)

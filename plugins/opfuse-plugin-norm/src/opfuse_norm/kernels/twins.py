@@ -1,0 +1,127 @@
+"""What the kernels compute, in PyTorch's operations.
+
+They run where a kernel does not take a call, and are what the tests hold the kernels against. They
+take any device, any layout, subclasses of Tensor, and fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import L2, LAYER, Norm, normalized_dtype
+
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""What a forward gives: output, sum, mean and rstd."""
+Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""What a backward gives: the gradients of the input, the weight and the bias."""
+
+
+def forward(
+    x: Tensor,
+    extra: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: Norm,
+    dtype: torch.dtype | None,
+    keep: bool,
+    save: bool,
+    into: Tensor | None = None,
+) -> Forward:
+    """The norm of ``x``, or of ``x + extra`` rounded to its dtype; formulas: :mod:`opfuse.ops`.
+
+    Args:
+        x: The input, ``(*rows, *features)``.
+        extra: What is added to it, in the same shape.
+        weight: What the normalized values are multiplied by, of shape ``features``.
+        bias: What is added then, likewise.
+        eps: Added under the root.
+        norm: Which norm.
+        dtype: The dtype of the output; None: that of what is normalized.
+        keep: Whether the sum is wanted.
+        save: Whether the statistics are.
+        into: Where the sum goes, the memory of ``extra``; None: into a new tensor.
+
+    Returns:
+        The output; the sum; the mean of each row, for ``LAYER``; and ``rstd``, what a row is
+        multiplied by. Both are in fp32 (fp64 for fp64), of shape ``(*rows, 1, ...)``. None for what
+        is not there or not wanted.
+    """
+    total = None
+    if extra is not None:
+        x = total = x + extra if into is None else into.add_(x)
+    wide, axes = _wide(x.dtype), tuple(range(-norm.dims, 0))
+    n, mean = x.to(wide), None
+    if norm.kind == LAYER:
+        mean = n.mean(axes, keepdim=True)
+        n = n - mean
+    square = n.square()
+    square = square.sum(axes, True) if norm.kind == L2 else square.mean(axes, True)
+    rstd = torch.rsqrt(square + eps)
+    y = n * rstd
+    if weight is not None:
+        y = y * _scale(weight, wide, norm)
+    if bias is not None:
+        y = y + bias.to(wide)
+    return (
+        y.to(dtype or x.dtype),
+        total if keep else None,
+        *((mean, rstd) if save else (None, None)),
+    )
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    extra: Tensor | None,
+    norm: Norm,
+    needs: tuple[bool, bool, bool],
+    owns: bool = False,
+) -> Backward:
+    """The gradients of a norm, with ``g = dy weight`` and ``n`` the normalized input.
+
+    ``RMS``: ``dx = rstd (g - n mean(g n))``; ``LAYER``: the same less ``rstd mean(g)``; ``L2``:
+    ``dx = rstd (dy - n sum(dy n))``. Then ``dw = sum(dy n)`` and ``db = sum(dy)`` over the rows.
+
+    Args:
+        dy: The gradient of the output, in its shape.
+        x: The input that was normalized.
+        weight: As for :func:`forward`; it may be None where ``dx`` is not wanted.
+        mean: As :func:`forward` gave it.
+        rstd: Likewise.
+        extra: Another gradient of ``x``, which is added to ``dx``.
+        norm: Which norm.
+        needs: Which gradients are wanted: of the input, of the weight, of the bias.
+        owns: Whether ``dx`` may be written into the memory of ``dy``; here it is not.
+
+    Returns:
+        ``dx``, in the dtype of ``x`` promoted with that of ``extra``; ``dw``, in the dtype of the
+        weight or in that of ``rstd``; ``db``, in that of ``rstd``. None for what is not wanted.
+    """
+    axes, rows = tuple(range(-norm.dims, 0)), tuple(range(x.ndim - norm.dims))
+    n = x.to(rstd.dtype) if mean is None else x.to(rstd.dtype) - mean
+    n, dy, dx = n * rstd, dy.to(rstd.dtype), None
+    if needs[0]:
+        g = dy if weight is None else dy * _scale(weight, rstd.dtype, norm)
+        product = (g * n).sum(axes, True) if norm.kind == L2 else (g * n).mean(axes, True)
+        dx = g - n * product
+        if norm.kind == LAYER:
+            dx = dx - g.mean(axes, keepdim=True)
+        dx = rstd * dx
+        dx = dx.to(x.dtype) if extra is None else (dx + extra).to(normalized_dtype(x, extra))
+    dw, db = dy * n if needs[1] else None, dy if needs[2] else None
+    # a sum over no dimension would be one over all
+    sums = [None if of is None else of.sum(rows) if rows else of.clone() for of in (dw, db)]
+    return dx, sums[0], sums[1]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _scale(weight: Tensor, dtype: torch.dtype, norm: Norm) -> Tensor:
+    return weight.to(dtype) + 1 if norm.zero_centered else weight.to(dtype)
