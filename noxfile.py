@@ -161,9 +161,8 @@ def plugin(session: nox.Session, name: str) -> None:
     folder = PLUGINS[name]
     install(session, ROOT, folder)
     pytest(session, folder / "tests")
-    if any(
-        "import triton" in path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")
-    ):
+    sources = [path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")]
+    if any("import triton" in text or "TRITON_INTERPRET" in text for text in sources):
         session.env["TRITON_INTERPRET"] = "1"  # read when Triton is imported: a process of its own
         pytest(session, folder / "tests")
 
