@@ -18,6 +18,7 @@ FLOORS = (  # the lowest first; a module knows those of its own floor and of the
     ("op",),
     ("extra_inputs", "overrides"),
     ("ops",),
+    ("triton",),
     ("authoring", "fusion", "tolerance"),
     ("hookspecs",),
     ("records",),
@@ -103,6 +104,11 @@ def within(module, name):
 def test_no_arrow_runs_up():
     up = {(a, b) for a, b in arrows() if floor(b) > floor(a)}
     assert up == EXCEPTIONS
+
+
+def test_nothing_here_imports_what_is_for_authors_of_kernels():
+    users = {a for a, b in arrows() if within(b, "triton") and not within(a, "triton")}
+    assert not users and "triton.kernels" in SOURCES
 
 
 def test_there_is_no_circle():

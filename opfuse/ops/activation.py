@@ -24,7 +24,7 @@ _SHORTCUTS = {
     "gate_value": ("value",),
     "_gradient": ("derivative",),
     "gate_gradient": ("derivative",),
-    "device_functions": ("value", "derivative"),
+    "device_functions": ("value", "derivative", "linear_value", "linear_derivative"),
 }
 _ALL = (
     "derivative",
@@ -122,7 +122,8 @@ class Activation(WithLaterArguments):
             if not base.__module__.startswith(("opfuse.", "torch."))
         ]
         members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
-        skipped = _COMMON | set(self._fixed) | set(dir(Activation))
+        library = [base for base in type(self).__mro__ if base not in foreign]
+        skipped = _COMMON.union(self._fixed, *map(vars, library))
         codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
         if any("training" in code.co_names for code in codes):
             skipped -= {"training"}
@@ -213,11 +214,13 @@ class Activation(WithLaterArguments):
         """Both, for a class that computes them from the same parts; ``x`` is fp32 or fp64."""
         return self.value(x), self.derivative(x)
 
-    def device_functions(self) -> tuple[Any, Any] | None:
-        """A pair of Triton device functions, value and derivative of one fp32 scalar.
+    def device_functions(self) -> tuple[Any, ...] | None:
+        """Triton device functions that compute this op: its value and its derivative.
 
-        None means that there are none. A kernel that takes any activation in its epilogue asks for
-        them, and declines where there are none.
+        Each takes one fp32 value, and then the op's numbers in the order of :meth:`numbers_of`. A
+        gated activation with a ``linear_value`` of its own gives four, the last two for that half.
+        None means that there are none. A kernel that takes any activation asks for them by
+        ``opfuse.triton.functions_of(op)``, and declines where there are none.
         """
         return None
 

@@ -1,0 +1,48 @@
+"""Configurations: with what tile sizes, warps and stages a kernel is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is compiled, as data.
+
+    ``config["BLOCK"]`` is one of its constants. ``Config(**config.to_dict())`` equals ``config``.
+
+    Attributes:
+        constants: Tile sizes, and whatever other ``tl.constexpr`` arguments it decides, by name.
+        num_warps: Warps per program.
+        num_stages: Depth of the software pipeline; None: Triton's default for the GPU.
+        options: What else Triton's compiler takes: ``num_ctas``, ``maxnreg``, ``waves_per_eu``, ...
+    """
+
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        of_maps = (frozenset(given.items()) for given in (self.constants, self.options))
+        # a launch looks it up
+        object.__setattr__(self, "_hash", hash((*of_maps, self.num_warps, self.num_stages)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.constants[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as what JSON can hold, if its constants are."""
+        return asdict(self)
+
+    def compiler_options(self) -> dict[str, Any]:
+        """The keyword arguments for Triton that are not arguments of the kernel."""
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        # Triton 3.9 warns where nobody says whether a product and a sum may become one operation
+        fusing = {"enable_fp_fusion": True}
+        return {**fusing, "num_warps": self.num_warps, **stages, **self.options}

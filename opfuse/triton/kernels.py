@@ -1,0 +1,128 @@
+"""Kernels: one Triton function, with what it is compiled with and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from .configs import Config
+from .launcher import Launcher, on_device
+from .launches import Launch, facts_of, recorded
+from .targets import Target, current_target
+
+MOST_CANDIDATES = 8
+"""Configurations of one kernel that are worth measuring: each is compiled first."""
+
+Grid = tuple[int, ...] | Callable[[Config], tuple[int, ...]]
+Configs = Sequence[Config] | Callable[[Target, Mapping[str, Any]], Sequence[Config]]
+
+
+class Kernel:
+    """A kernel that can be launched, recorded and tuned.
+
+    Everything that a plugin launches goes through one: then the checks see every launch.
+
+    Args:
+        fn: A function under ``@triton.jit``. Its tensors and numbers come first, its
+            ``tl.constexpr`` parameters last.
+        configs: At most 8 configurations, the first of which is used; or a function of the target
+            and of the facts (:attr:`Launch.facts`) that gives them, the best first. Such a
+            function looks into a small table, and knows a rule for what is not in it.
+
+    Raises:
+        ValueError: ``fn`` has a parameter named ``grid`` or ``config``.
+    """
+
+    def __init__(self, fn: Any, configs: Configs) -> None:
+        if taken := {"grid", "config"} & set(fn.arg_names):
+            raise ValueError(
+                f"{fn.__name__} has a parameter {taken.pop()!r}, which means something else in "
+                "Kernel.launch: rename it"
+            )
+        self.fn = fn
+        self.name: str = fn.__name__
+        self._configs = configs
+        self._interpreted = not isinstance(fn, triton.JITFunction)
+        self._launcher = Launcher(fn)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name})"
+
+    def pick(self, target: Target, facts: Mapping[str, Any]) -> Config:
+        """The configuration for a launch that gives none.
+
+        Args:
+            target: What is compiled for.
+            facts: See :attr:`Launch.facts`.
+
+        Raises:
+            ValueError: There is none, or there are more than 8.
+        """
+        return self._all(target, facts)[0]
+
+    def candidates(self, target: Target, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What may be handed to :meth:`launch` as ``config``, the best guess first, for JSON.
+
+        Args:
+            target: What is compiled for.
+            facts: See :attr:`Launch.facts`.
+
+        Raises:
+            ValueError: There is none, or there are more than 8.
+        """
+        return [config.to_dict() for config in self._all(target, facts)]
+
+    def _all(self, target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
+        given = self._configs
+        found = given(target, facts) if callable(given) else given
+        if not 0 < len(found) <= MOST_CANDIDATES:
+            raise ValueError(
+                f"{self.name} has {len(found)} configurations, and 1 to {MOST_CANDIDATES} are "
+                f"possible: {target}, {dict(facts)}"
+            )
+        return found
+
+    def launch(
+        self,
+        grid: Grid,
+        *args: Any,
+        config: Config | Mapping[str, Any] | None = None,
+        **constants: Any,
+    ) -> None:
+        """Launch the kernel on the device of its tensors, on the current stream.
+
+        Args:
+            grid: How many programs run, in one to three dimensions, or a function of the
+                configuration that gives it.
+            *args: Tensors and numbers, in the order of the kernel's parameters.
+            config: The configuration, or one of :meth:`candidates`; None: :meth:`pick`.
+            **constants: ``tl.constexpr`` arguments that the configuration does not have.
+        """
+        if config is not None and not isinstance(config, Config):
+            config = Config(**config)
+        if self._interpreted or not self._launcher.launch(grid, args, config, constants):
+            self._launch(grid, args, config, constants)
+
+    def _launch(
+        self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
+    ) -> None:
+        """Launch what was not launched before, or what is recorded or interpreted."""
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        target = current_target(first.device)
+        picked = config
+        if picked is None:
+            picked = self.pick(target, facts_of(self.fn.arg_names, args, constants))
+        size = grid(picked) if callable(grid) else grid
+        if (launches := recorded.get()) is not None:
+            launches.append(Launch(self, args, constants, picked, size, target))
+        elif self._interpreted:
+            self.fn[size](*args, **constants, **picked.constants)
+        elif not self._launcher.launch(grid, args, config, constants, picked):
+            with on_device(first.get_device()):
+                compiled = self.fn[size](
+                    *args, **constants, **picked.constants, **picked.compiler_options()
+                )
+            self._launcher.keep(args, config, constants, picked, compiled)
