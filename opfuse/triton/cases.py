@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -51,6 +51,13 @@ class KernelCase:
         small: Shapes that the interpreter can run, with rows and columns beside those of tiles.
         floor: Called as ``floor(**shape)``: the bytes that the fusion has to move. None: the sum
             of its full operands.
+        gemms: Names of the kernels that are matrix products: they have to use the GPU's matrix
+            instructions.
+        separate: The same with PyTorch's operations, one after the other, called like ``run``. Each
+            counts as reading its operands and writing its result. Or it gives their bytes, as a
+            number, where PyTorch's operations on a GPU are others than on the meta device.
+        peers: The same by other packages' kernels, by the name of the package, called like
+            ``run``. One that raises ImportError is reported as not installed.
     """
 
     name: str
@@ -59,6 +66,9 @@ class KernelCase:
     shapes: Sequence[Mapping[str, int]]
     small: Sequence[Mapping[str, int]]
     floor: Callable[..., int] | None = None
+    gemms: Sequence[str] = ()
+    separate: Callable[..., Any] | None = None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def inputs(
         self, shape: Mapping[str, int], device: torch.device | str = "meta"

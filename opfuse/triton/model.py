@@ -1,0 +1,63 @@
+"""A model of a launch's time, from what its programs do. It has not been measured on a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .resources import programs_at_once
+from .targets import Target
+
+LATENCY = 0.8e-6
+"""Seconds from a load to its data when memory is busy; the same for every target here."""
+
+REGISTERS = 256 * 1024
+"""Bytes of registers of a multiprocessor: what is loaded has to fit."""
+
+
+class LaunchWork(NamedTuple):
+    """What a launch does.
+
+    Attributes:
+        programs: How many programs run.
+        warps: Warps per program.
+        dram: Bytes that have to come from memory or go there.
+        average: Bytes that a program moves on average.
+        longest: Bytes that the program moves that moves most.
+        in_flight: Bytes that a program loads before it has to wait.
+        flops: Floating-point operations of matrix products.
+    """
+
+    programs: int
+    warps: int
+    dram: float
+    average: float
+    longest: float
+    in_flight: float
+    flops: float
+
+
+def launch_seconds(target: Target, work: LaunchWork) -> float:
+    """A modelled time: the longest of three.
+
+    By Little's law, bytes per second are the bytes in flight, over all programs that run at once,
+    divided by the latency, at most the bandwidth. The three are: all bytes at that rate; the
+    programs that one place of a multiprocessor runs in turn, each at the rate of its own bytes in
+    flight; and the matrix products at the peak. Registers and shared memory are not known
+    here, so as many programs run at once as there are warps for. Starting a kernel takes no time.
+
+    Args:
+        target: The target.
+        work: What the launch does.
+
+    Returns:
+        Seconds.
+    """
+    at_once = max(programs_at_once(target, work.warps), 1)
+    places = target.multiprocessors * at_once
+    in_flight = min(work.in_flight, REGISTERS / at_once)
+    rate = target.bandwidth
+    chain = 0.0
+    if in_flight:
+        rate = min(rate, min(work.programs, places) * in_flight / LATENCY)
+        chain = -(-work.programs // places) * work.longest * LATENCY / in_flight
+    return max(work.dram / rate, chain, work.flops / target.flops)
