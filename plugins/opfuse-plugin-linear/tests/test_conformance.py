@@ -2,8 +2,18 @@
 
 import opfuse_linear.fused
 import pytest
+import torch
 
 from opfuse.testing import FusionSuite
+from opfuse.testing.machine import is_interpreting
+
+TRITON = (
+    "linear+bias+activation",
+    "parallel linear+activation",
+    "linear+bias+add",
+    "linear+scale+add",
+)
+"""The forward fusions that a Triton product can stand for."""
 
 
 class TestConformance(FusionSuite):
@@ -17,3 +27,27 @@ class TestConformance(FusionSuite):
             and request.node.callspec.params.get("fusion_check") != "refusals"
         ):
             monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+
+    @pytest.fixture(autouse=True)
+    def _interpreted_in_large_tiles(self, monkeypatch, request):
+        """In the interpreter only what launches kernels, with few programs that do much."""
+        if not is_interpreting():
+            yield
+            return
+        params = getattr(getattr(request.node, "callspec", None), "params", {})
+        subject = params.get("subject")
+        if "plugin_check" in params or (
+            subject and (subject.passes != "forward" or subject.name not in TRITON)
+        ):
+            pytest.skip("it launches no kernel")
+        from opfuse_linear import tiles
+
+        from opfuse.triton import Config
+
+        large = {"BLOCK_M": 128, "BLOCK_N": 512, "BLOCK_K": 512, "GROUP": 8}
+        configs = Config({**large, "PARTS": 2, "SPECIALIZE": False}), Config(large)
+        monkeypatch.setattr(tiles, "_fitting", lambda rows, *_: [configs[0 if rows[0][-1] else 1]])
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True  # fp32 by tiles too; the interpreter is exact
+        yield
+        torch.backends.cuda.matmul.allow_tf32 = before

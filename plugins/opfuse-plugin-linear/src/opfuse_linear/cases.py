@@ -88,7 +88,10 @@ def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     return F.silu(gate) * linear
 
 
-_MLP = [{"rows": 8192, "depth": 1024, "features": 4096}, {"rows": 512, "depth": 768, "features": 3072}]
+_MLP = [
+    {"rows": 8192, "depth": 1024, "features": 4096},
+    {"rows": 512, "depth": 768, "features": 3072},
+]
 _GATED = [{"rows": 8192, "depth": 4096, "features": 14336}]
 _DOWN = [{"rows": 8192, "depth": 4096, "features": 1024}]
 _ODD = [{"rows": 1000, "depth": 129, "features": 771}]

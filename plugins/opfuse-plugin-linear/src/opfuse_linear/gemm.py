@@ -54,12 +54,20 @@ def _activate(gate, up, numbers, VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr
 
 
 @triton.jit
+def _half(tile, INDEX: tl.constexpr):
+    """The left or the right half of the columns of a tile."""
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()[INDEX]
+
+
+@triton.jit
 def _part(tile, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """Columns of a tile: all of them, or the left or the right half."""
+    """One of 1, 2 or 4 parts of the columns of a tile."""
     if COUNT == 1:
         part = tile
+    elif COUNT == 2:
+        part = _half(tile, INDEX)
     else:
-        part = tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()[INDEX]
+        part = _half(_half(tile, INDEX // 2), INDEX % 2)
     return part
 
 
@@ -149,7 +157,9 @@ def gemm_by_tiles(
                 if hidden is not None:
                     of_hidden.store([row, start], gate)
                 if up is not None:
-                    other = _plus_bias(_part(up_product, i, PARTS), up_bias, feature, features, dtype)
+                    other = _plus_bias(
+                        _part(up_product, i, PARTS), up_bias, feature, features, dtype
+                    )
                     other = other.to(dtype)
                     if up_hidden is not None:
                         of_up_hidden.store([row, start], other)

@@ -58,7 +58,13 @@ class Product:
             biases = (None, None) if bias is None else bias.chunk(2)
         numbers, keep = act.numbers_of(), ctx.requires_grad and ctx.input_requires_grad
         y, hidden = multiply(
-            x, weights, biases, functions, functions.numbers(numbers), keep=keep, config=self._config
+            x,
+            weights,
+            biases,
+            functions,
+            functions.numbers(numbers),
+            keep=keep,
+            config=self._config,
         )
         if ctx.requires_grad:
             act.operand(ctx, y if hidden is None else hidden)
@@ -70,9 +76,7 @@ class Product:
         """``addend + scale * (x @ weight.T + bias)``, or None, as :meth:`activated`."""
         if not takes(x, (weight,), (bias,), addend):
             return None
-        return multiply(
-            x, (weight,), (bias,), addend=addend, scale=scale, config=self._config
-        )[0]
+        return multiply(x, (weight,), (bias,), addend=addend, scale=scale, config=self._config)[0]
 
 
 def takes(

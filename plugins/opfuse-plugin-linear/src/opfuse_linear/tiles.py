@@ -17,19 +17,18 @@ Row = tuple[int, int, int, int, int, int, bool, int]
 # Of a gated product, BLOCK_N is that of each of its two products. Large tiles come first.
 _BY_TILES: Mapping[tuple[int, bool], Sequence[Row]] = {
     (90, False): (
+        (128, 256, 128, 8, 8, 4, False, 4),
+        (128, 256, 128, 8, 4, 3, True, 4),
         (128, 256, 128, 8, 8, 4, False, 2),
-        (128, 256, 128, 8, 4, 3, True, 2),
+        (128, 256, 128, 1, 8, 4, False, 4),
         (128, 256, 128, 8, 8, 3, False, 1),
-        (128, 256, 128, 1, 8, 4, False, 2),
-        (128, 256, 128, 8, 8, 3, False, 2),
-        (256, 128, 128, 8, 8, 4, False, 2),
+        (256, 128, 128, 8, 8, 4, False, 4),
         (128, 128, 128, 8, 8, 4, False, 1),
         (64, 128, 128, 8, 4, 4, False, 1),
     ),
     (90, True): (
         (128, 128, 128, 8, 8, 4, False, 2),
         (128, 128, 128, 8, 4, 3, True, 2),
-        (128, 128, 128, 8, 8, 3, False, 1),
         (128, 128, 128, 1, 8, 4, False, 2),
         (128, 128, 128, 8, 8, 3, False, 2),
         (128, 64, 128, 8, 8, 4, False, 1),
@@ -49,7 +48,7 @@ _BY_TILES: Mapping[tuple[int, bool], Sequence[Row]] = {
         (128, 128, 128, 8, 8, 3, False, 2),
         (128, 128, 128, 1, 8, 3, True, 2),
         (128, 64, 128, 8, 8, 4, True, 1),
-        (128, 64, 128, 8, 4, 4, False, 1),
+        (128, 64, 128, 8, 8, 4, False, 1),
     ),
 }
 _BY_POINTERS: Mapping[tuple[str, bool], Sequence[Row]] = {
@@ -59,13 +58,13 @@ _BY_POINTERS: Mapping[tuple[str, bool], Sequence[Row]] = {
         (128, 256, 128, 8, 8, 3, False, 0),
         (128, 128, 128, 1, 8, 3, False, 0),
         (64, 128, 64, 8, 4, 4, False, 0),
-        (64, 64, 128, 8, 4, 4, False, 0),
+        (64, 64, 64, 8, 4, 4, False, 0),
     ),
     ("cuda", True): (
-        (128, 64, 64, 8, 4, 4, False, 0),
+        (128, 64, 64, 8, 8, 4, False, 0),
         (128, 64, 128, 8, 8, 3, False, 0),
         (128, 64, 128, 1, 8, 3, False, 0),
-        (64, 64, 64, 8, 4, 4, False, 0),
+        (64, 64, 64, 8, 8, 4, False, 0),
     ),
     ("hip", False): (
         (128, 128, 128, 8, 8, 2, False, 0),
@@ -113,16 +112,23 @@ def _fitting(rows: Sequence[Row], target: Target, facts: Mapping[str, Any]) -> S
 def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     """Whether what a program needs of shared memory and registers is there."""
     height, width, depth, _, warps, stages, specialize, parts = row
-    operands = 2 if _is_gated(facts) else 1
+    gated = _is_gated(facts)
+    operands = 2 if gated else 1
     held = stages - 1 if target.backend == "hip" else stages  # one stage is in registers
     shared = held * (height + operands * width) * depth
     if parts:
         stored = height * width // parts * facts["x"].itemsize
         shared += stored * (2 if specialize and facts.get("addend") is not None else 1) + _EXTRA
-    stores = facts.get("hidden") is not None
-    # of the warps that store the epilogue, each thread has 168 registers
-    narrow = specialize and stores and (facts["x"].itemsize == 4 or (_is_gated(facts) and warps == 4))
-    return shared <= target.shared_memory and not narrow
+    fp32, stores = facts["x"].itemsize == 4, facts.get("hidden") is not None
+    if not parts:  # each thread holds so many products
+        crowded = fp32 and (operands * height * width > 2048 * warps or (gated and depth > 64))
+    elif not stores:
+        crowded = False
+    elif specialize:  # the threads that store have 168 registers each
+        crowded = fp32 or (gated and warps == 4)
+    else:  # on sm_90 the product is in registers, and GELU with erf takes many
+        crowded = int(target.arch) < 100 and not gated and parts < 4 and height * width > 128 * 128
+    return shared <= target.shared_memory and not crowded
 
 
 def _tiles(row: Row, facts: Mapping[str, Any]) -> int:
