@@ -273,3 +273,23 @@ def demo(session: nox.Session) -> None:
     install(session, f"{ROOT}[examples]", *PLUGINS.values())
     session.chdir(ROOT)
     session.run("python", str(ROOT / "examples" / "train_lm.py"), *session.posargs)
+
+
+@nox.session(venv_params=ALONE)
+def check_all(session: nox.Session) -> None:
+    """Compile every configuration of every kernel for every GPU, and write the report.
+
+    It takes minutes, so the plugins' tests compile one configuration of each.
+    """
+    install(session, ROOT, *PLUGINS.values())
+    report = ROOT / "benchmarks" / "results" / "kernels.json"
+    session.run("python", "-m", "opfuse.triton", "check", "--all", "--report", str(report))
+
+
+@nox.session(venv_params=ALONE)
+def gpu(session: nox.Session) -> None:
+    """The plugins' tests in the tier that needs a GPU, every plugin by itself."""
+    for folder in PLUGINS.values():
+        session.log(f"{folder.name}")
+        install(session, ROOT, folder)
+        pytest(session, folder / "tests", "-k", "gpu")

@@ -198,10 +198,13 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 @main.command(name="tune", short_help="Measure which fusions are right and fast for a model here.")
 @click.argument("target", metavar="MODULE:OBJECT")
 @click.option("--no-grad", is_flag=True, help="For inference: under torch.no_grad().")
+@click.option("--compiled", is_flag=True, help="For torch.compile: measure each fusion there.")
 @click.option("--check", is_flag=True, help="Exit with status 1 if a fusion is wrong.")
 @click.option("--details", is_flag=True, help="A line about every candidate.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
-def tune_command(target: str, no_grad: bool, check: bool, details: bool, as_json: bool) -> None:
+def tune_command(
+    target: str, no_grad: bool, compiled: bool, check: bool, details: bool, as_json: bool
+) -> None:
     """Measure on this machine which fusions are right and not slower for a model.
 
     What is found is written into the table of this device, and every plan goes by it from then on.
@@ -213,9 +216,9 @@ def tune_command(target: str, no_grad: bool, check: bool, details: bool, as_json
     """
     with _quiet_stdout():
         model, *inputs = _load(target)
-        with _told(f"{target}: {type(model).__name__} raised"), torch.set_grad_enabled(not no_grad):
+        with _told(f"{target}:"), torch.set_grad_enabled(not no_grad):
             with _progress() as progress:
-                report = tune(model, *inputs, progress=progress)
+                report = tune(model, *inputs, compiled=compiled, progress=progress)
     text = report.details if details else str(report)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)
     if check and report.wrong:

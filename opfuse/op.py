@@ -480,7 +480,7 @@ class FusedOperation(FusibleOperation):
         return ()
 
     def planned(self, env: Environment) -> None:
-        """Called once, when a plan takes this op, with where it will run and the options.
+        """Called once, when a plan takes this op, with what its fusion's ``when`` was given.
 
         If it raises, such as for an option's value, there is a warning, and the fusion is not used.
         """

@@ -11,10 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fakes import OneByOne
+from tuned import Prescribed
 
 import opfuse
-from opfuse import Fusion, cli, plugins, settings
+from opfuse import Fusion, cli, plugins, settings, tables
 from opfuse.ops import GELU
+from opfuse.tables import Measurement
 
 
 class Pair(OneByOne):
@@ -263,6 +265,47 @@ def test_an_error_of_the_model_is_one_line(no_plugins, models):
     assert f"{models}:broken() raised KeyError" in result.stderr
 
 
+# tune
+
+
+def test_tune(register, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
+    register(forward_fusions=[pair("good"), pair("bad")])
+    wrong = Measurement(0, 0, 0, wrong="differs from the separate ops")
+    with Prescribed(good=1.5, bad=wrong):
+        told = call("tune", f"{models}:build")
+        assert told.exit_code == 0 and "noise" in told.stderr and "noise" not in told.stdout
+        assert told.stdout.startswith("2 runs; 1 fusion refused as wrong; 1 fusion no slower than")
+        assert "good" not in told.stdout
+        assert "good" in call("tune", f"{models}:build", "--details").stdout
+        checked = call("tune", f"{models}:build", "--check")
+        assert (checked.exit_code, checked.stdout) == (1, told.stdout)
+        found = json.loads(call("tune", f"{models}:build", "--json").stdout)
+        assert [row["fusion"] for row in found["results"]] == ["good", "bad"]
+        call("tune", f"{models}:build", "--no-grad")
+        call("tune", f"{models}:build", "--compiled")
+    rows = json.loads(next((tmp_path / "tables").iterdir()).read_text())["entries"]
+    kinds = [(row["subject"]["grads"][0], row["subject"]["mode"][2]) for row in rows]
+    assert sorted(set(kinds)) == [(False, False), (True, False), (True, True)]
+    with Prescribed(1.0):
+        assert call("tune", f"{models}:build", "--check").exit_code == 0
+    tables.reload()
+
+
+def test_tune_refuses_a_file_that_is_no_table(register, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    register(forward_fusions=[pair()])
+    path = tables.path_for(torch.device("cpu"))
+    path.write_text("{")
+    with pytest.warns(opfuse.TuningWarning):
+        result = call("tune", f"{models}:build")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(
+        f"Error: {models}:build: ValueError: {path} is"
+    )
+    tables.reload()
+
+
 # The command itself
 
 
@@ -270,9 +313,9 @@ def test_help_and_version():
     for arguments in ((), ("--help",)):
         result = call(*arguments)
         assert result.exit_code == 0
-        assert {"plugins", "explain", "new"} <= set(result.stdout.split())
+        assert {"plugins", "explain", "tune", "new"} <= set(result.stdout.split())
     assert call("--version").stdout == f"opfuse {opfuse.__version__}\n"
-    for command in ("plugins", "explain", "new"):
+    for command in ("plugins", "explain", "tune", "new"):
         assert call(command, "--help").exit_code == 0
     assert call("unknown").exit_code == 2
 

@@ -21,7 +21,7 @@ import opfuse
 from opfuse import Fusion, ops, tables
 from opfuse.ops import GELU, Identity, ReLU, SiLU
 from opfuse.tables import Measurement
-from opfuse.tuning import timing
+from opfuse.tuning import timing, trial
 from opfuse.tuning.timing import compare, interval
 
 CPU = torch.device("cpu")
@@ -90,6 +90,22 @@ class WrongGradient(Slow):
     def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
         dx, *others = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
         return 1.04 * dx, *others
+
+
+class Traceable(opfuse.FusedOperation):
+    """Its ops one by one, in what torch.compile can trace."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+class WrongTraced(Traceable):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return 1.04 * y, extras
 
 
 class Raising(Slow):
@@ -313,6 +329,52 @@ def test_the_faster_configuration_is_found_and_told(register, quick):
     assert planned == [{"pause": 0.0}] and taken(model, x) == ["Either"]
 
 
+def test_ops_that_do_not_run_by_themselves_are_no_fault_of_a_fusion(register, quick, folder):
+    class Twice(Identity):
+        """Runs once more and then never again."""
+
+        runs = 1
+
+        def op_forward(self, ctx, input_):
+            Twice.runs -= 1
+            if Twice.runs < 0:
+                raise RuntimeError("its weights were given back")
+            return input_ * 1.0
+
+    register(forward_fusions=[Fusion([Twice], named("Pair"))])
+    model, x = opfuse.Sequential(Twice()), tensor()
+    report = opfuse.tune(model, x)
+    assert not report.results and "its weights were given back" in str(report)
+    assert report.to_dict()["unmeasured"] == list(report.unmeasured)
+    assert content(folder)[1]["entries"] == [], "nothing is known of the fusion"
+
+
+def test_what_an_op_writes_in_place_is_a_copy(register, quick):
+    register(forward_fusions=[Fusion([GELU, ops.AddExtraInput], named("Added"))])
+    model = opfuse.Sequential(GELU(), ops.AddExtraInput(in_place=True))
+    x, extra = torch.randn(4, 8), torch.randn(4, 8)
+    before, expected = extra.clone(), torch.nn.functional.gelu(x, approximate="tanh") + extra
+    report = opfuse.tune(model, x, extra)
+    assert [result.found.wrong for result in report.results] == [""]
+    torch.testing.assert_close(extra, expected)  # written by the one call of the model
+    assert not torch.equal(extra, before)
+
+
+def test_hooks_integers_and_rows_of_groups(register, quick):
+    register(
+        forward_fusions=[
+            Fusion([ops.GroupedLinear], named("Grouped")),
+            Fusion([GELU], named("Alone")),
+        ]
+    )
+    grouped, act = ops.GroupedLinear(2, 8, 8), GELU()
+    act.register_forward_hook(lambda *args: None)
+    model = opfuse.Sequential(grouped, act, GELU())
+    report = opfuse.tune(model, torch.randn(6, 8), torch.tensor([2, 4]))
+    assert sorted(result.fusion for result in report.results) == ["Alone", "Grouped"]
+    assert not report.wrong, str(report)
+
+
 # Memory for time
 
 
@@ -466,6 +528,31 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
     torch._dynamo.reset()
     torch.compile(model, backend="eager", fullgraph=True)(x)
     assert pairs[-2:] == [(False, 1.5), (True, None)]
+    with Prescribed(Pair=1.25):
+        opfuse.tune(torch.compile(model, backend="eager"), x, compiled=True)
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert pairs[-1] == (True, 1.25)
+    model(x)
+    assert pairs[-1] == (False, 1.5)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_under_torch_compile(register, quick, monkeypatch, grad):
+    monkeypatch.setattr(trial, "BACKEND", "aot_eager")
+    linear_gelu = [ops.BasicLinear, ops.Bias, GELU]
+    register(
+        forward_fusions=[Fusion(linear_gelu, Traceable), Fusion([GELU, SiLU], WrongTraced)],
+        backward_fusions=[Fusion(linear_gelu, Traceable, name="Back")],
+    )
+    model = opfuse.Sequential(ops.Linear(8, 8), GELU(), SiLU())
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        report = opfuse.tune(model, torch.randn(16, 8), compiled=True)
+    names = ["Back", "Traceable", "WrongTraced"]
+    assert sorted(result.fusion for result in report.results) == (names if grad else names[1:])
+    assert [result.fusion for result in report.wrong] == ["WrongTraced"], report.details
+    assert "differs from the separate ops" in report.wrong[0].found.wrong
 
 
 def test_a_table_that_changes_makes_new_plans_and_compiled_code(register):
@@ -683,3 +770,22 @@ def test_each_fused_step_has_a_range_in_the_profiler(register):
         "Pair of opfuse-plugin-test, forward: GELU + SiLU",
         "Back of opfuse-plugin-test, backward: GELU + SiLU",
     } <= names
+
+
+def test_a_fused_op_is_told_what_its_condition_was_told(register):
+    told = []
+
+    class Told(OneByOne):
+        calls: ClassVar = []
+
+        def planned(self, env):
+            told.append(env)
+
+    fusion = Fusion(
+        [ops.BasicLinear], Told, lambda ops, env: told.append(env) or True, needs_rows=True
+    )
+    register(forward_fusions=[fusion])
+    opfuse.Sequential(GELU(), ops.Linear(8, 4))(torch.randn(5, 8))
+    asked, again, planned = told
+    assert (asked.rows, again.rows, planned.rows) == (None, 4, 4) and planned == again
+    assert planned.features == 8 and planned.param_shapes == (((4, 8),),)

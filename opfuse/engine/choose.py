@@ -265,7 +265,7 @@ class _Finder:
         ops, asked = step.matched, "condition"
         try:
             answer, env = self._condition(fusion, step)
-            asked = "benefit"
+            asked, step.env = "benefit", env
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
             return source.warn(f"its {asked} raised {type(error).__name__}: {error}")

@@ -137,7 +137,7 @@ class OperationFuser:
             training.append(self._owner.training)
         tensors = self._tensors(input, extra_inputs)
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
-        watched = current.recorder is not None or profiler._is_profiler_enabled
+        watched = (current.recorder is not None) | profiler._is_profiler_enabled
         if not program.is_plain or basic_op_kwargs or watched:
             special = _never_traced(self._run_special) if program.advances else self._run_special
             return special(program, input, tensors, extra_inputs, basic_op_kwargs)

@@ -148,11 +148,7 @@ def _build(
         choice = choose(chain.ops, sources, env, measurements, kwargs=kwargs, excluded=excluded)
         built: list[Step] = []
         for step in choice.taken:
-            given = env
-            if step.measured is not None:
-                speed, configuration = step.measured.speed, step.measured.configuration
-                given = env._replace(measured=speed, configuration=configuration)
-            fused = build_step(step, given)
+            fused = build_step(step, step.env or env)
             if fused is None:
                 excluded |= {(step.source, step.begin, step.end)}
                 break

@@ -24,6 +24,7 @@ class Step:
         start, stop: Which basic ops: none for a cast, which has the edge as both.
         benefit: How many reads and writes of tensors the fusion saves.
         measured: What was measured of it on this machine, or None.
+        env: What its fusion was told about where it would run; None: nothing but what all are told.
         op: The basic op, or the fused op; None while it is not built.
         run: The bound method that a loop calls.
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
@@ -45,6 +46,7 @@ class Step:
     matched: tuple[BasicOperation, ...]
     benefit: float = 0.0
     measured: Any = None
+    env: Any = None
     op: Any = None
     run: Callable[..., Any] = NotImplemented
     direct: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,20 @@ def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names)
     """
     measurements = dataclasses.replace(program.measurements, table=NO_TABLE, assumed=True)
     return find_candidates(program.chain.ops, sources, program.env, measurements, kwargs)
+
+
+def as_compiled(program: Program) -> Program:
+    """A program as it would be while ``torch.compile`` traces, to measure candidates there."""
+    twin = copy.copy(program)
+    unknown: dict[str, Any] = {
+        "rows": None,
+        "features": None,
+        "contiguous": None,
+        "row_alignment": 1,
+    }
+    twin.env = program.env._replace(compiling=True, **unknown)
+    twin.measurements = dataclasses.replace(program.measurements, env=twin.env)
+    return twin
 
 
 def extent(step: Step) -> range:
@@ -106,7 +121,8 @@ def _moved(step: Step, start: int, chain: Chain, edges: Edges, env: Environment)
     view = edges.view(chain.ops, "joint" if not step.casts else step.passes)
     placed = zip(view.ops, view.places, strict=True)
     moved.matched = tuple(op for op, place in placed if moved.begin <= place < moved.end)
-    fused = build_step(moved, env)
+    told = step.env or env
+    fused = build_step(moved, told._replace(configuration=env.configuration))
     if fused is None:
         raise RuntimeError("it cannot be built, see the warning")
     return dataclasses.replace(moved, op=fused)

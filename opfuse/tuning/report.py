@@ -50,10 +50,13 @@ class TuningReport:
     Attributes:
         results: In the order in which they were measured.
         path: The file that was written; None: there are no tables.
+        unmeasured: What could not be measured, and why, since the separate ops do not run by
+            themselves.
     """
 
     results: Sequence[Result]
     path: Path | None
+    unmeasured: Sequence[str] = ()
 
     @property
     def wrong(self) -> list[Result]:
@@ -66,7 +69,7 @@ class TuningReport:
         return [r for r in self.results if r.refusal and not r.found.wrong]
 
     def __str__(self) -> str:
-        if not self.results:
+        if not self.results and not self.unmeasured:
             return "Nothing to measure: no fusion of any plugin fits a chain of this model."
         parts = [f"{len(self.results)} runs"]
         if self.slower:
@@ -79,8 +82,8 @@ class TuningReport:
             best = max(result.found.speed for result in used)
             parts.append(f"{_fusions(used)} no slower than the separate ops, best {best:.2f}x")
         lines = wrap("; ".join(parts) + ".", "")
-        for result in self.wrong:
-            lines += wrap(str(result), "  ", "    ")
+        for text in (*map(str, self.wrong), *(f"not measured: {why}" for why in self.unmeasured)):
+            lines += wrap(text, "  ", "    ")
         lines += [
             f"Written to {self.path}." if self.path else "Not written: OPFUSE_TUNING is empty."
         ]
@@ -100,7 +103,8 @@ class TuningReport:
             dataclasses.asdict(result) | {"shape": result.shape._asdict()}
             for result in self.results
         ]
-        return {"results": rows, "path": self.path and str(self.path)}
+        path = self.path and str(self.path)
+        return {"results": rows, "path": path, "unmeasured": list(self.unmeasured)}
 
 
 def _fusions(results: Sequence[Result]) -> str:

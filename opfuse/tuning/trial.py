@@ -23,6 +23,7 @@ from .parts import extent, part_program
 from .timing import Timing, compare
 
 MOST_CONFIGURATIONS = 8
+BACKEND = "inductor"
 _DIFFERS = "differs from the separate ops"
 
 
@@ -122,7 +123,11 @@ class Trial:
 
         Returns:
             What was found; if it is wrong, or raises, that alone.
+
+        Raises:
+            Exception: What the separate ops raise here.
         """
+        self._seeded(self._separate)
         try:
             fused, configuration = self._fastest()
             wrong = self._difference(fused)
@@ -143,7 +148,7 @@ class Trial:
         )
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
-        offered = list(fused.op.configurations(plain.env))[:MOST_CONFIGURATIONS]
+        offered = list(fused.op.configurations(fused.env or plain.env))[:MOST_CONFIGURATIONS]
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
         speed = 1.0
         for configuration in offered:
@@ -163,10 +168,13 @@ class Trial:
         return self._separate.env.device
 
     def _timed(self, program: Program) -> Callable[[], object]:
-        """What is timed: the pass, or the passes, that the fusion is for."""
-        if self._step.passes == "forward" or not program.requires_grad:
+        """What is timed: the pass, or the passes, that the fusion is for.
+
+        ``torch.compile`` divides the work of both passes anew, so there it is always both.
+        """
+        if not program.requires_grad or (self._step.passes == "forward" and not program.compiling):
             return lambda: _forward(program, self._leaves, self._kwargs)
-        if self._step.passes == "joint":
+        if self._step.passes == "joint" or program.compiling:
             return lambda: self._run(program, self._leaves)
         outputs = _forward(program, self._leaves, self._kwargs)
         return lambda: self._gradients(outputs, self._leaves)
@@ -254,9 +262,11 @@ class Trial:
         chosen = [y for y in outputs if y.requires_grad]
         if not wanted or not chosen:
             return []
+        # what is compiled may give its buffers away
+        again = not self._separate.compiling
         weights = [self._weight(tuple(y.shape)).to(y.dtype) for y in chosen]
         return list(
-            torch.autograd.grad(chosen, wanted, weights, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(chosen, wanted, weights, retain_graph=again, allow_unused=True)
         )
 
     @functools.cache  # noqa: B019  (a trial is short-lived)
@@ -279,13 +289,29 @@ def _same(run: Run, other: Run) -> bool:
 
 
 def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:
-    """The outputs of a program."""
+    """The outputs of a program; what is written in place is a copy."""
     x, *tensors = leaves
+    if program.writes_extras:
+        count = program.num_params
+        tensors = [*tensors[:count], *[extra.clone() for extra in tensors[count:]]]
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
     with torch.autocast(program.autocast_device, enabled=False):
-        if program.requires_grad:
-            result = Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            result = run_forward(None, program, kwargs, x, *tensors)
+        result = _function(program)(kwargs, x, *tensors)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _function(program: Program) -> Callable[..., Any]:
+    """What runs a program, compiled if it is for that; kept on the program."""
+    function: Any = vars(program).get("_function")
+    if function is None:
+
+        def function(kwargs: Any, x: Tensor, *tensors: Tensor) -> Any:
+            if program.requires_grad:
+                return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+            return run_forward(None, program, kwargs, x, *tensors)
+
+        if program.compiling:
+            function = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        vars(program)["_function"] = function
+    return function  # type: ignore[no-any-return]

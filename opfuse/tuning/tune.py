@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..engine.step import Step
 from ..overrides import op_class
 from ..plugins import manager
 from ..settings import Recorder, current
-from .parts import candidates
+from .parts import as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
 
@@ -25,7 +26,11 @@ Progress = Callable[[int, int, str], None]
 
 
 def tune(
-    model: Callable[..., Any], *inputs: Any, progress: Progress | None = None, **kwargs: Any
+    model: Callable[..., Any],
+    *inputs: Any,
+    compiled: bool = False,
+    progress: Progress | None = None,
+    **kwargs: Any,
 ) -> TuningReport:
     """Measure on this machine which fusions are right and not slower for a model.
 
@@ -42,6 +47,8 @@ def tune(
     Args:
         model: A module, or any callable that calls some.
         *inputs: Its inputs.
+        compiled: Measure each fusion under ``torch.compile``, for plans that are made there; that
+            takes seconds for each. Entries of eager calls count for eager calls only.
         progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
         **kwargs: Its keyword arguments.
 
@@ -57,30 +64,40 @@ def tune(
         raise RuntimeError(
             "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
         )
-    recorder = _Candidates()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        with recorder, options(fusion_limit=0):  # a fusion that is wrong is not to disturb it
-            model(*inputs, **kwargs)
-        found = recorder.found
+        found = _found(model, inputs, kwargs, compiled)
         paths = {job.device: tables.path_for(job.device) for job in found}
-        for path in paths.values():
-            if path is not None:
-                tables.read_rows(
-                    path
-                )  # refuses a file that is no table before anything is measured
+        for existing in filter(None, paths.values()):
+            tables.read_rows(existing)  # refuses a file that is no table before it measures
         for number, job in enumerate(found):
             if progress is not None:
                 progress(number, len(found), job.step.source.name)
             job.measure()
         if progress is not None:
             progress(len(found), len(found), "")
+    return _written(found, paths)
+
+
+def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
+    """Write what was measured into the tables, and report it."""
+    measured = [job for job in found if job.measured]
     for device, path in paths.items():
         if path is not None:
-            tables.add(path, [job.row() for job in found if job.device == device])
+            tables.add(path, [job.row() for job in measured if job.device == device])
     tables.reload()
-    written = next(iter(paths.values()), None)
-    return TuningReport([job.result() for job in found], written)
+    unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
+    first = next(iter(paths.values()), None)
+    return TuningReport([job.result() for job in measured], first, tuple(unmeasured))
+
+
+def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> list[_Job]:
+    """What there is to measure in a call of a model."""
+    recorder = _Candidates(compiled)
+    # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+    with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
+        model(*inputs, **kwargs)
+    return recorder.found
 
 
 @dataclasses.dataclass
@@ -90,14 +107,19 @@ class _Job:
     call: Call
     step: Step
     measured: Any = None
+    unmeasured: str = ""
 
     @property
     def device(self) -> torch.device:
         return self.call.program.env.device
 
     def measure(self) -> None:
-        trial = Trial(self.call, self.step)
-        self.measured = trial.shape, trial.measure()
+        try:
+            trial = Trial(self.call, self.step)
+            self.measured = trial.shape, trial.measure()
+        except Exception as error:  # not of the fusion: nothing is known of that
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.unmeasured = f"{self.step.source.name}: its ops alone raise {text}"
 
     def row(self) -> dict[str, Any]:
         shape, found = self.measured
@@ -120,16 +142,18 @@ class _Job:
 class _Candidates(Recorder):
     """Collects every candidate of the calls in its scope, those alike once."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool) -> None:
         self.found: list[_Job] = []
+        self._compiled = compiled
         self._seen: set[Any] = set()
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the candidates, and the call if there are new ones."""
         super().record(fuser, program, given)
-        if program.double_backward or program.compiling:
+        if program.double_backward:
             return
         x, tensors, kwargs = given
+        program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
         call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
         sources = manager.sources(current.selection)

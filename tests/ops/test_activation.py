@@ -537,6 +537,14 @@ NUMBERS = [
 ]
 
 
+def test_numbers_of_a_gated_activation_are_its_own():
+    class Scaled(ops.GatedActivation):
+        slope = 0.5
+        value, derivative = ops.SiLU.value, ops.SiLU.derivative
+
+    assert Scaled().numbers_of() == (("slope", 0.5),)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(("build", "numbers"), NUMBERS)
 def test_a_backward_uses_the_numbers_of_its_forward(build, numbers, alone):
