@@ -16,6 +16,16 @@ TRITON = (
 """The forward fusions that a Triton product can stand for."""
 
 
+def as_large_as_the_matrices(rows, target, facts):
+    """A configuration for the interpreter: few programs, no larger than what they multiply."""
+    from opfuse.triton import Config
+
+    sizes = ("BLOCK_M", "rows", 128), ("BLOCK_N", "features", 512), ("BLOCK_K", "depth", 512)
+    tile = {name: min(max(16, 1 << (facts[of] - 1).bit_length()), most) for name, of, most in sizes}
+    by_tiles = {"PARTS": 2, "SPECIALIZE": False} if rows[0][-1] else {}
+    return [Config({**tile, "GROUP": 8, **by_tiles})]
+
+
 class TestConformance(FusionSuite):
     plugin = "linear"
 
@@ -42,11 +52,7 @@ class TestConformance(FusionSuite):
             pytest.skip("it launches no kernel")
         from opfuse_linear import tiles
 
-        from opfuse.triton import Config
-
-        large = {"BLOCK_M": 128, "BLOCK_N": 512, "BLOCK_K": 512, "GROUP": 8}
-        configs = Config({**large, "PARTS": 2, "SPECIALIZE": False}), Config(large)
-        monkeypatch.setattr(tiles, "_fitting", lambda rows, *_: [configs[0 if rows[0][-1] else 1]])
+        monkeypatch.setattr(tiles, "_fitting", as_large_as_the_matrices)
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True  # fp32 by tiles too; the interpreter is exact
         yield

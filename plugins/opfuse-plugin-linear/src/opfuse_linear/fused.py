@@ -81,12 +81,12 @@ class _WithEpilogue(_Products):
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
-        return choice.configurations(self.basic_ops, env) or super().configurations(env)
+        return choice.configurations(list(self.basic_ops), env) or super().configurations(env)
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        self._product = choice.product(self.basic_ops, env)
+        self._product = choice.product(list(self.basic_ops), env)
 
 
 class ForwardLinear(_Products):
@@ -215,12 +215,11 @@ class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         parallel, act = basic_op_ctxs
         _, operand, forward_value, _, no_extras = self._parts
-        operands = self.basic_ops[0].operands(parallel, input_)  # type: ignore[attr-defined]
+        op: Any = self.basic_ops[0]
+        operands = op.operands(parallel, input_)
         y = None if self._product is None else self._product.activated(act, *operands)
         if y is None:
-            y = forward_value(
-                operand(act, _side_by_side(self.basic_ops[0], operands, self._onednn))
-            )
+            y = forward_value(operand(act, _side_by_side(op, operands, self._onednn)))
         if parallel.may_recompute and act.input_requires_grad:
             parallel.recomputable_output = y
         return y, no_extras

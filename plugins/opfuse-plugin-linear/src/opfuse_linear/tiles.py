@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import triton
+
 from opfuse.triton import Config, Target
+
+CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""Whether Triton's compiler divides the work of these kernels among warps; earlier ones fail."""
 
 _EXTRA = 2048
 """Bytes of shared memory for barriers and the like."""
@@ -120,6 +125,8 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
         stored = height * width // parts * facts["x"].itemsize
         shared += stored * (2 if specialize and facts.get("addend") is not None else 1) + _EXTRA
     fp32, stores = facts["x"].itemsize == 4, facts.get("hidden") is not None
+    if specialize and not CAN_SPECIALIZE:
+        return False
     if not parts:  # each thread holds so many products
         crowded = fp32 and (operands * height * width > 2048 * warps or (gated and depth > 64))
     elif not stores:
