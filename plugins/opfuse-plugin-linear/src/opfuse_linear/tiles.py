@@ -9,8 +9,8 @@ import triton
 
 from opfuse.triton import Config, Target
 
-CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-"""Whether Triton's compiler divides the work of these kernels among warps; earlier ones fail."""
+CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Whether Triton's compiler can divide the work of these kernels among warps; that of 3.6 fails."""
 
 _EXTRA = 2048
 """Bytes of shared memory for barriers and the like."""
