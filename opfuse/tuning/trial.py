@@ -149,10 +149,9 @@ class Trial:
         )
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
-        offered = list(fused.op.configurations(fused.env or plain.env))[:MOST_CONFIGURATIONS]
+        offered, speed = list(fused.op.configurations(fused.env or plain.env)), 1.0
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
-        speed = 1.0
-        for configuration in offered:
+        for configuration in offered[:MOST_CONFIGURATIONS]:
             program = make(configuration=dict(configuration))
             with contextlib.suppress(Exception):  # this GPU has no room for it, say
                 if not self._difference(program):
