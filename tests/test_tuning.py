@@ -329,6 +329,35 @@ def test_the_faster_configuration_is_found_and_told(register, quick):
     assert planned == [{"pause": 0.0}] and taken(model, x) == ["Either"]
 
 
+def test_a_configuration_that_raises_is_left_out(register, quick):
+    class Either(OneByOne):
+        calls: ClassVar = []
+
+        def configurations(self, env):
+            return [{"room": False}, {"room": True}]
+
+        def planned(self, env):
+            self.room = (env.configuration or {"room": None})["room"]
+
+        def fuser_forward(self, *args, **kwargs):
+            if self.room is False:
+                raise RuntimeError("out of shared memory")
+            spin(0.0 if self.room else 0.004)
+            return args[1], [()]
+
+    class Sleeping(Identity):
+        def op_forward(self, ctx, input_):
+            spin(0.001)
+            return input_
+
+    register(forward_fusions=[Fusion([Sleeping], Either)])
+    report = opfuse.tune(opfuse.Sequential(Sleeping()), tensor())
+    assert (report.results[0].found.wrong, report.results[0].found.configuration) == (
+        "",
+        {"room": True},
+    )
+
+
 def test_ops_that_do_not_run_by_themselves_are_no_fault_of_a_fusion(register, quick, folder):
     class Twice(Identity):
         """Runs once more and then never again."""

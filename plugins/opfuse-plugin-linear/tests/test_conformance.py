@@ -2,8 +2,28 @@
 
 import opfuse_linear.fused
 import pytest
+import torch
 
 from opfuse.testing import FusionSuite
+from opfuse.testing.machine import is_interpreting
+
+TRITON = (
+    "linear+bias+activation",
+    "parallel linear+activation",
+    "linear+bias+add",
+    "linear+scale+add",
+)
+"""The forward fusions that a Triton product can stand for."""
+
+
+def as_large_as_the_matrices(rows, target, facts):
+    """A configuration for the interpreter: few programs, no larger than what they multiply."""
+    from opfuse.triton import Config
+
+    sizes = ("BLOCK_M", "rows", 128), ("BLOCK_N", "features", 512), ("BLOCK_K", "depth", 512)
+    tile = {name: min(max(16, 1 << (facts[of] - 1).bit_length()), most) for name, of, most in sizes}
+    by_tiles = {"PARTS": 2, "SPECIALIZE": False} if rows[0][-1] else {}
+    return [Config({**tile, "GROUP": 8, **by_tiles})]
 
 
 class TestConformance(FusionSuite):
@@ -17,3 +37,23 @@ class TestConformance(FusionSuite):
             and request.node.callspec.params.get("fusion_check") != "refusals"
         ):
             monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+
+    @pytest.fixture(autouse=True)
+    def _interpreted_in_large_tiles(self, monkeypatch, request):
+        """In the interpreter only what launches kernels, with few programs that do much."""
+        if not is_interpreting():
+            yield
+            return
+        params = getattr(getattr(request.node, "callspec", None), "params", {})
+        subject = params.get("subject")
+        if "plugin_check" in params or (
+            subject and (subject.passes != "forward" or subject.name not in TRITON)
+        ):
+            pytest.skip("it launches no kernel")
+        from opfuse_linear import tiles
+
+        monkeypatch.setattr(tiles, "_fitting", as_large_as_the_matrices)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True  # fp32 by tiles too; the interpreter is exact
+        yield
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -11,11 +11,17 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuse.testing import tolerance
+from opfuse.testing.machine import is_interpreting
 
 ROWS, IN, OUT = 1024, 32, 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # the warning is torch's own, of mkldnn.flags
-pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+    pytest.mark.skipif(
+        is_interpreting(), reason="TRITON_INTERPRET is set: these are of PyTorch's libraries"
+    ),
+]
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
 )

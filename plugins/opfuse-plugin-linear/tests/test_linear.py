@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops
 from opfuse.testing import CubicActivation, recipes, tolerance
+from opfuse.testing.machine import is_interpreting
 
+pytestmark = pytest.mark.skipif(
+    is_interpreting(), reason="TRITON_INTERPRET is set, so that Triton products are in the plans"
+)
 PLUGIN = "opfuse-plugin-linear"
 IN, OUT = 8, 12
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -29,7 +29,7 @@ from opfuse.ops import (
     SiLU,
 )
 
-from . import kernels
+from . import choice, kernels
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
@@ -71,7 +71,22 @@ class _Products(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self._onednn = env.configuration["onednn"] if env.configuration else None
+        self._onednn = env.configuration.get("onednn") if env.configuration else None
+
+
+class _WithEpilogue(_Products):
+    """Products with something in their epilogue, which Triton can compute as well."""
+
+    _product: Any = None
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`opfuse.FusedOperation.configurations`."""
+        return choice.configurations(list(self.basic_ops), env) or super().configurations(env)
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        self._product = choice.product(list(self.basic_ops), env)
 
 
 class ForwardLinear(_Products):
@@ -111,7 +126,7 @@ class ForwardLinearBias(_Products):
         return kernels.linear(x, weight, bias, self._onednn), ((), ())
 
 
-class ForwardLinearBiasActivation(_Products):
+class ForwardLinearBiasActivation(_WithEpilogue):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
 
     With the option ``linear.recompute`` the output is computed again in the backward, if the next
@@ -135,7 +150,7 @@ class ForwardLinearBiasActivation(_Products):
             self.notes = f"its output is kept, since {name} does not declare itself deterministic"
         self._small, self._linear = kernels.for_small(env)
         # one kernel is faster on a GPU, however small
-        if self.recomputes or env.device.type != "cpu":
+        if self.recomputes or env.device.type != "cpu" or self._product is not None:
             self._small = 0
 
     def fuser_forward(
@@ -155,11 +170,13 @@ class ForwardLinearBiasActivation(_Products):
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
             return forward_value(operand(act, self._linear(x, weight, bias))), no_extras
-        if epilogue is not None and not act.requires_grad:
+        y = None
+        if self._product is not None:
+            y = self._product.activated(act, x, (weight,), (bias,))
+        elif epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
-            if y is not None:
-                return y, no_extras
-        y = forward_value(operand(act, kernels.linear(x, weight, bias, self._onednn)))
+        if y is None:
+            y = forward_value(operand(act, kernels.linear(x, weight, bias, self._onednn)))
         if basic_op_ctxs[0].may_recompute and act.input_requires_grad:
             basic_op_ctxs[0].recomputable_output = y
         return y, no_extras
@@ -185,7 +202,8 @@ class ForwardParallelLinear(_Products):
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        return _side_by_side(self._parallel, basic_op_ctxs[0], input_, self._onednn), ((),)
+        operands = self._parallel.operands(basic_op_ctxs[0], input_)
+        return _side_by_side(self._parallel, operands, self._onednn), ((),)
 
 
 class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
@@ -197,21 +215,22 @@ class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         parallel, act = basic_op_ctxs
         _, operand, forward_value, _, no_extras = self._parts
-        y = forward_value(
-            operand(act, _side_by_side(self.basic_ops[0], parallel, input_, self._onednn))
-        )
+        op: Any = self.basic_ops[0]
+        operands = op.operands(parallel, input_)
+        y = None if self._product is None else self._product.activated(act, *operands)
+        if y is None:
+            y = forward_value(operand(act, _side_by_side(op, operands, self._onednn)))
         if parallel.may_recompute and act.input_requires_grad:
             parallel.recomputable_output = y
         return y, no_extras
 
 
-def _side_by_side(op: Any, ctx: OperationContext, input_: Tensor, onednn: bool | None) -> Tensor:
-    operands = op.operands(ctx, input_)
+def _side_by_side(op: Any, operands: Any, onednn: bool | None) -> Tensor:
     y = kernels.linears(*operands, onednn)
     return op.product(*operands) if y is None else y
 
 
-class ForwardLinearAdd(_Products):
+class ForwardLinearAdd(_WithEpilogue):
     """Linear [+ bias] or linear + scale, and the extra input added."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -224,6 +243,8 @@ class ForwardLinearAdd(_Products):
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
         self._small, self._linear = kernels.for_small(env)
+        if self._product is not None:
+            self._small = 0
 
     def fuser_forward(
         self,
@@ -252,6 +273,10 @@ class ForwardLinearAdd(_Products):
             return extra.detach().add_(
                 kernels.linear(x, weight, bias, self._onednn), alpha=scale
             ), no_extras
+        if self._product is not None:
+            y = self._product.added(x, weight, bias, extra, scale)
+            if y is not None:
+                return y, no_extras
         if extra.dtype is not x.dtype or type(extra) not in kernels.PLAIN:
             return torch.add(
                 extra, kernels.linear(x, weight, bias, self._onednn), alpha=scale
@@ -420,6 +445,13 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
     )
 
 
+def _activation_fits(ops: Any, env: Environment) -> bool | str:
+    """Of a forward: whether a Triton product takes the activation, or a library's does."""
+    refused = choice.refusal(ops, env)
+    apart = _with_activation(ops, env) if refused else True
+    return apart if apart is True or env.device.type == "cpu" else f"{apart}; {refused}"
+
+
 def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
     if adds_nothing(env):
         return (
@@ -471,14 +503,14 @@ FORWARD = [
     Fusion(
         (BasicLinear, Optional(Bias), _ACT),
         ForwardLinearBiasActivation,
-        _with_activation,
+        _activation_fits,
         name="linear+bias+activation",
     ),
     Fusion((ParallelLinear,), ForwardParallelLinear, _alone_pays, name="parallel linear"),
     Fusion(
         (ParallelLinear, _ACT),
         ForwardParallelLinearActivation,
-        _with_activation,
+        _activation_fits,
         name="parallel linear+activation",
     ),
     Fusion((BasicLinear, Optional(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),

@@ -1,0 +1,125 @@
+"""What ``python -m opfuse.triton`` checks: the Triton products at the sizes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opfuse.ops import GELU, SwiGLU
+from opfuse.triton import KernelCase, Operand, functions_of
+
+from .products import BY_POINTERS, BY_TILES, multiply
+
+BF16 = torch.bfloat16
+_GELU, _SWIGLU = functions_of(GELU()), functions_of(SwiGLU())
+_GEMMS = BY_TILES.name, BY_POINTERS.name
+
+
+def _operands(
+    rows: int, depth: int, features: int, weights: int = 1, **others: Operand
+) -> dict[str, Operand]:
+    names = ("weight", "up")[:weights]
+    return {
+        "x": Operand((rows, depth), BF16),
+        **{name: Operand((features, depth), BF16) for name in names},
+        "bias": Operand((features,), BF16, "vector"),
+        **others,
+        "y": Operand((rows, features), BF16, output=True),
+    }
+
+
+def _inference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return multiply(x, (weight,), (bias,), _GELU)[0]
+
+
+def _training(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return multiply(x, (weight,), (bias,), _GELU, keep=True)
+
+
+def _training_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
+    found = _operands(rows, depth, features)
+    return {**found, "hidden": Operand((rows, features), BF16, output=True)}
+
+
+def _training_apart(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = F.linear(x, weight, bias)
+    return F.gelu(hidden, approximate="tanh"), hidden
+
+
+def _residual(x: Tensor, weight: Tensor, bias: Tensor, addend: Tensor) -> Tensor:
+    return multiply(x, (weight,), (bias,), addend=addend)[0]
+
+
+def _scaled(x: Tensor, weight: Tensor, bias: Tensor, addend: Tensor) -> Tensor:
+    return multiply(x, (weight,), (bias,), addend=addend, scale=0.5)[0]
+
+
+def _residual_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
+    return _operands(rows, depth, features, addend=Operand((rows, features), BF16))
+
+
+def _gated(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    return multiply(x, (weight, up), (bias, bias), _SWIGLU)[0]
+
+
+def _gated_training(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Any:
+    return multiply(x, (weight, up), (bias, bias), _SWIGLU, keep=True)
+
+
+def _gated_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
+    return _operands(rows, depth, features, 2)
+
+
+def _gated_training_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
+    found = _gated_operands(rows, depth, features)
+    return {**found, "hidden": Operand((rows, 2 * features), BF16, output=True)}
+
+
+def _halves(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, weight, bias), F.linear(x, up, bias)
+
+
+def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    gate, linear = _halves(x, weight, up, bias)
+    return F.silu(gate) * linear
+
+
+_MLP = [
+    {"rows": 8192, "depth": 1024, "features": 4096},
+    {"rows": 512, "depth": 768, "features": 3072},
+]
+_GATED = [{"rows": 8192, "depth": 4096, "features": 14336}]
+_DOWN = [{"rows": 8192, "depth": 4096, "features": 1024}]
+_ODD = [{"rows": 1000, "depth": 129, "features": 771}]
+_SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, "features": 31}]
+
+CASES = [
+    KernelCase(
+        "linear + GELU", _inference, _operands, _MLP + _ODD, _SMALL, gemms=_GEMMS,
+        separate=lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+    ),
+    KernelCase(
+        "linear + GELU, kept", _training, _training_operands, _MLP + _ODD, _SMALL, gemms=_GEMMS,
+        separate=_training_apart,
+    ),
+    KernelCase(
+        "linear + add", _residual, _residual_operands, _DOWN + _ODD, _SMALL, gemms=_GEMMS,
+        separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) + addend,
+    ),
+    KernelCase(
+        "linear + scale + add", _scaled, _residual_operands, _DOWN, _SMALL[:1], gemms=_GEMMS,
+        separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) * 0.5 + addend,
+    ),
+    KernelCase(
+        "gate and up + SwiGLU", _gated, _gated_operands, _GATED + _ODD, _SMALL, gemms=_GEMMS,
+        separate=_gated_apart,
+    ),
+    KernelCase(
+        "gate and up + SwiGLU, kept", _gated_training, _gated_training_operands, _GATED + _ODD,
+        _SMALL, gemms=_GEMMS,
+    ),
+]  # fmt: skip

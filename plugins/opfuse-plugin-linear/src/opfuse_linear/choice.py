@@ -1,0 +1,106 @@
+"""Where a Triton product stands for a library's. Triton is imported only where it can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opfuse import Environment
+from opfuse.ops import ParallelLinear
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+"""What the kernels compute in."""
+
+MIN_CAPABILITY = 8, 0
+
+MANY_ROWS = 8192
+"""Rows for which configurations are ordered."""
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels in Python, on a CPU, to test them."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
+    """Why no Triton product stands for these ops, as a sentence; empty: one does.
+
+    Args:
+        ops: Linear or linears side by side, then a bias or not, then what is in the epilogue.
+        env: The environment.
+        measured: Whether it also has to be the fastest that was measured on this GPU.
+    """
+    if said := _cannot_run(env) or _does_not_compute(ops):
+        return said
+    if env.device.type == "cpu" or not measured or env.measured == math.inf:
+        return ""
+    if env.measured is None:
+        return "a Triton product is used on a GPU only where opfuse tune measured it"
+    return "" if found(env) else "opfuse tune found no Triton product faster than the library's"
+
+
+def found(env: Environment) -> Mapping[str, Any] | None:
+    """The configuration that ``opfuse tune`` found the fastest; None: it is the library."""
+    given = env.configuration
+    return given if given is not None and "constants" in given else None
+
+
+def _cannot_run(env: Environment) -> str:
+    if env.compiling:
+        return "under torch.compile no Triton product was measured"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
+    if env.dtype not in DTYPES:
+        return f"a Triton product takes no {str(env.dtype)[6:]}"
+    if env.device.type != "cuda" and not (env.device.type == "cpu" and is_interpreting()):
+        return "a Triton product needs a GPU"
+    if env.capability is not None and env.capability < MIN_CAPABILITY:
+        return "a Triton product needs a GPU of compute capability 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return "a Triton product needs Triton, which is not installed"
+    return ""
+
+
+def _does_not_compute(ops: Sequence[Any]) -> str:
+    from opfuse.triton import functions_of
+
+    linear, last = ops[0], ops[-1]
+    gated = getattr(last, "gated", None)
+    if gated is not None and functions_of(last) is None:
+        return f"{type(last).__name__} has no device functions for a Triton product"
+    if gated and last.glu_interleave_size is not None:
+        return "a Triton product takes the halves of a gated activation one after the other"
+    if gated and linear.out_features % 2:
+        return "the features do not split into two halves"
+    if isinstance(linear, ParallelLinear) and not (
+        gated and len(linear.sizes) == 2 and linear.sizes[0] == linear.sizes[1]
+    ):
+        return "of linears side by side a Triton product takes a gate and what it multiplies"
+    return ""
+
+
+def product(ops: Sequence[Any], env: Environment) -> Any:
+    """The :class:`opfuse_linear.products.Product` for these ops; None: the library has it."""
+    on_gpu = env.device.type != "cpu"
+    if refusal(ops, env, measured=False) or (on_gpu and found(env) is None):
+        return None
+    from .products import Product
+
+    return Product(ops[-1], found(env))
+
+
+def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:
+    """The configurations of the Triton product on a GPU; the library is what there is without."""
+    if env.device.type == "cpu" or refusal(ops, env, measured=False):
+        return ()
+    from . import products
+
+    linear, gated = ops[0], getattr(ops[-1], "gated", False)
+    features = linear.out_features // (2 if gated else 1)
+    sizes = MANY_ROWS, features, linear.in_features
+    return products.configurations(env.device, env.dtype, sizes, gated=gated)
