@@ -1,0 +1,17 @@
+"""What every fusion must hold, checked by opfuse on cases that it makes from the patterns."""
+
+import pytest
+
+import opfuse
+from opfuse.testing import FusionSuite
+from opfuse.testing.machine import is_interpreting
+
+
+class TestConformance(FusionSuite):
+    plugin = "activation"
+
+    @pytest.fixture(autouse=True)
+    def _twins(self):
+        """The twins on a CPU, the kernels where they are interpreted or there is a GPU."""
+        with opfuse.options(**{"activation.twins": not is_interpreting()}):
+            yield
