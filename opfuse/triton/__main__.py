@@ -6,13 +6,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
 
 from .cases import KernelCase
-from .checking import check, verify_report, write_report
+from .checking import check, refusal_sentences, verify_report, write_report
 from .ledger import SAMPLE, Moved, count_separate, count_small, estimate
 from .recorded import case_lists, load_cases
 from .tables import check_table, small_table, target_table
@@ -51,13 +53,13 @@ def check_command(
     _in_process(interpreting=False)
     if verify is not None:
         refusals = _told(lambda: verify_report(verify, plugin))
-        click.echo("\n".join(refusals) or f"{verify} is of these sources, and refuses nothing")
+        click.echo(_refused(refusals) or f"{verify} is of these sources, and refuses nothing")
     else:
         rows = _told(lambda: check(plugin, candidates=candidates))
         for line in check_table(rows):
             click.echo(line)
-        refusals = [f"refused: {sentence}" for row in rows for sentence in row.refusals]
-        click.echo("\n".join(refusals) or f"{len(rows)} compiled kernels, nothing is refused")
+        refusals = refusal_sentences(map(asdict, rows))
+        click.echo(_refused(refusals) or f"{len(rows)} compiled kernels, nothing is refused")
         if report is not None:
             write_report(report, plugin, rows)
     sys.exit(1 if refusals else 0)
@@ -106,6 +108,12 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
         counted: dict[Any, Any] = {}
         entries = [estimate(case, shape, target, counted=counted) for target in targets]
         yield from target_table(case, shape, entries, SAMPLE)
+
+
+def _refused(sentences: list[str]) -> str:
+    return "\n".join(
+        textwrap.fill(f"refused: {one}", 98, subsequent_indent="  ") for one in sentences
+    )
 
 
 def _told(ask: Callable[[], _Answer]) -> _Answer:

@@ -50,7 +50,7 @@ class CheckedLaunch:
         resources: What the kernel takes, None if it does not compile.
         occupancy: The share of a multiprocessor's warps that its programs can fill.
         widths: The narrowest access in bytes to each full-size operand.
-        refusals: One sentence for each thing that is wrong.
+        refusals: What is wrong, each as a sentence whose subject is the kernel.
     """
 
     plugin: str
@@ -126,12 +126,12 @@ def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
         {name: _as_text(value) for name, value in launch.constants.items()},
         launch.config.to_dict(), None, 0.0, {}, (),
     )  # fmt: skip
-    about = f"{row.case} at {row.shape}: {row.kernel} for {row.target}"
     try:
         compiled = launch.compile()
     except Exception as error:  # whatever Triton, LLVM or ptxas says
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return replace(row, refusals=(f"{about} does not compile: {said}",))
+        said = (str(error).strip() or type(error).__name__).splitlines()
+        where = f"{said[0]} " if len(said) > 1 else ""  # the source is between
+        return replace(row, refusals=(f"does not compile: {where}{said[-1]}",))
     resources = read_resources(compiled)
     full = _full_parameters(run, launch)
     accesses = find_accesses(compiled.asm["llir"], _pointers(launch))
@@ -145,7 +145,7 @@ def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
         resources=resources,
         occupancy=occupancy(launch.target, resources),
         widths=_narrowest(accesses, full),
-        refusals=tuple(f"{about} {sentence}" for sentence in refusals),
+        refusals=tuple(refusals),
     )
 
 
@@ -230,6 +230,23 @@ def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def refusal_sentences(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is refused, as whole sentences. One that holds for several targets is one sentence.
+
+    Args:
+        rows: Launches as mappings, as ``dataclasses.asdict`` or a report has them.
+    """
+    targets: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for refusal in row["refusals"]:
+            subject = f"{row['case']} at {row['shape']}: {row['kernel']}"
+            targets.setdefault((subject, refusal), []).append(row["target"])
+    return [
+        f"{subject} for {', '.join(dict.fromkeys(names))} {refusal}"
+        for (subject, refusal), names in targets.items()
+    ]
+
+
 def write_report(path: pathlib.Path, plugin: str | None, rows: Sequence[CheckedLaunch]) -> None:
     """Write what was compiled, and the hash of the sources that it was compiled from, as JSON."""
     sources = {name: hash_sources(where) for name, where in case_lists(plugin).items()}
@@ -245,7 +262,7 @@ def verify_report(path: pathlib.Path, plugin: str | None) -> list[str]:
         plugin: As for :func:`check`.
 
     Returns:
-        A sentence for each plugin that the report is not of, and for each refusal in it.
+        A sentence for each plugin whose sources it is not of, and for what it refuses.
     """
     report = json.loads(path.read_text(encoding="utf-8"))
     lists = case_lists(plugin)
@@ -254,5 +271,4 @@ def verify_report(path: pathlib.Path, plugin: str | None) -> list[str]:
         for name, where in lists.items()
         if report["sources"].get(name) != hash_sources(where)
     ]
-    rows = [row for row in report["launches"] if row["plugin"] in lists]
-    return stale + [sentence for row in rows for sentence in row["refusals"]]
+    return stale + refusal_sentences(row for row in report["launches"] if row["plugin"] in lists)

@@ -28,10 +28,12 @@ class ProgramCount:
     """What one program does.
 
     Attributes:
-        read: Bytes read, by tensor (:func:`storage_of`). An address that one access names several
-            times counts once, one that a later access names again counts again.
+        read: Bytes read, by tensor (:func:`opfuse.triton.recorded.storage_of`). An address that one
+            access names several times counts once, one that a later access names again counts
+            again. What is read through an address that was itself read does not count.
         written: Bytes written, likewise. An atomic operation reads and writes.
-        again: How often the program moves each byte that it touches of a tensor, on average.
+        again: How often the program reads each byte that it reads of a tensor, on average, or
+            writes each that it writes: the larger.
         flops: Floating-point operations of its matrix products, two per multiplication.
         in_flight: The most bytes that it loads before it has to wait: between two stores or
             products.
@@ -110,7 +112,7 @@ class _Recorder:
     def __init__(self, launches: list[LaunchCount], sample: int | None) -> None:
         self.launches, self.sample = launches, sample
         self.memory: list[tuple[int, int, int]] = []
-        self.touched: dict[tuple[int, int], Any] = {}
+        self.touched: dict[tuple[str, int, int], Any] = {}
         self.waiting = 0
         self.program = ProgramCount()
 
@@ -130,21 +132,22 @@ class _Recorder:
         places: Any = range(count)
         if self.sample is not None and count > self.sample:
             places = np.linspace(0, count - 1, self.sample).round().astype(int)
-        x, y, z = np.unravel_index(places, whole)
-        return list(zip(x.tolist(), y.tolist(), z.tolist(), strict=True))
+        x, y, z = np.unravel_index(np.array(places, dtype=int), whole) if count else ((),) * 3
+        return list(zip(map(int, x), map(int, y), map(int, z), strict=True))
 
     def begin_program(self) -> None:
         self.end_program()
-        self.program, self.touched, self.waiting = ProgramCount(), {}, 0
+        self.program, self.waiting = ProgramCount(), 0
         self.launches[-1].programs.append(self.program)
 
     def end_program(self) -> None:
-        touched: Counter[int] = Counter()
-        for (key, width), seen in self.touched.items():
-            touched[key] += int(np.count_nonzero(seen)) * width
-        for key, size in touched.items():
-            moved = self.program.read[key] + self.program.written[key]
-            self.program.again[key] = moved / size
+        touched: Counter[tuple[str, int]] = Counter()
+        for (kind, key, width), seen in self.touched.items():
+            touched[kind, key] += int(np.count_nonzero(seen)) * width
+        for (kind, key), size in touched.items():
+            ratio = getattr(self.program, kind)[key] / size
+            self.program.again[key] = max(self.program.again.get(key, 0), ratio)
+        self.touched = {}
 
     def access(self, kind: str, pointers: Any, mask: Any) -> None:
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -156,18 +159,19 @@ class _Recorder:
             inside = addresses[(addresses >= start) & (addresses < end)]
             if inside.size:
                 getattr(self.program, kind)[key] += inside.size * width
-                self._touch(key, inside - start, width, end - start)
+                self._touch((kind, key, width), inside - start, end - start)
         if kind == "read":
             self.waiting += addresses.size * width
             self.program.in_flight = max(self.program.in_flight, self.waiting)
         else:
             self.waiting = 0
 
-    def _touch(self, key: int, places: Any, width: int, size: int) -> None:
+    def _touch(self, what: tuple[str, int, int], places: Any, size: int) -> None:
         """Remember which elements were touched; of the array, only touched pages are allocated."""
-        if (key, width) not in self.touched:
-            self.touched[key, width] = np.zeros(size // width + 1, dtype=bool)
-        self.touched[key, width][places // np.uint64(width)] = True
+        width = what[-1]
+        if what not in self.touched:
+            self.touched[what] = np.zeros(size // width + 1, dtype=bool)
+        self.touched[what][places // np.uint64(width)] = True
 
     def product(self, a: Any, b: Any) -> None:
         *batch, rows, depth = a.data.shape

@@ -47,6 +47,8 @@ class Kernel:
         self._configs = configs
         self._interpreted = not isinstance(fn, triton.JITFunction)
         self._launcher = Launcher(fn)
+        # an attribute of its own: each look-up counts
+        self._launch_again = self._launcher.launch
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -103,7 +105,7 @@ class Kernel:
         """
         if config is not None and not isinstance(config, Config):
             config = Config(**config)
-        if self._interpreted or not self._launcher.launch(grid, args, config, constants):
+        if not self._launch_again(grid, args, config, constants):
             self._launch(grid, args, config, constants)
 
     def _launch(

@@ -222,13 +222,14 @@ def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
 def _disturbed(fn: Any) -> bool:
     """Whether somebody watches Triton launch, or changes how it compiles."""
     runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        # a chain of hooks, which is empty at first, or a function
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or fn.pre_run_hooks
-        or runtime.debug
-        or triton.knobs.compilation.instrumentation_mode
-        or runtime.add_stages_inspection_hook
-    )
+    try:
+        return bool(
+            runtime.launch_enter_hook.calls
+            or runtime.launch_exit_hook.calls
+            or runtime.debug
+            or runtime.add_stages_inspection_hook
+            or triton.knobs.compilation.instrumentation_mode
+            or fn.pre_run_hooks
+        )
+    except AttributeError:  # a function in place of Triton's chain of hooks
+        return True

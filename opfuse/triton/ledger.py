@@ -58,7 +58,7 @@ class LaunchEntry:
         programs: How many programs run.
         longest: The bytes of the program that moves most, over the average program's.
         moved: What all programs move.
-        again: How often a program moves a byte of a full-size operand, at most.
+        again: How often a program reads or writes a byte of a full-size operand, at most.
         flops: Floating-point operations of matrix products.
         seconds: The modelled time, see :func:`opfuse.triton.model.launch_seconds`.
     """
@@ -176,7 +176,7 @@ def assert_floor(case: KernelCase, full: float = 1.02, partial: float = 0.10) ->
     Args:
         case: The case.
         full: Bytes of full-size operands over the floor, at most, and how often one program may
-            move a byte of them.
+            read or write a byte of them.
         partial: Bytes of partial sums over the floor at real shapes, at most.
 
     Raises:

@@ -36,23 +36,29 @@ def check_table(rows: Sequence[CheckedLaunch]) -> Iterator[str]:
 
 
 def _by_case(rows: Sequence[CheckedLaunch]) -> list[CheckedLaunch]:
-    """The rows in their order, those of one case, shape and kernel side by side."""
+    """The rows in their order, those of one case, shape and compiled kernel side by side."""
     places: dict[Any, int] = {}
+
+    def keys(row: CheckedLaunch) -> list[Any]:
+        return [(row.plugin, row.case), row.shape, row.kernel, _heading(row)]
+
     for row in rows:
-        for key in ((row.plugin, row.case), row.shape, row.kernel):
+        for key in keys(row):
             places.setdefault(key, len(places))
-    return sorted(
-        rows,
-        key=lambda row: [places[(row.plugin, row.case)], places[row.shape], places[row.kernel]],
-    )
+    return sorted(rows, key=lambda row: [places[key] for key in keys(row)])
 
 
-def _check_lines(row: CheckedLaunch) -> Iterator[str]:
+def _heading(row: CheckedLaunch) -> str:
+    """A kernel, and what it is compiled with."""
     constants = {**row.constants, **row.config["constants"], **row.config["options"]}
     stages = row.config["num_stages"]
     settings = [" ".join(f"{name}={value}" for name, value in constants.items())]
     settings += [f"{row.config['num_warps']} warps"] + [f"{stages} stages"] * bool(stages)
-    yield f"    {row.kernel}: {', '.join(filter(None, settings))}"
+    return f"    {row.kernel}: {', '.join(filter(None, settings))}"
+
+
+def _check_lines(row: CheckedLaunch) -> Iterator[str]:
+    yield _heading(row)
     if (found := row.resources) is None:
         yield f"      {row.target:7} does not compile"
         return
