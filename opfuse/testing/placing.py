@@ -75,7 +75,8 @@ def matched(case: Case) -> tuple[BasicOperation, ...]:
 
 
 def environment(device: str, **changes: Any) -> Environment:
-    """The environment of a plain training step."""
+    """The environment of a plain training step, with the options of plugins that are in force."""
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     env = Environment(torch.device(device), capability, torch.float32, requires_grad=True)
-    return env._replace(**changes)
+    options = {name: value for name, value in current.options if "." in name}
+    return env._replace(options=options, **changes)
