@@ -110,7 +110,8 @@ class ForwardScaledActivation(_Fused):
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        (ctx,), (op, activation) = basic_op_ctxs, self._last
+        ctx: Any = basic_op_ctxs[0]
+        op, activation = self._last
         scales: Any = basic_op_extra_inputs[0][0]
         if scales.shape != input_.shape[:-1]:  # the op says what is wrong
             given["basic_op_extra_inputs"] = basic_op_extra_inputs
@@ -121,7 +122,7 @@ class ForwardScaledActivation(_Fused):
         keep = saves and dtype is not input_.dtype
         y, kept = self._run(*self._first, input_, None, scales, dtype, keep)
         if ctx.requires_grad:
-            vars(ctx).update(numbers=activation.numbers_of(), scales_requires_grad=needs_scales)
+            ctx.numbers, ctx.scales_requires_grad = activation.numbers_of(), needs_scales
             x = kept if keep else input_
             ctx.save_for_backward(x if saves else None, scales if ctx.input_requires_grad else None)
         return y, self._nothing
