@@ -17,7 +17,7 @@ _HIDDEN = {"rows": 8192, "features": 16384}
 _NARROW = {"rows": 8192, "features": 4096}
 _LLAMA = {"rows": 8192, "features": 14336}
 _EXPERTS = {"rows": 32768, "features": 768}
-_SMALL = [{"rows": 70, "features": 512}, {"rows": 130, "features": 96}]
+_SMALL = [{"rows": 19, "features": 512}, {"rows": 5, "features": 192}]
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 

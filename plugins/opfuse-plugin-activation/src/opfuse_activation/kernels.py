@@ -187,14 +187,6 @@ def _store_halves(
         tl.store(dx_ptr + start + at, db, inside)
 
 
-@triton.jit
-def _rounded(x, like_ptr, ROUNDS: tl.constexpr):
-    """``x``, rounded as PyTorch's operations in bfloat16 round what they write."""
-    if ROUNDS and like_ptr.dtype.element_ty == tl.bfloat16:
-        x = x.to(tl.bfloat16).to(tl.float32)
-    return x
-
-
 # The kernels
 
 
@@ -224,7 +216,10 @@ def activation_forward_kernel(
             x_ptr, bias_ptr, y_ptr, kept_ptr, row, in_rows, first, features,
             SIZE, WOVEN, BLOCK_COLUMNS,
         )  # fmt: skip
-        y = _rounded(VALUE(a, *numbers), y_ptr, ROUNDS) * LINEAR_VALUE(b, *numbers)
+        y = VALUE(a, *numbers)
+        if ROUNDS and y_ptr.dtype.element_ty == tl.bfloat16:
+            y = y.to(tl.bfloat16).to(tl.float32)
+        y *= LINEAR_VALUE(b, *numbers)
     if scales_ptr is not None:
         y *= tl.load(scales_ptr + row, in_rows, 0).to(tl.float32)
     inside = in_rows & in_columns
@@ -267,10 +262,11 @@ def activation_backward_kernel(
                 x_ptr, None, x_ptr, None, row, in_rows, first, features,
                 SIZE, WOVEN, BLOCK_COLUMNS,
             )  # fmt: skip
-            dx = _rounded(dy * LINEAR_VALUE(b, *numbers), x_ptr, ROUNDS)
-            dx = dx * DERIVATIVE(a, *numbers)
-            db = _rounded(VALUE(a, *numbers), x_ptr, ROUNDS)
-            db = db * (dy * LINEAR_DERIVATIVE(b, *numbers))
+            dx, db = dy * LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
+            if ROUNDS and x_ptr.dtype.element_ty == tl.bfloat16:
+                dx, db = dx.to(tl.bfloat16).to(tl.float32), db.to(tl.bfloat16).to(tl.float32)
+            dx *= DERIVATIVE(a, *numbers)
+            db *= dy * LINEAR_DERIVATIVE(b, *numbers)
             if dx_ptr is not None:
                 _store_halves(
                     dx_ptr, dx, db, row, in_rows, first, features, SIZE, WOVEN, BLOCK_COLUMNS
@@ -362,7 +358,7 @@ _TILES = {
 """Elements of the output per tile, with warps, by kernel and whether it is gated."""
 
 _WIDTHS = 512, 256
-LARGEST, TALLEST = 4096, 64
+LARGEST, TALLEST = 4096, 256
 """The elements of a tile in a strip, and the rows of any tile, at most."""
 
 
@@ -393,7 +389,7 @@ def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     columns = _columns(facts["FEATURES"], 512)
     return [
         _tile(target, max(1, elements // columns), columns, warps)
-        for elements, warps in ((1024, 4), (512, 4), (2048, 8), (2048, 4))
+        for elements, warps in ((2048, 4), (1024, 4), (4096, 8), (4096, 4))
     ]
 
 
@@ -484,6 +480,8 @@ def backward(
     if needs_sums:
         strip = strip_of(rows, features, current_target(x.device))
         strips = triton.cdiv(rows, strip)
+        if strips == 1:  # fewer steps, and maybe less than a tile: no other strip has its rows
+            strip = triton.next_power_of_2(rows)
         out = sums = x.new_empty(width)
         if strips > 1:
             sums = x.new_empty((strips, width), dtype=torch.float32)
