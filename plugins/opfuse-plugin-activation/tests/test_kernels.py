@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_activation import cases, kernels, library
+from opfuse_activation import cases, fused, kernels, library
 
 from opfuse.triton import TARGETS, recording
 
@@ -254,6 +254,32 @@ def test_sums_over_several_strips_are_the_same_each_time(monkeypatch):
         assert_close(first, true_gradient(op, dy.double(), x.double()).sum(0))
 
 
+@computes
+@pytest.mark.parametrize("name", ["GELU", "SwiGLU", "SwiGLU by 1"])
+def test_every_configuration_computes_the_same(name):
+    act = OPS[name]()
+    env = opfuse.Environment(torch.device(DEVICE), (9, 0), torch.float32, features=192)
+    x, bias, dy = drawn((300, 192), (192,), (300, 192 // act.feature_ratio))
+    (scales,) = drawn((300,))
+    numbers = act.numbers_of()
+    for fused_op, call in (
+        (fused.ForwardActivation, lambda run: run(x, bias, None, torch.float32, True)),
+        (fused.BackwardActivation, lambda run: run(numbers, dy, x, True, True, False)),
+        (fused.BackwardScaledActivation, lambda run: run(numbers, dy, x, scales, True)),
+    ):
+        found = fused_op([act]).configurations(env)
+        assert 1 < len(found) <= 8
+        results = []
+        for chosen in found[:: 2 if is_interpreting() else 1]:
+            op = fused_op([act])
+            op.planned(env._replace(configuration=chosen))
+            results.append(call(functools.partial(op._run, *op._first)))
+        assert op._first[1].to_dict() in found
+        for result in results[1:]:
+            for got, expected in zip(result, results[0], strict=True):
+                torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("features", [1, 16, 64, 200, 256, 768, 4096, 100000])
 @pytest.mark.parametrize("rows", [1, 65, 4096, 10**6])
 def test_a_strip_has_whole_tiles(rows, features):
@@ -385,8 +411,15 @@ def local_functions():
 
 @computes
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["GELU", "ClampedSwiGLU by 4", "another package's"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("GELU", torch.bfloat16),
+        ("ClampedSwiGLU by 4", torch.float32),
+        ("another package's", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_compiled(name, dtype):
     torch._dynamo.reset()
     chain, (x,) = chain_of(OPS[name]()).to(dtype), drawn((5, 16), dtype=dtype)
@@ -445,7 +478,7 @@ def test_the_operations_are_as_they_declare():
 
 
 @compiles
-@pytest.mark.parametrize("number", range(0, len(cases.CASES), 4))
+@pytest.mark.parametrize("number", range(0, len(cases.CASES), 8))
 def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
     from opfuse.triton.checking import check_case
 

@@ -26,20 +26,16 @@ def _tensors(op: Any, names: str, outputs: str) -> Callable[..., Mapping[str, Op
 
     def tensors(rows: int, features: int) -> dict[str, Operand]:
         width = features * (2 if op.gated else 1)
-        known: dict[str, Any] = {
-            "y": ((rows, features), _BF16),
-            "dy": ((rows, features), _BF16),
-            "bias": ((width,), _BF16, "vector"),
-            "dbias": ((width,), _BF16, "vector"),
-            "scales": ((rows,), _FP32, "vector"),
-            "dscales": ((rows,), _FP32, "vector"),
-        }
-        usual = (rows, width), _BF16
-        found = {name: Operand(*known.get(name, usual)) for name in names.split()}
-        return found | {
-            name: Operand(*known.get(name, (*usual, "full")), output=True)
-            for name in outputs.split()
-        }
+        vector = {name: ((width,), _BF16) for name in ("bias", "dbias")}
+        vector |= {name: ((rows,), _FP32) for name in ("scales", "dscales")}
+
+        def operand(name: str, output: bool) -> Operand:
+            if name in vector:
+                return Operand(*vector[name], "vector", output)
+            return Operand((rows, features if name in ("y", "dy") else width), _BF16, output=output)
+
+        found = {name: operand(name, False) for name in names.split()}
+        return found | {name: operand(name, True) for name in outputs.split()}
 
     return tensors
 
@@ -50,7 +46,8 @@ def _given(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 
 def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> KernelCase:
     scaled = "scales" in inputs
-    formula, keep = kernels.formula_of(op, scaled), "kept" in outputs
+    formula: Any = kernels.formula_of(op, scaled)
+    keep = "kept" in outputs
 
     def run(x: Tensor, bias: Any = None, scales: Any = None) -> tuple[Tensor, ...]:
         numbers = formula.functions.numbers(op.numbers_of())
@@ -65,7 +62,8 @@ def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Ker
 
 def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
     needs = "dx" in outputs, "dbias" in outputs
-    formula, numbers = kernels.formula_of(op), op.numbers_of()
+    formula: Any = kernels.formula_of(op)
+    numbers = op.numbers_of()
 
     def run(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         values = formula.functions.numbers(numbers)
@@ -79,7 +77,8 @@ def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
 
 
 def _scaled_backward(name: str, op: Any, *shapes: Any) -> KernelCase:
-    formula, numbers = kernels.formula_of(op, True), op.numbers_of()
+    formula: Any = kernels.formula_of(op, True)
+    numbers = op.numbers_of()
 
     def run(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         values = formula.functions.numbers(numbers)

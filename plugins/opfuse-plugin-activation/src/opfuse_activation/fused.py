@@ -20,6 +20,8 @@ class _Fused(FusedOperation):
     """What all share: which activation it is, and who computes it."""
 
     _call = ""  # of the functions in twins and library
+    _run: Any
+    _first: tuple[Any, ...]  # the arguments of that which no call changes
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -53,7 +55,8 @@ class _Fused(FusedOperation):
 
         from . import kernels
 
-        formula, target = kernels.formula_of(activation), current_target(env.device)
+        formula: Any = kernels.formula_of(activation)
+        target = current_target(env.device)
         return kernels.candidates(self._call, formula, env.features, target)
 
 

@@ -203,7 +203,7 @@ def activation_forward_kernel(
     """
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
-    row = tl.program_id(0).to(tl.int64) // tiles * BLOCK_ROWS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
     row += tl.arange(0, BLOCK_ROWS)[:, None]
     column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
     in_rows, in_columns = row < rows, column < features
@@ -241,7 +241,7 @@ def activation_backward_kernel(
     """
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
-    strip = tl.program_id(0).to(tl.int64) // tiles
+    strip = (tl.program_id(0) // tiles).to(tl.int64)
     height: tl.constexpr = STRIP if STRIP > 0 else BLOCK_ROWS
     column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
     in_columns = column < features
@@ -364,7 +364,7 @@ LARGEST, TALLEST = 4096, 256
 
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tiles of the table, 512 features wide, then 256; narrower where there are fewer."""
-    found = {}
+    found: dict[Config, None] = {}
     for width in _WIDTHS:
         columns = _columns(facts["features"], width)
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:
@@ -418,16 +418,16 @@ def strip_of(rows: int, features: int, target: Target) -> int:
     return min(max(least, int(triton.next_power_of_2(max(wanted, 1)))), LONGEST_STRIP)
 
 
-def candidates(name: str, formula: Formula, env_features: int, target: Target) -> Any:
+def candidates(name: str, formula: Formula, width: int, target: Target) -> list[dict[str, Any]]:
     """What may be the ``config`` of :func:`forward`, :func:`backward` or :func:`scaled_backward`.
 
     Args:
         name: Which of them.
         formula: What is computed.
-        env_features: How many features the input has.
+        width: How many features the input has.
         target: Where it is to run.
     """
-    features = env_features // 2 if formula.gated else env_features
+    features = width // 2 if formula.gated else width
     kernel = {"forward": FORWARD, "backward": BACKWARD}.get(name, SCALED_BACKWARD)
     facts = {"features": features, "FEATURES": features, **formula.forward}
     return kernel.candidates(target, facts)
