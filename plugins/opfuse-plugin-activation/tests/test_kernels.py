@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_activation import cases, fused, kernels, library
+from opfuse_activation import cases, formulas, fused, kernels, library
 
 from opfuse.triton import TARGETS, recording
 
@@ -124,12 +124,12 @@ def drawn(*shapes, dtype=torch.float32):
 
 
 def forward(op, x, bias, scales, dtype, keep):
-    formula = kernels.formula_of(op, scales is not None)
+    formula = formulas.formula_of(op, scales is not None)
     return library.forward(formula, None, op, x, bias, scales, dtype, keep)
 
 
 def backward(op, dy, x, *, needs_x=True, needs_sums=True, owns=False):
-    formula = kernels.formula_of(op)
+    formula = formulas.formula_of(op)
     return library.backward(formula, None, op, op.numbers_of(), dy, x, needs_x, needs_sums, owns)
 
 
@@ -286,7 +286,7 @@ def test_a_strip_has_whole_tiles(rows, features):
     for target in TARGETS.values():
         strip = kernels.strip_of(rows, features, target)
         for op in (ops.QGELU(), ops.SwiGLU()):
-            formula = kernels.formula_of(op)
+            formula = formulas.formula_of(op)
             found = kernels.candidates("backward", formula, features * op.feature_ratio, target)
             assert all(strip % one["constants"]["BLOCK_ROWS"] == 0 for one in found)
             assert 1 <= len(found) <= 8
@@ -302,7 +302,7 @@ def test_scaled(name, dtype):
     y, _ = forward(op, x, None, scales, dtype, False)
     wide = true_value(op, x.double())
     assert_close(y, wide * scales.double()[:, None])
-    formula = kernels.formula_of(op, True)
+    formula = formulas.formula_of(op, True)
     given = formula, None, op, op.numbers_of(), dy, x
     dx, dscales = library.scaled_backward(*given, scales, True)
     scaled_dy = dy.double() * scales.double()[:, None]
@@ -460,7 +460,7 @@ def test_functions_without_a_name_are_not_in_graphs():
 
 @computes
 def test_the_operations_are_as_they_declare():
-    names = kernels.formula_of(ops.ClampedSwiGLU()).names
+    names = formulas.formula_of(ops.ClampedSwiGLU()).names
     what = names, [1.0, 1.1, 0.5], 0, False
     x, dy, bias, scales = drawn((3, 32), (3, 16), (32,), (3,))
     of = torch.ops.opfuse_activation

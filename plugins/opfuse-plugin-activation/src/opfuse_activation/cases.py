@@ -11,7 +11,7 @@ from torch import Tensor
 from opfuse import ops
 from opfuse.triton import KernelCase, Operand
 
-from . import kernels, twins
+from . import formulas, kernels, twins
 
 _HIDDEN = {"rows": 8192, "features": 16384}
 _NARROW = {"rows": 8192, "features": 4096}
@@ -46,7 +46,7 @@ def _given(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 
 def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> KernelCase:
     scaled = "scales" in inputs
-    formula: Any = kernels.formula_of(op, scaled)
+    formula: Any = formulas.formula_of(op, scaled)
     keep = "kept" in outputs
 
     def run(x: Tensor, bias: Any = None, scales: Any = None) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Ker
 
 def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
     needs = "dx" in outputs, "dbias" in outputs
-    formula: Any = kernels.formula_of(op)
+    formula: Any = formulas.formula_of(op)
     numbers = op.numbers_of()
 
     def run(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
 
 
 def _scaled_backward(name: str, op: Any, *shapes: Any) -> KernelCase:
-    formula: Any = kernels.formula_of(op, True)
+    formula: Any = formulas.formula_of(op, True)
     numbers = op.numbers_of()
 
     def run(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:

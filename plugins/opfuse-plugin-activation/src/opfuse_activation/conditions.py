@@ -33,10 +33,10 @@ def why_not(op: Any, env: Environment) -> str:
         return (
             f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
         )
-    from . import kernels
+    from . import formulas
 
     activation = activation_of(op)
-    name, formula = type(activation).__name__, kernels.formula_of(activation)
+    name, formula = type(activation).__name__, formulas.formula_of(activation)
     if formula is None:
         return f"{name} has no device functions (Activation.device_functions)"
     if env.compiling and not formula.names:

@@ -40,9 +40,9 @@ class _Fused(FusedOperation):
             return
         from opfuse.triton import Config
 
-        from . import kernels, library
+        from . import formulas, library
 
-        formula = kernels.formula_of(activation, scaled=op is not activation)
+        formula = formulas.formula_of(activation, scaled=op is not activation)
         config = Config(**env.configuration) if env.configuration else None
         self._run, self._first = getattr(library, self._call), (formula, config, activation)
 
@@ -53,9 +53,9 @@ class _Fused(FusedOperation):
             return ()
         from opfuse.triton import current_target
 
-        from . import kernels
+        from . import formulas, kernels
 
-        formula: Any = kernels.formula_of(activation)
+        formula: Any = formulas.formula_of(activation)
         target = current_target(env.device)
         return kernels.candidates(self._call, formula, env.features, target)
 

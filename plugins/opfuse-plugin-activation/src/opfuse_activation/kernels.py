@@ -7,97 +7,17 @@ One source serves every activation, by its device functions. Only this file impo
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse import computes_as
-from opfuse.ops import GEGLU, ReGLU, SReGLU, SwiGLU
-from opfuse.triton import Config, DeviceFunctions, Kernel, Target, current_target, functions_of
+from opfuse.triton import Config, Kernel, Target, current_target
 
-# What is computed
-
-
-class Formula(NamedTuple):
-    """An activation, as the kernels take it.
-
-    Attributes:
-        functions: Its device functions.
-        names: The same as ``"module:name"``, for graphs; empty: they are not found there.
-        size: How many features of each half alternate; 0: the halves are contiguous.
-        rounds: Whether bfloat16 is rounded after each factor, as it is where the op multiplies
-            what PyTorch's kernel for the gate gives.
-        forward: The constants of the forward kernel that say so.
-        backward: Those of the backward kernels.
-    """
-
-    functions: DeviceFunctions
-    names: list[str]
-    size: int
-    rounds: bool
-    forward: Mapping[str, Any]
-    backward: Mapping[str, Any]
-
-    @property
-    def gated(self) -> bool:
-        """Whether it has two halves."""
-        return self.functions.linear_value is not None
-
-
-def formula_of(op: Any, scaled: bool = False) -> Formula | None:
-    """What the kernels take for an activation, or None; ask while planning.
-
-    Args:
-        op: The activation.
-        scaled: Whether a scale multiplies it, before anything is rounded.
-    """
-    functions = functions_of(op)
-    if functions is None:
-        return None
-    given = [functions.value, functions.derivative]
-    if functions.linear_value is not None:
-        given += [functions.linear_value, functions.linear_derivative]
-    names = [f"{fn.fn.__module__}:{fn.fn.__qualname__}" for fn in given]
-    if any(_find(name) is not fn for name, fn in zip(names, given, strict=True)):
-        names = []
-    rounds = not scaled and any(computes_as(op, cls) for cls in (SwiGLU, GEGLU, ReGLU, SReGLU))
-    size = getattr(op, "glu_interleave_size", None) or 0
-    return _formula(functions, names, size, rounds)
-
-
-@functools.cache
-def named_formula(names: tuple[str, ...], size: int, rounds: bool) -> Formula:
-    """The formula of :attr:`Formula.names`, without the names of its numbers."""
-    return _formula(DeviceFunctions(*map(_find, names)), list(names), size, rounds)
-
-
-def _formula(functions: DeviceFunctions, names: list[str], size: int, rounds: bool) -> Formula:
-    forward = {
-        "VALUE": functions.value,
-        "LINEAR_VALUE": functions.linear_value,
-        "SIZE": size,
-        # shorter runs than a thread reads at once: both halves are read together
-        "WOVEN": size in (1, 2, 4),
-        "ROUNDS": rounds,
-    }
-    slopes = {"DERIVATIVE": functions.derivative, "LINEAR_DERIVATIVE": functions.linear_derivative}
-    return Formula(functions, names, size, rounds, forward, forward | slopes)
-
-
-@functools.cache
-def _find(name: str) -> Any:
-    """The device function of a name; None: it is not where its name says."""
-    module, _, path = name.partition(":")
-    try:
-        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return None
-
+from .formulas import Formula
 
 # Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
 
@@ -363,10 +283,9 @@ LARGEST, TALLEST = 4096, 256
 
 
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """The tiles of the table, 512 features wide, then 256; narrower where there are fewer."""
+    """The tiles of the table, first as wide as leaves the fewest threads beside the features."""
     found: dict[Config, None] = {}
-    for width in _WIDTHS:
-        columns = _columns(facts["features"], width)
+    for columns in _columns(facts["features"]):
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:
             rows = min(max(1, elements // columns), TALLEST)
             found[_tile(target, rows, columns, warps)] = None
@@ -379,14 +298,14 @@ def _tile(target: Target, rows: int, columns: int, warps: int) -> Config:
     return Config({"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}, warps)
 
 
-def _columns(features: int, most: int) -> int:
-    """How wide a tile is for so many features."""
-    return max(16, min(most, int(triton.next_power_of_2(features))))
+def _columns(features: int) -> list[int]:
+    """How wide tiles may be for so many features, the best first."""
+    found = [max(16, min(width, int(triton.next_power_of_2(features)))) for width in _WIDTHS]
+    return sorted(found, key=lambda columns: triton.cdiv(features, columns) * columns)
 
 
 def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """A few rows per program, in tiles as wide as they are, or 512."""
-    columns = _columns(facts["FEATURES"], 512)
+    columns = _columns(facts["FEATURES"])[0]
     return [
         _tile(target, max(1, elements // columns), columns, warps)
         for elements, warps in ((2048, 4), (1024, 4), (4096, 8), (4096, 4))
@@ -414,7 +333,7 @@ def strip_of(rows: int, features: int, target: Target) -> int:
     """How many rows a program of the backward kernel adds up: a power of two."""
     wanted = rows * triton.cdiv(features, 512) // (PROGRAMS * target.multiprocessors)
     # no less than any tile has
-    least = min(TALLEST, LARGEST // _columns(features, _WIDTHS[-1]))
+    least = min(TALLEST, LARGEST // min(_columns(features)))
     return min(max(least, int(triton.next_power_of_2(max(wanted, 1)))), LONGEST_STRIP)
 
 

@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 
 from opfuse.triton import Config
 
-from . import kernels, twins
+from . import formulas, kernels, twins
 from .conditions import DTYPES
-from .kernels import Formula
+from .formulas import Formula
 
 Two = tuple[Tensor | None, Tensor | None]
 _PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
@@ -136,7 +136,7 @@ def _forward(
     size: int,
     rounds: bool,
 ) -> list[Tensor]:
-    formula = kernels.named_formula(tuple(functions), size, rounds)
+    formula = formulas.named_formula(tuple(functions), size, rounds)
     return _there(kernels.forward(formula, tuple(numbers), x, bias, scales, dtype, keep))
 
 
@@ -157,7 +157,7 @@ def _backward(
     size: int,
     rounds: bool,
 ) -> list[Tensor]:
-    formula = kernels.named_formula(tuple(functions), size, rounds)
+    formula = formulas.named_formula(tuple(functions), size, rounds)
     made = kernels.backward(formula, tuple(numbers), dy, x, needs_x, needs_sums, False)
     return _there(made)
 
@@ -177,7 +177,7 @@ def _scaled_backward(
     size: int,
     rounds: bool,
 ) -> list[Tensor]:
-    formula = kernels.named_formula(tuple(functions), size, rounds)
+    formula = formulas.named_formula(tuple(functions), size, rounds)
     made = kernels.scaled_backward(formula, tuple(numbers), dy, x, scales, needs_scales)
     return _there(made)
 
