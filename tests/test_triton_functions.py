@@ -33,6 +33,7 @@ OPS = {
     "situglu numbers": lambda: ops.SiTUGLU(beta1=2.0, beta2=3.0), "clamped": ops.ClampedSwiGLU,
     "clamped numbers": lambda: ops.ClampedSwiGLU(limit=1.0, alpha=1.0, glu_linear_offset=0.5),
     "third party": support.LeakyReLU, "third party gated": support.LeakyGLU,
+    "third party gate": support.LeakyGate,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", OPS)
 ROWS, COLUMNS = 5, 131  # beside a tile

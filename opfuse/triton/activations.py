@@ -51,6 +51,7 @@ _QGELU = of.qgelu, of.qgelu_derivative
 _RELU = of.relu, of.relu_derivative
 _SRELU = of.srelu, of.srelu_derivative
 _IDENTITY = of.identity, of.one
+_MOST_NUMBERS = 8  # that these take beside the value, and ignore
 _SITU = of.situ_gate, of.situ_gate_derivative, of.situ_linear, of.situ_linear_derivative
 _CLAMPED = (
     of.clamped_gate, of.clamped_gate_derivative, of.clamped_linear, of.clamped_linear_derivative,
@@ -110,7 +111,8 @@ def _own(op: ops.Activation, given: tuple[Any, ...]) -> DeviceFunctions | None:
     if overridden(op, ops.Activation, *_RUN) or not all(_is_real(v) for _, v in numbers):
         return None
     if op.gated and len(given) == 2:
-        if overridden(op, ops.GatedActivation, "linear_value", "linear_derivative"):
+        own = overridden(op, ops.GatedActivation, "linear_value", "linear_derivative")
+        if own or len(numbers) > _MOST_NUMBERS:
             return None
         given = *given, *_IDENTITY
     if op.gated and overridden(op, ops.GatedActivation, "split", "join"):

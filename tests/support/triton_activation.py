@@ -105,3 +105,13 @@ class LeakyGLU(GatedActivation):
 
     def device_functions(self):
         return leaky, leaky_derivative, leaky, leaky_derivative
+
+
+class LeakyGate(GatedActivation):
+    """Its gate has a number, and its linear half is the usual one."""
+
+    slope = 0.25
+    value, derivative = LeakyReLU.value, LeakyReLU.derivative
+
+    def device_functions(self):
+        return leaky, leaky_derivative

@@ -1,0 +1,194 @@
+"""The fused ops, and where they may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
+from opfuse.ops import Activation, Bias, ScaledActivation
+
+from . import conditions
+
+Ctxs = list[OperationContext]
+Extras = Sequence[Sequence[Tensor | None]]
+
+
+class _Fused(FusedOperation):
+    """What all share: which activation it is, and who computes it."""
+
+    _call = ""  # of the functions in twins and library
+    _run: Any
+    _first: tuple[Any, ...]  # the arguments of that which no call changes
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        # in tuples, since looking up a module's attributes is slow
+        self._last = (basic_ops[-1], conditions.activation_of(basic_ops[-1]))
+        self._has_bias, self._nothing = len(basic_ops) > 1, ((),) * len(basic_ops)
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        op, activation = self._last
+        self.fallback = conditions.why_not(op, env)
+        if self.fallback:
+            from . import twins
+
+            self._run, self._first = getattr(twins, self._call), (activation,)
+            return
+        from opfuse.triton import Config
+
+        from . import formulas, library
+
+        formula = formulas.formula_of(activation, scaled=op is not activation)
+        config = Config(**env.configuration) if env.configuration else None
+        self._run, self._first = getattr(library, self._call), (formula, config, activation)
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`opfuse.FusedOperation.configurations`."""
+        op, activation = self._last
+        if env.features is None or env.compiling or conditions.why_not(op, env):
+            return ()
+        from opfuse.triton import current_target
+
+        from . import formulas, kernels
+
+        formula: Any = formulas.formula_of(activation)
+        target = current_target(env.device)
+        return kernels.candidates(self._call, formula, env.features, target)
+
+
+class ForwardActivation(_Fused):
+    """[Bias +] activation: the sum is written only if the activation's backward reads it."""
+
+    _call = "forward"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        ctx, (op, _) = basic_op_ctxs[-1], self._last
+        bias = basic_op_ctxs[0].params[0] if self._has_bias else None
+        dtype = ctx.dtype or input_.dtype
+        saves = ctx.requires_grad and ctx.input_requires_grad
+        keep = saves and (bias is not None or dtype is not input_.dtype)
+        y, kept = self._run(*self._first, input_, bias, None, dtype, keep)
+        if ctx.requires_grad:  # what it is given is kept only if it saves
+            op.operand(ctx, kept if keep else input_ if saves else y)
+        return y, self._nothing
+
+
+class BackwardActivation(_Fused):
+    """The backward of [bias +] activation: the gradient, and its sum over rows, in one pass."""
+
+    _call = "backward"
+    grad_input = "fresh"
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        first, ctx, (op, _) = basic_op_ctxs[0], basic_op_ctxs[-1], self._last
+        (x,) = ctx.saved_tensors  # type: ignore[misc]
+        if x is None:
+            return None, self._nothing, self._nothing
+        needs_sums = self._has_bias and first.param_requires_grad[0]
+        # a forward of its own may have left none
+        numbers = getattr(ctx, "numbers", None) or op.numbers_of()
+        needs_x = first.input_requires_grad
+        dx, sums = self._run(
+            *self._first, numbers, grad_output, x, needs_x, needs_sums, ctx.owns_grad_output
+        )
+        return dx, ((sums,), ()) if self._has_bias else ((),), self._nothing
+
+
+class ForwardScaledActivation(_Fused):
+    """An activation times a scale per row."""
+
+    _call = "forward"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        ctx: Any = basic_op_ctxs[0]
+        op, activation = self._last
+        scales: Any = basic_op_extra_inputs[0][0]
+        if scales.shape != input_.shape[:-1]:  # the op says what is wrong
+            given["basic_op_extra_inputs"] = basic_op_extra_inputs
+            return self.run_separately(basic_op_ctxs, input_, **given)
+        dtype = ctx.dtype or input_.dtype
+        needs_scales = ctx.requires_grad and op.wants_gradient(scales)
+        saves = needs_scales or (ctx.requires_grad and ctx.input_requires_grad)
+        keep = saves and dtype is not input_.dtype
+        y, kept = self._run(*self._first, input_, None, scales, dtype, keep)
+        if ctx.requires_grad:
+            ctx.numbers, ctx.scales_requires_grad = activation.numbers_of(), needs_scales
+            x = kept if keep else input_
+            ctx.save_for_backward(x if saves else None, scales if ctx.input_requires_grad else None)
+        return y, self._nothing
+
+
+class BackwardScaledActivation(_Fused):
+    """The backward of an activation times a scale per row, in one pass."""
+
+    _call = "scaled_backward"
+    grad_input = "fresh"
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        ctx: Any = basic_op_ctxs[0]
+        x, scales = ctx.saved_tensors
+        if x is None:
+            return None, self._nothing, ((None,),)
+        dx, dscales = self._run(
+            *self._first, ctx.numbers, grad_output, x, scales, ctx.scales_requires_grad
+        )
+        return dx, self._nothing, ((dscales,),)
+
+
+_ACT, _SCALED = Subclasses(Activation), Subclasses(ScaledActivation)
+
+FORWARD = [
+    Fusion(
+        (Bias, _ACT),
+        ForwardActivation,
+        conditions.runs,
+        conditions.saved_forward,
+        name="bias+activation",
+    ),
+    Fusion(
+        (_ACT,),
+        ForwardActivation,
+        conditions.runs_alone,
+        conditions.saved_forward,
+        name="activation",
+    ),
+    Fusion(
+        (_SCALED,), ForwardScaledActivation, conditions.runs, benefit=2.0, name="scaled activation"
+    ),
+]
+
+BACKWARD = [
+    Fusion(
+        (Bias, _ACT),
+        BackwardActivation,
+        conditions.runs,
+        conditions.saved_backward,
+        name="bias+activation",
+    ),
+    Fusion(
+        (_ACT,),
+        BackwardActivation,
+        conditions.runs_alone,
+        conditions.saved_backward,
+        name="activation",
+    ),
+    Fusion(
+        (_SCALED,), BackwardScaledActivation, conditions.runs, benefit=4.0, name="scaled activation"
+    ),
+]

@@ -1,0 +1,18 @@
+"""What every fusion must hold, checked by opfuse on cases that it makes from the patterns."""
+
+import pytest
+
+import opfuse
+from opfuse.testing import FusionSuite
+from opfuse.testing.machine import is_interpreting
+
+
+class TestConformance(FusionSuite):
+    plugin = "activation"
+
+    @pytest.fixture(autouse=True)
+    def _twins(self, request):
+        """The twins on a CPU, the kernels where they are interpreted; the twins refuse nothing."""
+        wanted = not is_interpreting() and not request.node.name.endswith("-refusals]")
+        with opfuse.options(**{"activation.twins": wanted}):
+            yield
