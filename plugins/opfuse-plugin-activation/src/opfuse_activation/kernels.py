@@ -2,7 +2,7 @@
 
 One source serves every activation, by its device functions. Only this file imports Triton.
 """
-# ruff: noqa: ANN001, ANN201, ANN202  # kernels take what they are given
+# ruff: noqa: ANN202  # kernels take what they are given
 
 from __future__ import annotations
 
