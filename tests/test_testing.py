@@ -1,5 +1,6 @@
 """The parts of ``opfuse.testing``: tolerances, cases and their code, chains out of patterns, and shrinking."""
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import torch
 import opfuse
 from opfuse import ops, testing
 from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from opfuse.testing import report
+from opfuse.testing import suite as suites
 from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
@@ -392,3 +395,15 @@ def test_layouts_of_parameters_and_of_a_summed_gradient():
     assert strided["1.bias"].stride() == (2,) and torch.equal(
         strided["1.bias"], plain.leaves["1.bias"]
     )
+
+
+@pytest.mark.parametrize("interpreting, most", [(False, None), (True, 3)])
+def test_rows_are_limited_in_the_interpreter_alone(monkeypatch, interpreting, most):
+    rows = []
+    monkeypatch.setattr(suites, "is_interpreting", lambda: interpreting)
+    monkeypatch.setattr(report, "run", lambda check, case: rows.append(math.prod(case.rows)))
+    limited = type("Limited", (testing.FusionSuite,), {"most_rows": 3})
+    chains = limited.chains(subject(ops.Bias), "cpu")
+    outcome = testing.run_all(testing.CHECKS["output"], chains)
+    assert (chains.most_rows, outcome.ran) == (most, len(rows))
+    assert (max(rows) <= 3) is interpreting and rows

@@ -240,6 +240,7 @@ class Chains:
         quantized: One case per structure and recipe, between ops that quantize.
         declined: Why the fusion is not used for the structures that are left out, by structure.
         thorough: Whether the checks are to look at all they can think of, however long it takes.
+        most_rows: Cases with more rows are left out; None: none is.
     """
 
     subject: Subject
@@ -250,6 +251,7 @@ class Chains:
     quantized: tuple[Case, ...]
     declined: dict[str, str]
     thorough: bool = False
+    most_rows: int | None = None
 
 
 def make_chains(

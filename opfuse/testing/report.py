@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -66,6 +67,8 @@ def run_all(check: Check, chains: Chains) -> Outcome:
     """Run a check on its cases up to the first failure, and look for a smaller failing case."""
     ran, declined = 0, dict.fromkeys(chains.declined.values())
     for case in dict.fromkeys(check.cases(chains)):
+        if chains.most_rows is not None and math.prod(case.rows) > chains.most_rows:
+            continue
         try:
             run(check.name, case)
         except Declined as reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from .cases import Op, Subject, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains
-from .machine import Tier, prepare, tiers
+from .machine import Tier, is_interpreting, prepare, tiers
 from .processes import PLUGIN_CHECKS
 from .report import Outcome, run_all
 from .running import Failure
@@ -41,6 +42,8 @@ class FusionSuite:
             that gives an :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
             each a list of :class:`Op`.
+        most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
+            program for each row, where more take minutes; None: any.
         thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
             which takes minutes; default: whether the environment has ``OPFUSE_THOROUGH=1``.
     """
@@ -50,6 +53,7 @@ class FusionSuite:
     inexact: ClassVar[Mapping[str, str]] = {}
     makers: ClassVar[Mapping[type, Callable[[int], Any]]] = {}
     examples: ClassVar[Mapping[str, Sequence[Sequence[Op]]]] = {}
+    most_rows: ClassVar[int | None] = None
     thorough: ClassVar[bool] = os.environ.get("OPFUSE_THOROUGH", "") not in ("", "0")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -146,12 +150,15 @@ class FusionSuite:
         cache: Any = cls.__dict__.get("_cache")
         if cache is None:
             cls._cache = cache = functools.cache(  # type: ignore[attr-defined]
-                lambda subject, device: make_chains(
-                    subject._replace(inexact=subject.name in cls.inexact),
-                    device,
-                    cls.makers,
-                    cls.examples.get(subject.name, ()),
-                    cls.thorough,
+                lambda subject, device: dataclasses.replace(
+                    make_chains(
+                        subject._replace(inexact=subject.name in cls.inexact),
+                        device,
+                        cls.makers,
+                        cls.examples.get(subject.name, ()),
+                        cls.thorough,
+                    ),
+                    most_rows=cls.most_rows if is_interpreting() else None,
                 )
             )
         return cache(subject, device)  # type: ignore[no-any-return]
