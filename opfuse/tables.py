@@ -58,6 +58,7 @@ class Measurement:
         saved_bytes: How many bytes less a forward keeps for its backward.
         wrong: How it differs from the separate ops, as a sentence, or ``""``.
         configuration: The configuration that was the fastest, or None if it has one only.
+        compared: Whether values were compared; False: its ops draw random numbers.
     """
 
     speed: float
@@ -66,6 +67,7 @@ class Measurement:
     saved_bytes: int = 0
     wrong: str = ""
     configuration: Mapping[str, Any] | None = None
+    compared: bool = True
 
     def refusal(self, *, trades_time: bool, prefer: str) -> str:
         """Why the fusion is not to be used, or ``""``.

@@ -205,7 +205,37 @@ def test_what_draws_random_numbers_is_not_compared(register, quick):
     state = torch.get_rng_state()
     report = opfuse.tune(model, x)
     assert torch.equal(torch.get_rng_state(), state)
-    assert [result.found.wrong for result in report.results] == [""]
+    (result,) = report.results
+    assert (result.found.wrong, result.found.compared) == ("", False)
+    assert "values not compared: its ops draw random numbers" in " ".join(report.details.split())
+
+
+def test_ops_that_never_give_the_same_twice_are_compared(register, quick):
+    """Such as sums by atomics on a GPU."""
+
+    class Unsteady(Identity):
+        calls = 0
+
+        def op_forward(self, ctx, input_):
+            Unsteady.calls += 1
+            return input_ * (1 + 1e-7 * (Unsteady.calls % 5))
+
+    register(
+        forward_fusions=[Fusion([Unsteady], named("Wrong", fuser_forward=Wrong.fuser_forward))]
+    )
+    report = opfuse.tune(opfuse.Sequential(Unsteady()), torch.randn(16, 32))
+    assert len(report.wrong) == 1 and report.wrong[0].found.compared
+
+
+def test_memory_that_is_short_says_nothing_about_a_fusion(register, quick, folder):
+    class Greedy(Slow):
+        def fuser_forward(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("64 GiB are not there")
+
+    register(forward_fusions=[pair(Greedy)])
+    report = opfuse.tune(chain(), tensor())
+    assert not report.results and "64 GiB are not there" in str(report)
+    assert content(folder)[1]["entries"] == []
 
 
 def test_nothing_of_the_model_changes(register, quick):

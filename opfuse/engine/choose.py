@@ -98,12 +98,7 @@ def choose(
         for number, group in enumerate(classes):
             found = [step for source in group for step in finder.candidates(source, taken)]
             candidates += found
-            free = [step for step in found if not taken.overlapping(step)]
-            if any(step.passes == "joint" and step.measured for step in free):
-                others = finder.peek(itertools.chain(*classes[number + 1 :]), taken)
-                losers = {id(step): beaten(step, others, length, prefer) for step in free}
-                free = [step for step in free if not losers[id(step)]]
-                finder.beaten |= losers
+            free = finder.not_beaten(found, itertools.chain(*classes[number + 1 :]), taken)
             taken.take(best_cover(free, length, prefer))
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
@@ -168,6 +163,23 @@ class _Finder:
             for step in finder.candidates(source, taken)
             if not taken.overlapping(step)
         ]
+
+    def not_beaten(
+        self, found: Sequence[Step], later: Iterable[FusionSource], taken: Taken
+    ) -> list[Step]:
+        """Those that overlap none taken, without joint ones that fusions of one pass go before.
+
+        Args:
+            found: Candidates of one precedence and pass.
+            later: What chooses after them in the same precedence.
+            taken: The candidates taken so far.
+        """
+        free = [step for step in found if not taken.overlapping(step)]
+        if any(step.passes == "joint" and step.measured for step in free):
+            others, length = self.peek(later, taken), 2 * len(self.ops) + 1
+            prefer = self.env.options.get("prefer", "speed")
+            self.beaten |= {id(step): beaten(step, others, length, prefer) for step in free}
+        return [step for step in free if not self.beaten.get(id(step))]
 
     def refuse(self, step: Step, reason: str) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
@@ -241,22 +253,25 @@ class _Finder:
         if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
             if between := self.edges.between(source.passes, start, stop):
                 return f"{between}, and this fusion does not cast there"
-        takes = (
-            kwarg_names(op)
-            if op is not None
-            else getattr(getattr(fusion, "build", None), "kwarg_names", ())
-        )
-        for index in range(start, stop):
+        if surplus := self._surplus(step):
+            return surplus
+        if isinstance(fusion, Fusion):
+            asked = self._asked(step)
+        else:
+            step.measured, asked = self._measured(step), 2 * (stop - start - 1)
+            step.env = self.env._replace(**_told(step.measured, self.measurements.assumed))
+        return asked if isinstance(asked, str) else self._judged(step) or asked
+
+    def _surplus(self, step: Step) -> str:
+        """Which keyword argument of a call it does not take, as a sentence; ``""``: none."""
+        build = getattr(step.source.fusion, "build", None)
+        takes = getattr(build, "kwarg_names", ()) if step.op is None else kwarg_names(step.op)
+        for index in range(step.start, step.stop):
             for name in self.kwargs[index]:
                 if takes is not None and name not in takes:
-                    return (
-                        f"it does not take the keyword argument {name!r} given to "
-                        f"{type(self.ops[index]).__name__}"
-                    )
-        asked = self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
-        if not isinstance(fusion, Fusion):
-            step.measured = self._measured(step)
-        return asked if isinstance(asked, str) else self._judged(step) or asked
+                    given_to = type(self.ops[index]).__name__
+                    return f"it does not take the keyword argument {name!r} given to {given_to}"
+        return ""
 
     def _asked(self, step: Step) -> float | str:
         """What the condition and the benefit of a fusion say, if they say what they may."""

@@ -45,7 +45,8 @@ def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
         known["row_alignment"] = math.gcd(rows, _MOST_ALIGNED)
         known["rows"] = rows and 1 << rows.bit_length() - 1
         known["features"] = input.shape[-1] if input.ndim else 1
-        known["contiguous"] = input.is_contiguous()
+        if "contiguous" in facts:
+            known["contiguous"] = input.is_contiguous()
     return tuple([known.get(fact) for fact in facts])
 
 

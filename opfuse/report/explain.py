@@ -174,8 +174,10 @@ class _Calls(Recorder):
             found = dict(_sizes(inside))
             sizes.append(sum(size for key, size in found.items() if key not in seen))
             seen |= found.keys()
-        fuser, call = self.calls[-1]
-        self.calls[-1] = fuser, dataclasses.replace(call, saved_bytes=tuple(sizes))
+        # an op may have called another chain since
+        number = max(n for n, (_, call) in enumerate(self.calls) if call.plan is program.plan)
+        fuser, call = self.calls[number]
+        self.calls[number] = fuser, dataclasses.replace(call, saved_bytes=tuple(sizes))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -39,13 +39,9 @@ def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names)
 def as_compiled(program: Program) -> Program:
     """A program as it would be while ``torch.compile`` traces, to measure candidates there."""
     twin = copy.copy(program)
-    unknown: dict[str, Any] = {
-        "rows": None,
-        "features": None,
-        "contiguous": None,
-        "row_alignment": 1,
-    }
-    twin.env = program.env._replace(compiling=True, **unknown)
+    twin.env = program.env._replace(
+        compiling=True, rows=None, features=None, contiguous=None, row_alignment=1
+    )
     twin.measurements = dataclasses.replace(program.measurements, env=twin.env)
     return twin
 

@@ -40,7 +40,8 @@ class Result:
             return f"{where}: it {self.found.wrong}"
         speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
         saved = f", saves {as_bytes(self.found.saved_bytes)}" if self.found.saved_bytes else ""
-        return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}"
+        notes = "" if self.found.compared else ", values not compared: its ops draw random numbers"
+        return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}{notes}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..op import BasicOperation
 from ..tables import Measurement, Shape
 from ..tolerance import difference
 from .parts import extent, part_program
-from .timing import Timing, compare
+from .timing import compare
 
 MOST_CONFIGURATIONS = 8
 BACKEND = "inductor"
@@ -126,21 +126,23 @@ class Trial:
             What was found; if it is wrong, or raises, that alone.
 
         Raises:
-            Exception: What the separate ops raise here.
+            Exception: What the separate ops raise here, or that memory is short.
         """
         self._seeded(self._separate)
         try:
             fused, configuration = self._fastest()
             wrong = self._difference(fused)
+        except (torch.OutOfMemoryError, MemoryError):  # another time there may be enough
+            raise
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             wrong = f"raises {type(error).__name__}: {text}"
         if wrong:
             return Measurement(0.0, 0.0, 0.0, wrong=wrong)
-        timing = self._time(fused)
+        timing = compare(self._timed(self._separate), self._timed(fused), self._device)
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
-        seconds = timing.first - timing.second
-        return Measurement(timing.speed, timing.noise, seconds, saved, configuration=configuration)
+        took = timing.speed, timing.noise, timing.first - timing.second
+        return Measurement(*took, saved, "", configuration, not self.draws)
 
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""
@@ -160,8 +162,11 @@ class Trial:
                         best, speed = (program, dict(configuration)), timing.speed
         return best
 
-    def _time(self, fused: Program) -> Timing:
-        return compare(self._timed(self._separate), self._timed(fused), self._device)
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether its ops draw random numbers: alike for the same seed, and not for another."""
+        first, again, other = (self._seeded(self._separate, seed) for seed in (0, 0, 1))
+        return _same(first, again) and not _same(first, other)
 
     @property
     def _device(self) -> torch.device:
@@ -202,8 +207,7 @@ class Trial:
     def _difference(self, program: Program) -> str:
         """How a program differs from the separate ops, as a sentence, or ``""``."""
         separate = self._seeded(self._separate)
-        again = self._seeded(self._separate, seed=1)
-        if not _same(separate, again):  # it draws random numbers: nothing to compare
+        if self.draws:  # for the same seed a fusion may draw otherwise
             return ""
         exact = self._exact()
         env = self._separate.env
@@ -211,9 +215,7 @@ class Trial:
         found = zip(self._seeded(program).tensors(), separate.tensors(), strict=True)
         for number, ((what, got), (_, expected)) in enumerate(found):
             if (got is None) != (expected is None):
-                return (
-                    f"differs from the separate ops: {what} is {'' if got is None else 'not '}None"
-                )
+                return f"{_DIFFERS}: {what} is {'' if got is None else 'not '}None"
             if got is None or expected is None or not got.is_floating_point():
                 continue
             truth = expected.double() if exact is None else exact[number]

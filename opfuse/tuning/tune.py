@@ -119,7 +119,7 @@ class _Job:
             self.measured = trial.shape, trial.measure()
         except Exception as error:  # not of the fusion: nothing is known of that
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.unmeasured = f"{self.step.source.name}: its ops alone raise {text}"
+            self.unmeasured = f"{self.step.source.name}: it cannot be run by itself here, {text}"
 
     def row(self) -> dict[str, Any]:
         shape, found = self.measured
