@@ -200,10 +200,12 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
     inside = [step for step in others if joint.begin <= step.begin and step.end <= joint.end]
     if not inside or any(step.measured is None for step in (joint, *inside)):
         return ""
-    passes = [[step for step in inside if step.passes == name] for name in ("forward", "backward")]
-    taken = itertools.chain(*(best_cover(steps, length, prefer) for steps in passes))
-    sums = [sum(values) for values in zip(*(worth(step, prefer) for step in taken), strict=True)]
-    if not sums or tuple(sums) <= worth(joint, prefer):
+    inside.sort(key=lambda step: step.passes)
+    passes = itertools.groupby(inside, key=lambda step: step.passes)
+    covers = [best_cover([*steps], length, prefer) for _, steps in passes]
+    values = [worth(step, prefer) for step in itertools.chain(*covers)]
+    together = tuple(map(sum, zip(*values, strict=True))) or (0, 0.0)
+    if together <= worth(joint, prefer):
         return ""
     what = "save more memory" if prefer == "memory" else "are faster together"
     return f"the forward and backward fusions of these ops {what}, measured here"
