@@ -19,7 +19,7 @@ from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program
-from .saved import leave, rebuilt, recompute, restore_more, take_saved
+from .saved import leave, rebuilt, recompute, restore_more
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -79,9 +79,7 @@ def run_forward(
             extras.keep(step, outputs, x)  # type: ignore[union-attr]
     if program.recipe is not None:
         x = dequantize(x)
-    saved = take_saved(program, ctxs, func_ctx is not None)
-    if func_ctx is not None:
-        leave(func_ctx, program, ctxs, x, tensors, saved, extras)
+    leave(func_ctx, program, ctxs, x, tensors, extras)
     if not program.compiling:
         program.pool.give_back(ctxs)
     return x if extras is None else extras.beside(x, func_ctx)

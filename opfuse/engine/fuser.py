@@ -207,7 +207,9 @@ class OperationFuser:
             settings = _settings_of(input, tensors)
         grads: tuple[bool, ...] | None = None
         if torch.is_grad_enabled():
-            grads = (input.requires_grad, *[t.requires_grad for t in tensors])
+            # a comprehension over nothing takes longer than to see that there is nothing
+            others = [t.requires_grad for t in tensors] if tensors else ()
+            grads = (input.requires_grad, *others)
         key = (
             grads,
             input.dtype,

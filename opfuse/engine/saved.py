@@ -14,15 +14,31 @@ from .extras import ForwardExtras
 from .program import Program, Recompute
 
 
-def take_saved(program: Program, ctxs: Sequence[Any], kept: bool) -> list[Tensor | None]:
-    """Take what the ops saved off their contexts; a list of it if there is a backward."""
-    saved: list[Tensor | None] = []
+def leave(
+    func_ctx: Any,
+    program: Program,
+    ctxs: Sequence[Any],
+    x: Any,
+    tensors: Sequence[Tensor],
+    extras: ForwardExtras | None,
+) -> None:
+    """Take what the ops saved off their contexts, and leave it to the backward, if there is one.
+
+    Args:
+        func_ctx: The autograd function's context, or None.
+        program: What ran.
+        ctxs: The contexts of its forward.
+        x: The chain's output.
+        tensors: The parameters, then the extra inputs.
+        extras: What passed beside the chain, or None.
+    """
+    saved: list[Any] = []
     for index, start, stop in program.saved.ranges:
         ctx = ctxs[index]
         to_save, ctx.to_save, ctx.params = ctx.to_save, None, ()
         if ctx.saved_tensors is not None:
             refuse_saved(program, index, ctx)
-        if kept:
+        if func_ctx is not None:
             if to_save is None or len(to_save) != stop - start:
                 to_save = saved_nothing(program, index, stop - start, ctx, to_save)
             saved += to_save
@@ -31,30 +47,10 @@ def take_saved(program: Program, ctxs: Sequence[Any], kept: bool) -> list[Tensor
         if ctx.to_save is not None or ctx.saved_tensors is not None:
             refuse_saved(program, index, ctx)
         ctx.params = ()
-    return saved
-
-
-def leave(
-    func_ctx: Any,
-    program: Program,
-    ctxs: Sequence[Any],
-    x: Any,
-    tensors: Sequence[Tensor],
-    saved: list[Tensor | None],
-    extras: ForwardExtras | None,
-) -> None:
-    """Leave what the backward needs on the autograd function's context."""
+    if func_ctx is None:
+        return
     if program.leaves_more:
-        if program.saved.attributes:
-            func_ctx.attributes = _take_attributes(program, ctxs)
-        if program.recomputing:
-            func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
-        if program.saved.undeclared:
-            func_ctx.left = _keep_contexts(program, ctxs, saved)
-        if program.accumulating:
-            func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
-        if program.watcher is not None:
-            program.watcher(program, _per_op(program, ctxs, saved))
+        _leave_more(func_ctx, program, ctxs, tensors, saved)
     if program.recipe is not None:
         func_ctx.quantized = _unpack_quantized(saved)
     if extras is not None:
@@ -64,6 +60,26 @@ def leave(
     func_ctx.program = program
     if not program.compiling:
         func_ctx.materialize_grads = False  # what set_materialize_grads does
+
+
+def _leave_more(
+    func_ctx: Any,
+    program: Program,
+    ctxs: Sequence[Any],
+    tensors: Sequence[Tensor],
+    saved: list[Tensor | None],
+) -> None:
+    """Leave what few chains leave beside saved tensors."""
+    if program.saved.attributes:
+        func_ctx.attributes = _take_attributes(program, ctxs)
+    if program.recomputing:
+        func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
+    if program.saved.undeclared:
+        func_ctx.left = _keep_contexts(program, ctxs, saved)
+    if program.accumulating:
+        func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
+    if program.watcher is not None:
+        program.watcher(program, _per_op(program, ctxs, saved))
 
 
 def restore_more(
