@@ -14,8 +14,10 @@ MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
 
 TURNS, MOST_TURNS = 20, 80
-_CLEAR_TURNS, _CLEAR = 8, 0.1  # when the interval is this far from 1, nothing more is to be learnt
+_FEW_TURNS = 8
+_CLEAR = 0.1  # when the interval is this far from 1, nothing more is to be learnt
 _SECONDS = 0.001  # of a turn, at least
+_LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
 
 
 class Timing(NamedTuple):
@@ -47,7 +49,8 @@ def compare(
         first: The one.
         second: The other.
         device: Where they compute; its queue is waited for.
-        clear: Whether fewer turns will do where one is faster by far.
+        clear: Whether fewer turns will do where one is faster by far, or where a turn is slow and
+            the interval narrow.
     """
     ways = first, second
     calls = [_calls(way, device) for way in ways]
@@ -55,11 +58,12 @@ def compare(
     for turn in range(MOST_TURNS):
         for which in (0, 1) if turn % 2 else (1, 0):
             times[which].append(_time(ways[which], calls[which], device))
-        if turn + 1 < _CLEAR_TURNS:
+        if turn + 1 < _FEW_TURNS:
             continue
         low, middle, high = interval([a / b for a, b in zip(*times, strict=True)])
         noise = (high - low) / 2
-        if turn + 1 >= TURNS and noise <= MOST_NOISE:
+        is_long = clear and sum(map(sum, times)) > _LONG
+        if (turn + 1 >= TURNS or is_long) and noise <= MOST_NOISE:
             break
         if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):
             break
