@@ -26,6 +26,7 @@ from opfuse.triton import TARGETS, KernelCase
 from opfuse.triton.counting import counting
 from opfuse.triton.ledger import Moved, assert_floor, count_separate, count_small, estimate
 from opfuse.triton.model import LATENCY, LaunchWork, launch_seconds
+from opfuse.triton.peers import estimate_peer
 from opfuse.triton.recorded import storage_of
 
 pytestmark = [
@@ -115,7 +116,8 @@ def test_atomics_read_and_write():
     # per program 8 different addresses of the sums, and one that is exchanged
     assert (read, written) == ([400, 2 * 36], [0, 2 * 36])
     assert y.tolist() == [13.0] * 4 + [12.0] * 4 + [1.0]
-    assert launch.programs[0].in_flight == 256 + 32
+    # 64 numbers and 8 sums before the first store, 1 number behind it
+    assert launch.programs[0].in_flight == pytest.approx((288**2 + 4**2) / 292)
 
 
 @interpreted
@@ -162,7 +164,8 @@ def test_some_programs_stand_for_all():
     assert len(launch.programs) == 5 and launch.total_programs == 64
     assert read == [x.nbytes, 64 * 4, 0]
     blocks = (y.view(64, 1024) == x.view(64, 1024)).all(1).nonzero().flatten().tolist()
-    assert blocks == [0, 16, 32, 47, 63]  # with the first and the last
+    assert blocks == [0, 21, 41, 62, 63]  # the first of three shares, and the last two
+    assert launch.stands_for == [pytest.approx(62 / 3)] * 3 + [1, 1]
 
 
 @interpreted
@@ -200,6 +203,26 @@ def test_kernels_of_other_packages_are_counted():
     assert count_small(toys.SCALE, SMALL, toys.SCALE.peers["another"]) == Moved(full=12000)
     with pytest.raises(ImportError):
         count_small(toys.SCALE, SMALL, toys.SCALE.peers["absent"])
+
+
+@interpreted
+def test_kernels_of_other_packages_are_told_which_gpu_they_are_on():
+    """Also that what they fill before is counted, and that nothing stays pretended."""
+
+    def peer(x, s):
+        assert x.device.type == "cuda" and torch.empty(1, device=x.device).device.type == "cuda"
+        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+        y = torch.zeros_like(x)
+        toys.scale_kernel[(programs,)](x, s, y, x.numel(), BLOCK=1024, num_warps=8)
+        return y
+
+    target = TARGETS["gfx942"]
+    entry = estimate_peer(toys.SCALE, toys.REAL, target, peer)
+    (launch,) = entry.launches
+    assert (launch.programs, launch.longest) == (304, 1)
+    assert launch.moved == Moved(full=304 * 1024 * 4, vector=304 * 4)
+    assert entry.host == Moved(full=8192 * 4096 * 2)
+    assert torch.ones(1).device.type == "cpu"
 
 
 @interpreted

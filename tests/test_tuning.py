@@ -42,7 +42,7 @@ def quick(monkeypatch):
     """Fewer turns, since here a fusion is clearly slower or clearly not."""
     monkeypatch.setattr(timing, "TURNS", 5)
     monkeypatch.setattr(timing, "MOST_TURNS", 9)
-    monkeypatch.setattr(timing, "_CLEAR_TURNS", 5)
+    monkeypatch.setattr(timing, "_FEW_TURNS", 5)
 
 
 def named(name, **attributes):

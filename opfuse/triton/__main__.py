@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -16,8 +17,9 @@ import click
 from .cases import KernelCase
 from .checking import check, refusal_sentences, verify_report, write_report
 from .ledger import SAMPLE, Moved, count_separate, count_small, estimate
+from .peers import estimate_peer
 from .recorded import case_lists, load_cases
-from .tables import check_table, small_table, target_table
+from .tables import check_table, peer_lines, small_table, target_table
 from .targets import TARGETS, Target, is_interpreting
 
 _Answer = TypeVar("_Answer")
@@ -108,6 +110,10 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
         counted: dict[Any, Any] = {}
         entries = [estimate(case, shape, target, counted=counted) for target in targets]
         yield from target_table(case, shape, entries, SAMPLE)
+        for name, run in case.peers.items():
+            with contextlib.suppress(Exception):  # said at the small shapes
+                others = [estimate_peer(case, shape, target, run) for target in targets]
+                yield from peer_lines(case, shape, name, others)
 
 
 def _refused(sentences: list[str]) -> str:

@@ -11,9 +11,10 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,15 @@ class ProgramCount:
         again: How often the program reads each byte that it reads of a tensor, on average, or
             writes each that it writes: the larger.
         flops: Floating-point operations of its matrix products, two per multiplication.
-        in_flight: The most bytes that it loads before it has to wait: between two stores or
-            products.
+        in_flight: The bytes that it loads before it has to wait, between two stores or products;
+            where these differ, the average over the bytes that it loads.
     """
 
     read: Counter[int] = field(default_factory=Counter)
     written: Counter[int] = field(default_factory=Counter)
     again: dict[int, float] = field(default_factory=dict)
     flops: int = 0
-    in_flight: int = 0
+    in_flight: float = 0
 
     @property
     def moved(self) -> int:
@@ -60,12 +61,16 @@ class LaunchCount:
         grid: How many programs there are, in three dimensions.
         programs: Each program, or those that were sampled.
         tensors: The launch's tensors. They are kept, so that no two have the same address.
+        warps: Warps per program, as the launch asked for.
+        stands_for: For how many programs of the launch each of ``programs`` counts.
     """
 
     name: str
     grid: tuple[int, int, int]
     programs: list[ProgramCount]
     tensors: list[torch.Tensor]
+    warps: int = 4
+    stands_for: list[Fraction] = field(default_factory=list)
 
     @property
     def total_programs(self) -> int:
@@ -73,15 +78,18 @@ class LaunchCount:
         return self.grid[0] * self.grid[1] * self.grid[2]
 
     def total(self, kind: str) -> dict[int, float]:
-        """The bytes of all programs, ``"read"`` or ``"written"``, by tensor.
+        """The bytes of all programs, ``"read"`` or ``"written"``, by tensor."""
+        every: defaultdict[int, Fraction] = defaultdict(Fraction)
+        for one, times in zip(self.programs, self.stands_for, strict=True):
+            for key, moved in getattr(one, kind).items():
+                every[key] += moved * times
+        return {key: float(moved) for key, moved in every.items()}
 
-        Where programs were sampled, the others are taken for the average of these.
-        """
-        every: Counter[int] = Counter()
-        for one in self.programs:
-            every.update(getattr(one, kind))
-        scale = self.total_programs / max(len(self.programs), 1)
-        return {key: moved * scale for key, moved in every.items()}
+    def average(self, what: str) -> float:
+        """The average program's ``"moved"``, ``"in_flight"`` or ``"flops"``."""
+        pairs = zip(self.programs, self.stands_for, strict=True)
+        whole = sum(Fraction(getattr(one, what)) * times for one, times in pairs)
+        return float(whole / self.total_programs)
 
 
 @contextlib.contextmanager
@@ -89,8 +97,9 @@ def counting(sample: int | None = None) -> Iterator[list[LaunchCount]]:
     """Count what the kernels do that are launched within the context.
 
     Args:
-        sample: Run at most so many programs of each launch, spread over it evenly, with the first
-            and the last. None: run all.
+        sample: Run at most so many programs of each launch, at least 3: the last two, which may
+            have less to do than the others, and the first of equal shares of the others, for
+            which it stands. None: run all.
 
     Raises:
         RuntimeError: Triton does not interpret in this process.
@@ -100,6 +109,7 @@ def counting(sample: int | None = None) -> Iterator[list[LaunchCount]]:
         raise RuntimeError("bytes are counted in Triton's interpreter: set TRITON_INTERPRET=1")
     launches: list[LaunchCount] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(np.errstate(all="ignore"))  # the numbers do not matter
         recorder = _Recorder(launches, sample)
         _wrap_accesses(stack, type(interpreter.interpreter_builder), recorder)
         _wrap_launches(stack, interpreter, recorder)
@@ -113,16 +123,16 @@ class _Recorder:
         self.launches, self.sample = launches, sample
         self.memory: list[tuple[int, int, int]] = []
         self.touched: dict[tuple[str, int, int], Any] = {}
-        self.waiting = 0
+        self.waits: list[int] = []
         self.program = ProgramCount()
 
-    def begin_launch(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def begin_launch(self, name: str, tensors: list[torch.Tensor], warps: int) -> None:
         spans = {storage_of(t): t.untyped_storage() for t in tensors}
         self.memory = [
             (storage.data_ptr(), storage.data_ptr() + storage.nbytes(), key)
             for key, storage in spans.items()
         ]
-        self.launches.append(LaunchCount(name, (0, 0, 0), [], tensors))
+        self.launches.append(LaunchCount(name, (0, 0, 0), [], tensors, warps))
 
     def choose(self, grid: Sequence[int]) -> list[tuple[int, int, int]]:
         """The programs to run, of all in the grid."""
@@ -130,14 +140,19 @@ class _Recorder:
         self.launches[-1].grid = whole
         count = whole[0] * whole[1] * whole[2]
         places: Any = range(count)
+        stands_for = [Fraction(1)] * count
         if self.sample is not None and count > self.sample:
-            places = np.linspace(0, count - 1, self.sample).round().astype(int)
+            shares = self.sample - 2
+            first = np.linspace(0, count - 2, shares, endpoint=False).round().astype(int)
+            places = [*first, count - 2, count - 1]
+            stands_for = [Fraction(count - 2, shares)] * shares + [Fraction(1)] * 2
+        self.launches[-1].stands_for = stands_for
         x, y, z = np.unravel_index(np.array(places, dtype=int), whole) if count else ((),) * 3
         return list(zip(map(int, x), map(int, y), map(int, z), strict=True))
 
     def begin_program(self) -> None:
         self.end_program()
-        self.program, self.waiting = ProgramCount(), 0
+        self.program, self.waits = ProgramCount(), [0]
         self.launches[-1].programs.append(self.program)
 
     def end_program(self) -> None:
@@ -148,6 +163,8 @@ class _Recorder:
             ratio = getattr(self.program, kind)[key] / size
             self.program.again[key] = max(self.program.again.get(key, 0), ratio)
         self.touched = {}
+        if any(self.waits):
+            self.program.in_flight = sum(n * n for n in self.waits) / sum(self.waits)
 
     def access(self, kind: str, pointers: Any, mask: Any) -> None:
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -161,10 +178,9 @@ class _Recorder:
                 getattr(self.program, kind)[key] += inside.size * width
                 self._touch((kind, key, width), inside - start, end - start)
         if kind == "read":
-            self.waiting += addresses.size * width
-            self.program.in_flight = max(self.program.in_flight, self.waiting)
+            self.waits[-1] += addresses.size * width
         else:
-            self.waiting = 0
+            self.waits.append(0)
 
     def _touch(self, what: tuple[str, int, int], places: Any, size: int) -> None:
         """Remember which elements were touched; of the array, only touched pages are allocated."""
@@ -176,7 +192,7 @@ class _Recorder:
     def product(self, a: Any, b: Any) -> None:
         *batch, rows, depth = a.data.shape
         self.program.flops += 2 * int(np.prod(batch)) * rows * depth * b.data.shape[-1]
-        self.waiting = 0
+        self.waits.append(0)
 
 
 def _wrap_accesses(stack: contextlib.ExitStack, builder: Any, recorder: _Recorder) -> None:
@@ -223,7 +239,8 @@ def _wrap_launches(stack: contextlib.ExitStack, interpreter: Any, recorder: _Rec
 
     def call(original: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         given = [*args, *keywords.values()]
-        recorder.begin_launch(self.fn.__name__, list(tensors_of(given)))
+        warps = keywords.get("num_warps", 4)
+        recorder.begin_launch(self.fn.__name__, list(tensors_of(given)), warps)
         _fill_in(stack, self.fn.__globals__)
         if callable(self.grid):
             known = inspect.signature(self.fn).parameters

@@ -2,7 +2,7 @@
 
 At a case's small shapes every program runs in Triton's interpreter, and every byte is counted. At
 the real shapes the launch rule of each target says how many programs there are. Some of them run,
-each with all of its work, and the others are taken for their average.
+each with all of its work, and stand for the others.
 """
 
 from __future__ import annotations
@@ -111,15 +111,14 @@ def count_small(
         RuntimeError: Triton does not interpret in this process.
     """
     inputs = case.inputs(shape, "cpu")
-    with counting() as launches:
+    with TorchBytes() as around, counting() as launches:
         given = (run or case.run)(**inputs)
     operands = find_operands(case, shape, inputs, given)
-    bytes_: Counter[int] = Counter()
+    bytes_: Counter[int] = Counter(around.moved)
     for launch in launches:
         bytes_.update(launch.total("read"))
         bytes_.update(launch.total("written"))
-    moved = _by_role(bytes_, operands)
-    return moved if run else moved + _around(case, shape, TARGETS[90])[1]
+    return by_role(bytes_, operands)
 
 
 def count_separate(case: KernelCase, shape: Mapping[str, int]) -> int | None:
@@ -156,6 +155,17 @@ def estimate(
     entries = tuple(
         _entry(run, launch, *_count(launch, sample, counted)) for launch in run.launches
     )
+    return target_entry(case, shape, target, entries, host)
+
+
+def target_entry(
+    case: KernelCase,
+    shape: Mapping[str, int],
+    target: Target,
+    entries: tuple[LaunchEntry, ...],
+    host: Moved,
+) -> TargetEntry:
+    """All launches together, and what PyTorch's operations around them move."""
     host_seconds = (host.full + host.vector + host.partial) / target.bandwidth
     products = sum(entry.flops for entry in entries) / target.flops
     return TargetEntry(
@@ -171,7 +181,7 @@ def assert_floor(case: KernelCase, full: float = 1.02, partial: float = 0.10) ->
     """Assert that a case moves little more than its fusion has to. For tests in the interpreter.
 
     Every program counts at the small shapes. At the real ones, for each target, the first, a middle
-    and the last program of each launch run.
+    and the last two programs of each launch run.
 
     Args:
         case: The case.
@@ -193,7 +203,7 @@ def assert_floor(case: KernelCase, full: float = 1.02, partial: float = 0.10) ->
         counted: _Counted = {}
         for target in TARGETS.values():
             where = f"{case.name} at {describe(shape)} for {target}"
-            entry = estimate(case, shape, target, 3, counted)
+            entry = estimate(case, shape, target, 4, counted)
             ratio = entry.moved.partial / case.floor_bytes(shape)
             assert ratio <= partial, (
                 f"{where}: partial sums are {ratio:.3f} of the bytes that the fusion has to move, "
@@ -211,10 +221,11 @@ def _around(case: KernelCase, shape: Mapping[str, int], target: Target) -> tuple
     inputs = case.inputs(shape)
     with TorchBytes() as counted:
         run = record(case, shape, target, inputs)
-    return run, _by_role(counted.moved, run.operands)
+    return run, by_role(counted.moved, run.operands)
 
 
-def _by_role(bytes_: Mapping[int, float], operands: Mapping[int, tuple[str, Operand]]) -> Moved:
+def by_role(bytes_: Mapping[int, float], operands: Mapping[int, tuple[str, Operand]]) -> Moved:
+    """Bytes by the storage of their tensor, as :class:`Moved` has them."""
     sums = {"full": 0.0, "vector": 0.0, "partial": 0.0}
     for key, moved in bytes_.items():
         sums[operands[key][1].role if key in operands else "partial"] += moved
@@ -236,7 +247,7 @@ def _count(
     key = (launch.kernel.name, repr(facts), repr(launch.constants), launch.config, launch.grid)
     if counted is not None and key in counted:
         return counted[key]
-    args = _with_memory(launch.args)
+    args = with_memory(launch.args)
     with counting(sample) as counts:
         launch.kernel.fn[launch.grid](*args, **launch.constants, **launch.config.constants)
     places = {storage_of(new): i for i, value in enumerate(args) for new in tensors_of([value])}
@@ -250,21 +261,46 @@ def _entry(
 ) -> LaunchEntry:
     old = {new: storage_of(next(tensors_of([launch.args[i]]))) for new, i in places.items()}
     operands = {new: run.operands[key] for new, key in old.items() if key in run.operands}
+    name, config = launch.kernel.name, launch.config
+    pipelined = max((config.num_stages or 1) - 1, 1)
+    is_gemm = name in run.case.gemms
+    return entry_of(launch.target, name, config.num_warps, count, operands, pipelined, is_gemm)
+
+
+def entry_of(
+    target: Target,
+    name: str,
+    warps: int,
+    count: LaunchCount,
+    operands: Mapping[int, tuple[str, Operand]],
+    pipelined: int = 1,
+    is_gemm: bool = False,
+) -> LaunchEntry:
+    """What a launch does on a target.
+
+    Args:
+        target: The target.
+        name: Name of the kernel.
+        warps: Warps per program.
+        count: What the programs did that ran.
+        operands: The operands of the case by the storage of their tensors.
+        pipelined: For how many steps of a product a program loads ahead.
+        is_gemm: Whether the cache serves the operands again that its programs share.
+    """
     full = {key for key, (_, operand) in operands.items() if operand.role == "full"}
     bytes_ = Counter(count.total("read")) + Counter(count.total("written"))
-    moved = _by_role(bytes_, operands)
-    once = full if launch.kernel.name in run.case.gemms else set()
-    work = _work(launch, count, _dram(bytes_, operands, once))
+    dram = _dram(bytes_, operands, full if is_gemm else set())
+    work = _work(warps, pipelined, count, dram)
     return LaunchEntry(
-        kernel=launch.kernel.name,
+        kernel=name,
         programs=count.total_programs,
         longest=work.longest / (work.average or 1),
-        moved=moved,
+        moved=by_role(bytes_, operands),
         again=max(
             (one.again[key] for one in count.programs for key in full & one.again.keys()), default=0
         ),
         flops=work.flops,
-        seconds=launch_seconds(launch.target, work),
+        seconds=launch_seconds(target, work),
     )
 
 
@@ -280,23 +316,21 @@ def _dram(
     )
 
 
-def _work(launch: Launch, count: LaunchCount, dram: float) -> LaunchWork:
+def _work(warps: int, pipelined: int, count: LaunchCount, dram: float) -> LaunchWork:
     """What the model of a launch's time is told."""
-    programs = count.programs
-    flops = float(np.mean([one.flops for one in programs]))
-    pipelined = max((launch.config.num_stages or 1) - 1, 1) if flops else 1
+    flops = count.average("flops")
     return LaunchWork(
         programs=count.total_programs,
-        warps=launch.config.num_warps,
+        warps=warps,
         dram=dram,
-        average=float(np.mean([one.moved for one in programs])),
-        longest=max(one.moved for one in programs),
-        in_flight=float(np.mean([one.in_flight for one in programs])) * pipelined,
+        average=count.average("moved"),
+        longest=max(one.moved for one in count.programs),
+        in_flight=count.average("in_flight") * (pipelined if flops else 1),
         flops=flops * count.total_programs,
     )
 
 
-def _with_memory(args: Iterable[Any]) -> list[Any]:
+def with_memory(args: Iterable[Any]) -> list[Any]:
     """Arguments with memory in place of meta tensors.
 
     The memory is zeros that the system hands out when it is touched.

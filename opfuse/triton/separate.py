@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from .recorded import storage_of
 
-_FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh")
-_WRITE_ONLY = ("copy_", "fill_", "zero_")
+_FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", "set_")
+_WRITE_ONLY = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros")
 
 
 class TorchBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -129,11 +129,23 @@ def target_table(
             ).rstrip()
             name = ""
         if not last:
-            share = f"{entry.floor_seconds / entry.seconds:.0%}"
-            yield _TARGET.format(
-                "", "all, with PyTorch's ops", "", "", *_ratios(entry.moved, floor).split(),
-                f"{entry.seconds * 1e6:.1f}", share,
-            )  # fmt: skip
+            yield _whole("", "all, with PyTorch's ops", entry, floor)
+
+
+def peer_lines(
+    case: KernelCase, shape: Mapping[str, int], name: str, entries: Sequence[TargetEntry]
+) -> Iterator[str]:
+    """The lines of another package's kernels below :func:`target_table`, one per target."""
+    for entry in entries:
+        yield _whole(str(entry.target), name, entry, case.floor_bytes(shape))
+
+
+def _whole(target: str, name: str, entry: TargetEntry, floor: int) -> str:
+    """A line of all launches of a case on a target, with PyTorch's operations around them."""
+    return _TARGET.format(
+        target, name, "", "", *_ratios(entry.moved, floor).split(),
+        f"{entry.seconds * 1e6:.1f}", f"{entry.floor_seconds / entry.seconds:.0%}",
+    )  # fmt: skip
 
 
 def _ratios(moved: Moved, floor: int) -> str:

@@ -20,6 +20,7 @@ from opfuse_norm.kernels import library
 
 from opfuse.triton import TARGETS, target
 from opfuse.triton.ledger import assert_floor, count_small, estimate
+from opfuse.triton.peers import estimate_peer
 from opfuse.triton.recorded import record
 from opfuse.triton.resources import read_resources
 
@@ -256,9 +257,31 @@ def test_wide_rows_are_read_twice(name, most):
 
 
 @needs_interpreter
-def test_offsets_beyond_32_bits():
+@pytest.mark.parametrize(
+    "name", ["RMSNorm backward", "RMSNorm backward + add", "LayerNorm backward"]
+)
+def test_they_take_no_longer_than_ligers_kernels(name):
+    """By the ledger's model; the forward kernels move the same bytes as Liger's.
+
+    Liger runs one program per multiprocessor. Where that leaves too little in flight there are more
+    here, and each reads the weight.
+    """
+    pytest.importorskip("liger_kernel")
+    (case,) = [case for case in CASES if case.name == name]
+    shape, on = {"rows": 8192, "features": 4096}, TARGETS[90]
+    ours = estimate(case, shape, on, sample=8)
+    theirs = estimate_peer(case, shape, on, case.peers["liger-kernel"], sample=8)
+    assert ours.seconds <= 1.01 * theirs.seconds
+    moved = [entry.moved.full + entry.moved.vector for entry in (ours, theirs)]
+    assert moved[0] <= 1.01 * moved[1]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["RMSNorm forward", "RMSNorm backward"])
+def test_offsets_beyond_32_bits(name):
     """The last program finds the end of 2^32 numbers."""
-    (case,) = [case for case in CASES if case.name == "RMSNorm forward"]
+    (case,) = [case for case in CASES if case.name == name]
     shape = {"rows": 1 << 21, "features": 2048}
-    entry = estimate(case, shape, TARGETS[90], sample=2)
+    on = dataclasses.replace(TARGETS[90], multiprocessors=1 << 16)  # programs of few rows
+    entry = estimate(case, shape, on, sample=3)
     assert 0.99 < entry.moved.full / case.floor_bytes(shape) < 1.01

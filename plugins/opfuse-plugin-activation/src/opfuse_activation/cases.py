@@ -19,6 +19,7 @@ _LLAMA = {"rows": 8192, "features": 14336}
 _EXPERTS = {"rows": 32768, "features": 768}
 _SMALL = [{"rows": 19, "features": 512}, {"rows": 5, "features": 192}]
 _BF16, _FP32 = torch.bfloat16, torch.float32
+_GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
 
 
 def _tensors(op: Any, names: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
@@ -56,8 +57,9 @@ def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Ker
     def separate(x: Tensor, bias: Any = None, scales: Any = None) -> tuple[Tensor, ...]:
         return _given(twins.forward(op, x, bias, scales, _BF16, keep))
 
+    peers = {"liger-kernel": _liger_swiglu} if (op, inputs) == (_SWIGLU, "x") else {}
     tensors = _tensors(op, inputs, outputs)
-    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate)
+    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate, peers=peers)
 
 
 def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
@@ -72,8 +74,9 @@ def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
     def separate(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return _given(twins.backward(op, numbers, dy, x, *needs, False))
 
+    peers = {"liger-kernel": _liger_swiglu_backward} if (op, outputs) == (_SWIGLU, "dx") else {}
     tensors = _tensors(op, "dy x", outputs)
-    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate)
+    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate, peers=peers)
 
 
 def _scaled_backward(name: str, op: Any, *shapes: Any) -> KernelCase:
@@ -91,7 +94,18 @@ def _scaled_backward(name: str, op: Any, *shapes: Any) -> KernelCase:
     return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate)
 
 
-_GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
+def _liger_swiglu(x: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
+
+    return swiglu_fused_gate_up_forward(x)[1]  # type: ignore[no-any-return]
+
+
+def _liger_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward
+
+    return swiglu_fused_gate_up_backward(x, dy)  # type: ignore[no-any-return]
+
+
 _BY_ONE, _BY_32 = ops.ClampedSwiGLU(glu_interleave_size=1), ops.SwiGLU(glu_interleave_size=32)
 
 CASES = [

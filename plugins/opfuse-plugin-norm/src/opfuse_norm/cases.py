@@ -62,6 +62,79 @@ def _backward(run: Callable[..., Any], kind: str) -> Callable[..., tuple[Tensor,
     return backward
 
 
+def _liger_forward(kind: str, with_extra: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """Liger-Kernel's kernel; casting as its Llama does it, which is its default."""
+
+    def rms(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        y, _, rstd, *_ = rms_norm_forward(x, weight, 1e-5, 0.0, "llama", None)
+        return y, rstd.view(-1, 1)
+
+    def add_rms(x: Tensor, extra: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+
+        y, total, rstd, *_ = fused_add_rms_norm_forward(x, extra, weight, 1e-5, 0.0, "llama")
+        return y, total, rstd.view(-1, 1)
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.layer_norm import layer_norm_forward
+
+        y, _, mean, rstd, *_ = layer_norm_forward(x, weight, bias, 1e-5)
+        return y, mean.view(-1, 1), rstd.view(-1, 1)
+
+    return add_rms if with_extra else layer if kind == kernels.LAYER else rms
+
+
+def _liger_backward(
+    kind: str, with_extra: bool, in_place: bool = False
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Liger-Kernel's kernel, with a new tensor for ``dx`` or over ``dy``."""
+
+    def rms(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.rms_norm import rms_norm_backward
+        from liger_kernel.ops.utils import calculate_settings
+
+        block = calculate_settings(x.shape[-1])
+        made = rms_norm_backward(dy, x, weight, rstd.view(-1), 0.0, 0, *block, in_place, None)
+        return tuple(made)
+
+    def add_rms(
+        dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, extra: Tensor
+    ) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_backward
+        from liger_kernel.ops.utils import calculate_settings
+
+        block = calculate_settings(x.shape[-1])
+        dx, _, dw = fused_add_rms_norm_backward(
+            dy, extra, x, weight, rstd.view(-1), 0.0, 0, *block, 2, in_place
+        )
+        return dx, dw
+
+    def layer(
+        dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.layer_norm import layer_norm_backward
+
+        dx, dw, db = layer_norm_backward(dy, x, weight, weight, mean.view(-1), rstd.view(-1))
+        return dx, dw, db.float()
+
+    return add_rms if with_extra else layer if kind == kernels.LAYER else rms
+
+
+def _peers(kind: str, inputs: str) -> dict[str, Callable[..., Any]]:
+    """Liger-Kernel's kernels of the same fusion: it has no L2Normalization."""
+    if kind == kernels.L2:
+        return {}
+    with_extra = "extra" in inputs
+    if "dy" not in inputs:
+        return {"liger-kernel": _liger_forward(kind, with_extra)}
+    found = {"liger-kernel": _liger_backward(kind, with_extra)}
+    if kind == kernels.RMS:
+        found["liger, over dy"] = _liger_backward(kind, with_extra, in_place=True)
+    return found
+
+
 def _case(
     name: str,
     kind: str,
@@ -74,7 +147,8 @@ def _case(
     of, launching, twin = made or (_forward, forward_kernels, twins.forward)
     run = getattr(launching, twin.__name__)
     tensors = _tensors(inputs, outputs)
-    return KernelCase(name, of(run, kind), tensors, shapes, small, separate=of(twin, kind))
+    peers = _peers(kind, inputs)
+    return KernelCase(name, of(run, kind), tensors, shapes, small, None, (), of(twin, kind), peers)
 
 
 CASES = [

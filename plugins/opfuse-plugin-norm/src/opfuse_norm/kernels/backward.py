@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opfuse.triton import Config, Kernel, Target, current_target
+from opfuse.triton.model import LATENCY
 
 from . import LAYER, Norm, normalized_dtype
 from .twins import Backward
@@ -313,8 +314,10 @@ def backward(
     columns = triton.cdiv(features, WIDE_BLOCK) if features > WHOLE else 1
     partial = of_weight = of_bias = None
     if sums:
-        moved = sum([t.dtype.itemsize for t in (dy, x, dx, extra) if t is not None])
-        tiles = min(tiles, _programs(x.device, rows * moved, sums, columns))
+        read = sum([t.dtype.itemsize for t in (dy, x, extra) if t is not None])
+        moved = rows * (read + (0 if dx is None else dx.dtype.itemsize))
+        tile = WIDE_ROWS * WIDE_BLOCK if features > WHOLE else tile_rows(features) * features
+        tiles = min(tiles, _programs(x.device, moved, sums, columns, tile * read))
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
         of_weight = partial[0] if needs[1] else None
         of_bias = partial[-1] if needs[2] else None
@@ -330,18 +333,23 @@ def backward(
     return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)
 
 
-def _programs(device: torch.device, moved: int, sums: int, columns: int) -> int:
-    """How many programs share the rows: several per multiprocessor, few enough to add up.
+def _programs(device: torch.device, moved: int, sums: int, columns: int, tile: int) -> int:
+    """How many programs share the rows: as few as keep the memory busy, by Little's law.
+
+    Each writes partial sums, which another kernel reads.
 
     Args:
         device: The device.
         moved: Bytes that the backward has to move, per feature.
         sums: How many partial sums each program writes, per feature.
         columns: How many programs share the columns.
+        tile: Bytes that a program loads at a time.
     """
-    least: int = triton.cdiv(current_target(device).multiprocessors, columns)
+    target = current_target(device)
+    least: int = triton.cdiv(target.multiprocessors, columns)
+    busy = math.ceil(target.bandwidth * LATENCY / (tile * least * columns))
     most = int(PARTIAL * moved / (2 * 4 * sums))  # in fp32, written and read
-    return max(least, min(PROGRAMS * least, most // least * least))
+    return max(least, min(PROGRAMS, busy, most // least) * least)
 
 
 def _launch_wide(
