@@ -13,8 +13,7 @@ import torch
 MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
 
-TURNS, MOST_TURNS = 20, 80
-_FEW_TURNS = 8
+TURNS, MOST_TURNS, _FEW_TURNS = 20, 80, 8
 _CLEAR = 0.1  # when the interval is this far from 1, nothing more is to be learnt
 _SECONDS = 0.001  # of a turn, at least
 _LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
