@@ -1,0 +1,119 @@
+"""A third party's activation in the kernels of three plugins, in Triton's interpreter.
+
+``tests/test_third_party.py`` runs this in a process with ``TRITON_INTERPRET=1``.
+"""
+
+import dataclasses
+from types import MappingProxyType
+
+import opfuse_activation.kernels
+import opfuse_linear.products
+import opfuse_mlp.kernels
+import pytest
+import softsign
+import torch
+
+import opfuse
+from opfuse import ops
+from opfuse.testing import FusionSuite, Op
+
+WIDTH, ROWS = 32, 6
+
+
+def steps(chain, x, passes):
+    return [step["fusion"] for step in opfuse.explain(chain, x).to_dict()[passes]]
+
+
+def launches(monkeypatch, module, name):
+    """The functions of the activations that the launches of a host function take."""
+    seen, original = [], getattr(module, name)
+
+    def watched(*given, **more):
+        values = [*given, *more.values()]
+        seen.extend(v for v in values if hasattr(v, "derivative") or hasattr(v, "functions"))
+        return original(*given, **more)
+
+    monkeypatch.setattr(module, name, watched)
+    return seen
+
+
+def compare(chain, x):
+    """Output and every gradient, fused and not."""
+    results = []
+    for selection in (None, ""):
+        with opfuse.plugins.using(selection):
+            leaf = x.clone().requires_grad_()
+            y = chain(leaf)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), [leaf, *chain.parameters()])])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def value_of(found):
+    return getattr(found, "functions", found).value
+
+
+def test_in_the_epilogue_of_a_product(monkeypatch):
+    chain, x = (
+        opfuse.Sequential(ops.Linear(WIDTH, 48), softsign.Softsign()),
+        torch.randn(ROWS, WIDTH),
+    )
+    assert steps(chain, x, "forward") == ["linear+bias+activation"]
+    seen = launches(monkeypatch, opfuse_linear.products, "multiply")
+    compare(chain, x)
+    assert [value_of(found) for found in seen] == [softsign.value_on_gpu]
+
+
+def test_in_the_gradients_of_activation_and_bias(monkeypatch):
+    chain = opfuse.Sequential(ops.Bias(WIDTH), softsign.Softsign())
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert steps(chain, x, "backward") == ["bias+activation"]
+    seen = launches(monkeypatch, opfuse_activation.kernels, "backward")
+    compare(chain, x.detach())
+    assert [value_of(found) for found in seen] == [softsign.value_on_gpu]
+
+
+def test_in_an_mlp(monkeypatch):
+    chain = opfuse.Sequential(ops.Linear(WIDTH, 64), softsign.Softsign(), ops.Linear(64, WIDTH))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with opfuse.options(prefer="memory"):
+        assert steps(chain, x, "forward") == steps(chain, x, "backward") == ["mlp"]
+        seen = launches(monkeypatch, opfuse_mlp.kernels, "launch")
+        compare(chain, x.detach())
+    assert [value_of(found) for found in seen] == [softsign.value_on_gpu]
+
+
+class Conformance(FusionSuite):
+    """The kit, with this activation wherever a pattern takes any."""
+
+    makers = MappingProxyType({ops.Activation: lambda features: [Op(softsign.Softsign)]})
+    fusions = ()
+    test_plugin = None  # of a plugin alone
+
+    @classmethod
+    def chains(cls, subject, device):
+        if subject.name not in cls.fusions:
+            pytest.skip("another fusion")
+        return super().chains(subject, device)
+
+
+class TestLinear(Conformance):
+    plugin, fusions = "linear", ("linear+bias+activation",)
+
+
+class TestActivation(Conformance):
+    plugin, fusions = "activation", ("bias+activation", "activation")
+
+
+class TestMLP(Conformance):
+    """The longest chain and some of its circumstances; the plugin's own tests have the others."""
+
+    plugin, fusions = "mlp", ("mlp",)
+
+    @classmethod
+    def chains(cls, subject, device):
+        found = super().chains(subject, device)
+        longest = max(found.plain, key=lambda case: len(case.ops))
+        alike = [case for case in found.all if case.ops == longest.ops]
+        some = dataclasses.replace(found, plain=(longest,), all=tuple(alike), models=())
+        return dataclasses.replace(some, quantized=found.quantized[:1])
