@@ -425,6 +425,31 @@ def test_autocast(compiled):
     both(run, atol=0.1, rtol=0.05)
 
 
+def test_grad_scaler_skips_the_steps_that_overflow():
+    """Under fp16 autocast: the same scales, the same skipped steps, and the same parameters."""
+    runs = []
+    for model in pair():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=1)
+        optimizer, scales = torch.optim.SGD(model.parameters(), lr=1e-3), []
+        before = [param.detach().clone() for param in model.parameters()]
+        skipped = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                y = model(data())
+            scaler.scale(y.square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            same = zip(before, model.parameters(), strict=True)
+            skipped.append(all(torch.equal(old, new) for old, new in same))
+        runs.append((scales, skipped, [param.detach() for param in model.parameters()]))
+    (scales, skipped, params), (_, expected, others) = runs
+    assert runs[0][0] == runs[1][0] and min(scales) < 2.0**22
+    assert skipped == expected and skipped[0] and not skipped[-1]
+    check(params, others, atol=1e-3, rtol=1e-2)
+
+
 def test_backward_inside_autocast():
     def run(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):

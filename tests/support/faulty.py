@@ -747,10 +747,17 @@ class BroadcastsAnExtraInput(opfuse.FusedOperation):
         return y + extra, [(), ()]
 
 
-@faulty("compile", "it raised .*", "forward", GELU)
+@faulty("host_reads", r"_local_scalar_dense.* no CUDA graph can hold", "forward", GELU)
 class ReadsDataToRun(Pointwise):
     def spoil(self, y):
         return y + 0 if y.numel() and y.detach().sum().item() > 0 else y
+
+
+@faulty("compile", "it raised .*", "forward", GELU)
+class CannotBeTraced(Pointwise):
+    def spoil(self, y):
+        torch._dynamo.graph_break()
+        return y
 
 
 @torch.library.custom_op("opfuse_faulty::gelu", mutates_args=())

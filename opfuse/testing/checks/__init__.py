@@ -11,7 +11,7 @@ saved_state unmodified_gradients output recompute
 gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
-refusals saved_bytes released versions generator threads
+refusals saved_bytes released versions generator threads host_reads
 without_grad gradcheck main_grad recipe deepcopy checkpoint
 opcheck compile""".split()
 

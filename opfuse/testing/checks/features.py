@@ -205,6 +205,42 @@ class CustomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations whose result the host waits for: they read values, or sizes follow them."""
+
+    OPERATIONS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.OPERATIONS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@check(plain)
+def host_reads(case: Case) -> None:
+    """It reads no value of a tensor on the host, so that a CUDA graph can hold it."""
+
+    def reads() -> list[str]:
+        built = case.build()
+        backward(case, forward(case, built=built))  # the first call plans, and may measure
+        with HostReads() as mode:
+            backward(case, forward(case, built=built))
+        return mode.found
+
+    fused(case, grads=False)
+    found, by_separate_ops = both(case, reads)
+    if found and not by_separate_ops:
+        raise Failure(
+            f"it calls {found[0]}: the host waits for the value of a tensor, which takes the time "
+            "of all that a GPU has still to do, and which no CUDA graph can hold"
+        )
+
+
 @check(plain, slow=True)
 def opcheck(case: Case) -> None:
     """``torch.library.opcheck`` of every custom operator that it calls."""
