@@ -202,3 +202,8 @@ def test_files_and_functions_are_short():
 def test_a_folder_keeps_to_its_budget(folder):
     sizes = [len(code_of(p)[0]) for module, p in SOURCES.items() if within(module, folder)]
     assert sum(sizes) <= MOST[folder]
+
+
+def test_a_kernel_library_becomes_a_plugin_in_under_200_lines():
+    files = (ROOT / "plugins" / "opfuse-plugin-liger" / "src").rglob("*.py")
+    assert sum(len(code_of(path)[0]) for path in files) < 200

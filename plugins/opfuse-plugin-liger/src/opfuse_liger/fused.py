@@ -32,8 +32,7 @@ class ForwardNorm(FusedOperation):
             or not kernels.takes(input_, *extras, params=ctx.params)
         ):
             return self.run_separately(basic_op_ctxs, input_, **given)
-        x, weight = input_, ctx.params[0] if ctx.params else None
-        offset = float(norm.zero_centered_gamma)
+        x, weight, offset = input_, next(iter(ctx.params), None), float(norm.zero_centered_gamma)
         if isinstance(norm, LayerNorm):
             y, *statistics = kernels.layer_norm(x, *ctx.params, norm.eps)
         elif extras:
@@ -73,13 +72,12 @@ class BackwardNorm(FusedOperation):
             and kernels.takes(grad_output, x, *extras, params=(weight,) * affine)
         ):
             return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
-        wanted = ctx.param_requires_grad
         if isinstance(norm, LayerNorm):
-            dx, *grads = kernels.layer_norm_grads(grad_output, x, weight, *statistics, wanted)
+            given = x, weight, *statistics, ctx.param_requires_grad
+            dx, *grads = kernels.layer_norm_grads(grad_output, *given)
         else:
-            dx, *grads = kernels.rms_norm_grads(
-                grad_output, *extras, x, weight, *statistics, float(ctx.zero_centered_gamma), wanted
-            )
+            given = x, weight, *statistics, float(ctx.zero_centered_gamma), ctx.param_requires_grad
+            dx, *grads = kernels.rms_norm_grads(grad_output, *extras, *given)
         return (
             dx,
             [()] * (len(basic_op_ctxs) - 1) + [tuple(grads) if affine else ()],

@@ -52,10 +52,6 @@ def _of(module: str) -> Any:
     return importlib.import_module(f"liger_kernel.ops.{module}")
 
 
-def _settings(features: int) -> tuple[int, int]:
-    return _of("utils").calculate_settings(features)  # type: ignore[no-any-return]
-
-
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """The output ``(..., n)``, and ``1 / rms`` as ``(..., 1)``."""
     y, _, rstd, *_ = _of("rms_norm").rms_norm_forward(x, weight, eps, offset, _MODE, _BY_ROWS)
@@ -80,7 +76,8 @@ def rms_norm_grads(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor | No
             ``1 / rms``, the offset of the weight, and whose gradient is wanted.
     """
     *extra, x, weight, rstd, offset, wanted = rest
-    block, mode = _settings(x.shape[-1]), _of("rms_norm")._str_to_casting_mode[_MODE]
+    block = _of("utils").calculate_settings(x.shape[-1])
+    mode = _of("rms_norm")._str_to_casting_mode[_MODE]
     x, rstd, needs = x.view(-1, x.shape[-1]), rstd.view(-1), any(wanted)
     if extra:
         run = _of("fused_add_rms_norm").fused_add_rms_norm_backward
