@@ -12,7 +12,7 @@ from .engine.program import Program
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
-from .recipes import check_offered, recipe_of
+from .recipes import DEFAULT_RECIPE, check_offered, recipe_of
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {
@@ -95,7 +95,7 @@ class autocast(Setting):
             recipe.
         calibrating: Comes with the FP8 recipes; not supported yet.
         recipe: The recipe, a value of a class that a plugin offers, or the name under which it
-            does.
+            does. None: ``"fp8-delayed"``, Transformer Engine's default.
         amax_reduction_group: The process group over which the maxima of a step are taken. The model
             must be prepared, see :func:`opfuse.prepare`.
         weights: ``"fresh"`` casts each weight anew. ``"cached"`` uses the last cast again where the
@@ -105,8 +105,7 @@ class autocast(Setting):
 
     Raises:
         TypeError: The recipe is no :class:`Recipe` and no name, or is given twice.
-        ValueError: Enabled without a recipe; a recipe that no installed plugin offers; other
-            ``weights``.
+        ValueError: A recipe that no installed plugin offers; other ``weights``.
         NotImplementedError: ``calibrating``.
     """
 
@@ -127,10 +126,8 @@ class autocast(Setting):
             raise NotImplementedError("autocast: calibrating comes with the FP8 recipes")
         if weights not in ("fresh", "cached"):
             raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
-        if recipe is None and enabled:
-            raise ValueError(
-                "autocast: the core has no default recipe, pass one (offered by a plugin)"
-            )
+        if recipe is None:
+            recipe = DEFAULT_RECIPE
         super().__init__(2, _offered(recipe) if enabled else None)
         self._weights, self._group = weights, amax_reduction_group
         self._outside: list[tuple[int, str, Block | None]] = []

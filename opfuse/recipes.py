@@ -11,6 +11,11 @@ from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginRecord, Selection, normalize
 from .settings import ThreadSettings, current
 
+DEFAULT_RECIPE = "fp8-delayed"
+"""Transformer Engine's default."""
+
+_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+
 
 def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:
     """Every recipe of a plugin that is loaded; of two with one name, that of a plugin in use."""
@@ -26,12 +31,17 @@ def recipe_of(name: str) -> Recipe:
     """The recipe of a name, with its defaults.
 
     Raises:
-        ValueError: No installed plugin offers one.
+        ValueError: No installed plugin offers one, or it needs arguments.
     """
     known = _offering()
     if name not in known:
-        raise ValueError(f"no plugin offers a recipe {name!r}; {_offered()}")
-    return known[name][0]()
+        install = "install opfuse-plugin-fp8, which does; " if name in _FP8 else ""
+        raise ValueError(f"no plugin offers a recipe {name!r}; {install}{_offered()}")
+    try:
+        return known[name][0]()
+    except TypeError as error:
+        who = known[name][0].__name__
+        raise ValueError(f"{name!r} has no defaults, pass a value of {who}: {error}") from error
 
 
 def check_offered(recipe: Recipe) -> None:

@@ -192,7 +192,7 @@ def test_autocast_arguments_and_nesting():
             assert torch.equal(chain(x), plain)
         assert torch.equal(chain(x), quantized)
     assert torch.equal(chain(x), plain) and not torch.equal(quantized, plain)
-    with pytest.raises(ValueError, match="the core has no default recipe"):
+    with pytest.raises(ValueError, match="'fp8-delayed'; install opfuse-plugin-fp8"):
         opfuse.autocast()
     with pytest.raises(TypeError, match="expected an opfuse.Recipe, or the name of one, got int"):
         opfuse.autocast(recipe=3)
@@ -232,7 +232,7 @@ def test_a_recipe_that_no_installed_plugin_offers():
     class Nobodys(opfuse.Recipe):
         pass
 
-    with pytest.raises(ValueError, match="no plugin offers Nobodys.* offer rounding"):
+    with pytest.raises(ValueError, match="no plugin offers Nobodys.* offer .*rounding"):
         opfuse.autocast(Nobodys())
 
 

@@ -230,7 +230,8 @@ def host_reads(case: Case) -> None:
         backward(case, forward(case, built=built))  # the first call plans, and may measure
         with HostReads() as mode:
             backward(case, forward(case, built=built))
-        return mode.found
+        found: list[str] = mode.found
+        return found
 
     fused(case, grads=False)
     found, by_separate_ops = both(case, reads)

@@ -1,0 +1,90 @@
+"""Scales and casts in plain PyTorch, exact to the bit: what kernels are compared with.
+
+Numbers that are not finite stay so: infinity is infinity in E5M2 and NaN in E4M3, which has no
+infinity. A finite number saturates. So an overflow of fp16 reaches a GradScaler. The largest
+magnitude of a block or tensor is that of its numbers; NaN does not count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP32_MAX = torch.finfo(torch.float32).max
+_EXPONENT = 0x7F800000
+
+
+def largest(tensor: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """The largest magnitude in fp32, NaN left out; 0 of nothing.
+
+    Args:
+        tensor: The values.
+        dims: The dimensions to go over, which stay as 1; None: all, and the result has shape (1,).
+    """
+    values = tensor.detach().abs().float()
+    values = torch.where(values.isnan(), torch.zeros((), device=values.device), values)
+    if not values.numel():
+        sizes = [1 if i in (dims or ()) else size for i, size in enumerate(values.shape)]
+        return values.new_zeros(sizes if dims else (1,))
+    return values.amax(dims, keepdim=True) if dims else values.amax().reshape(1)
+
+
+def scale_of(amax: Tensor, most: float, *, power_of_2: bool, if_infinite: float) -> Tensor:
+    """What values are multiplied by: ``most / amax``; 1 where the amax is 0 or not finite.
+
+    Args:
+        amax: The largest magnitudes, fp32.
+        most: The largest number of the dtype that values are cast to.
+        power_of_2: Whether to round down to a power of two.
+        if_infinite: What stands for a scale that fp32 cannot hold.
+    """
+    # a number divided by a tensor would be the tensor's reciprocal, times the number: rounded twice
+    scale = torch.full_like(amax, most) / amax
+    scale = torch.where(scale.isinf(), torch.full_like(scale, if_infinite), scale)
+    if power_of_2:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    usable = (amax > 0) & amax.isfinite()
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values * scale`` in fp32, rounded to nearest even, finite numbers saturated.
+
+    Args:
+        values: The values, of any dtype.
+        scale: Broadcasts against them; fp32.
+        dtype: An FP8 dtype.
+    """
+    most = torch.finfo(dtype).max
+    wide = values.float()
+    scaled = (wide * scale).clamp(-most, most)
+    # versions of torch differ in what they make of infinity in E4M3
+    infinite = wide if dtype is torch.float8_e5m2 else torch.full_like(wide, torch.nan)
+    return torch.where(wide.isinf(), infinite, scaled).to(dtype)
+
+
+def e8m0_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The biased exponents of MX scales: that of ``amax / max``, rounded up.
+
+    Args:
+        amax: The largest magnitudes of blocks, fp32.
+        dtype: The FP8 dtype of the values.
+
+    Returns:
+        uint8: 0 for a block of zeros, 254 where it holds infinity.
+    """
+    # the reciprocal in fp32 first, as the hardware's conversion has it
+    reciprocal = torch.tensor(1.0 / torch.finfo(dtype).max, dtype=torch.float32)
+    wanted = amax * reciprocal.to(amax.device)
+    bits = wanted.view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # 2^-127, the least scale, is half of the first exponent's subnormal numbers
+    covered = (mantissa == 0) | ((exponent == 0) & (mantissa <= 0x400000))
+    exponent = exponent + (~covered & (exponent < 254)).int()
+    return torch.where(wanted.isinf(), torch.full_like(exponent, 254), exponent).to(torch.uint8)
+
+
+def e8m0_scale(exponent: Tensor) -> Tensor:
+    """What values are multiplied by under MX scales: ``2^(127 - exponent)`` in fp32."""
+    bits = (254 - exponent.int()) << 23
+    return torch.where(exponent == 254, torch.full_like(bits, 0x400000), bits).view(torch.float32)

@@ -1,0 +1,365 @@
+"""The quantizers of the recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Quantizer, QuantizerRole, Recipe
+from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded
+from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+
+from . import casts, recipes
+
+
+def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
+    """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""
+    if isinstance(recipe, recipes.CustomRecipe):
+        return _made_by_a_user(recipe, role)
+    if isinstance(recipe, recipes.DelayedScaling):
+        return DelayedQuantizer(
+            recipe.fp8_format.dtype(role),
+            is_grad=role.tensor_type == "grad_output",
+            history=recipe.amax_history_len,
+            margin=recipe.margin,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+            device=device,
+        )
+    if isinstance(recipe, recipes.Float8CurrentScaling):
+        return CurrentQuantizer(recipe.fp8_format.dtype(role), recipe.use_power_2_scales)
+    if isinstance(recipe, recipes.Float8BlockScaling):
+        dtype = recipe.fp8_format.dtype(role)
+        return BlockQuantizer(dtype, recipe.block(role), power_of_2=not recipe.use_f32_scales)
+    if isinstance(recipe, recipes.MXFP8BlockScaling):
+        square = recipe.enable_2d_quantization and role.tensor_type == "weight"
+        return MXQuantizer(recipe.fp8_format.dtype(role), square)
+    return None
+
+
+def _made_by_a_user(recipe: recipes.CustomRecipe, role: QuantizerRole) -> Quantizer:
+    """What the function of a recipe gives; its mistake is the caller's to see, not the plugin's."""
+    try:
+        made = recipe.qfactory(role)
+    except Exception as error:
+        return _Refusing(error)
+    if isinstance(made, Quantizer):
+        return made
+    return _Refusing(
+        TypeError(
+            f"CustomRecipe {recipe.name!r}: qfactory expected to give a Quantizer for {role}, got "
+            f"{made!r}; IdentityQuantizer() leaves a tensor as it is"
+        )
+    )
+
+
+class _Refusing(Quantizer):
+    """Raises at the first cast."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize`."""
+        raise self._error
+
+
+class _Quantizer(Quantizer):
+    """Writes into ``out`` where that is asked for."""
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize`."""
+        with torch.no_grad():
+            return _written(self._make(tensor, usage), out)
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        raise NotImplementedError
+
+
+def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
+    """``made``, or ``out`` with its values.
+
+    Raises:
+        ValueError: ``out`` has another layout, shape or dtype, or lacks a copy.
+    """
+    if out is None:
+        return made
+    if type(out) is not type(made) or (out.shape, out.dtype) != (made.shape, made.dtype):
+        raise ValueError(f"quantize(out=...): expected a place for {made!r}, got {out!r}")
+    pairs = list(zip(out.tensors(), made.tensors(), strict=True))
+    if any(there is None and new is not None for there, new in pairs):
+        raise ValueError(f"quantize(out=...): expected every copy of {made!r}, got {out!r}")
+    for there, new in pairs:
+        if there is not None and new is not None:
+            there.copy_(new)
+    return out
+
+
+class _TensorQuantizer(_Quantizer):
+    """One scale for the whole tensor.
+
+    Args:
+        dtype: An FP8 dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
+        codes = casts.cast(tensor, scale, self.dtype).contiguous()
+        transposed = _as_matrix(codes).t().contiguous() if usage.columnwise else None
+        rowwise = codes if usage.rowwise else None
+        return ScaledTensor(
+            tensor.shape, tensor.dtype, self, rowwise, transposed, scale.reciprocal()
+        )
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class RescaledTensor(ScaledTensor):
+    """A :class:`ScaledTensor` that can be cast again to the same bits.
+
+    ``1 / scale_inv`` is not always the number that the values were multiplied by.
+
+    Args:
+        shape: As there, and all but the last.
+        dtype: See ``shape``.
+        quantizer: See ``shape``.
+        rowwise_data: See ``shape``.
+        columnwise_data: See ``shape``.
+        scale_inv: See ``shape``.
+        scale: What the values were multiplied by: float32, of one element.
+    """
+
+    scale: Tensor | None = None
+    tensor_names = (*ScaledTensor.tensor_names, "scale")
+
+
+class CurrentQuantizer(_TensorQuantizer):
+    """A scale from the tensor's own largest magnitude.
+
+    Args:
+        dtype: An FP8 dtype.
+        power_of_2: Whether the scale is rounded down to a power of two.
+    """
+
+    def __init__(self, dtype: torch.dtype, power_of_2: bool = False) -> None:
+        super().__init__(dtype)
+        self.power_of_2 = power_of_2
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        most = torch.finfo(self.dtype).max
+        amax = casts.largest(tensor)
+        rule = {"power_of_2": self.power_of_2, "if_infinite": casts.FP32_MAX}
+        return self._with_scale(tensor, usage, casts.scale_of(amax, most, **rule))
+
+
+class DelayedQuantizer(_TensorQuantizer):
+    """A scale from the largest magnitudes of earlier steps.
+
+    Args:
+        dtype: An FP8 dtype.
+        is_grad: Whether it casts gradients: its history moves only where one arrived.
+        history: Over how many steps the largest magnitude is taken.
+        margin: How many powers of two are left free.
+        most_recent: Take the last step's alone.
+        device: Of its state.
+
+    Attributes:
+        scale: What values are multiplied by, fp32, (1,).
+        amax: The largest magnitude since the last update; -1: none.
+        amax_history: Those of the last steps, ``(history,)``: row 0 is the current step, and 0
+            between updates; the last row is the latest, as in Transformer Engine.
+    """
+
+    state_names = ("scale", "amax", "amax_history")
+    pending_names = ("amax",)
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        is_grad: bool = False,
+        history: int = 1024,
+        margin: int = 0,
+        most_recent: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(dtype)
+        self.is_grad, self.margin, self.most_recent = is_grad, margin, most_recent
+        self.scale = torch.ones(1, dtype=torch.float32, device=device)
+        self.amax = nothing_recorded(device)
+        self.amax_history = torch.zeros(history, dtype=torch.float32, device=device)
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        torch.maximum(self.amax, casts.largest(tensor), out=self.amax)
+        return self._rescaled(tensor, usage, self.scale.clone())
+
+    def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
+        made = self._with_scale(tensor, usage, scale)
+        return RescaledTensor(made.shape, made.dtype, self, *made.tensors(), scale)
+
+    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
+        """Cast again with the scale of then; see :meth:`opfuse.Quantizer.requantize`."""
+        assert isinstance(scales, RescaledTensor) and scales.scale is not None
+        with torch.no_grad():
+            return self._rescaled(tensor, usage, scales.scale)
+
+    def advance(self, amax: Tensor) -> None:
+        """Take in the largest magnitude of a step, and compute the next scale.
+
+        The formula is Transformer Engine's ``_default_sf_compute``. Nothing is read by the host.
+
+        Args:
+            amax: fp32, (1,); -1: there was none, and nothing changes.
+        """
+        arrived = amax >= 0
+        history = self.amax_history.clone()
+        history[:1] = amax
+        most = history[:1] if self.most_recent else history.amax().reshape(1)
+        scale = torch.full_like(most, torch.finfo(self.dtype).max) / most / 2**self.margin
+        scale = torch.where(scale.isinf(), torch.full_like(scale, casts.FP32_MAX), scale)
+        scale = torch.where((most > 0) & most.isfinite(), scale, self.scale)
+        rolled = history.roll(-1)
+        rolled[:1] = 0
+        self.scale.copy_(torch.where(arrived, scale, self.scale))
+        self.amax_history.copy_(torch.where(arrived, rolled, self.amax_history))
+
+
+def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
+    """Advance quantizers by one step, with one collective.
+
+    Args:
+        quantizers: Those of a block, each a :class:`DelayedQuantizer`.
+        group: The process group over which the largest magnitudes are taken, or None.
+
+    Raises:
+        TypeError: One is of another kind, whose state nobody advances.
+    """
+    if not quantizers:
+        return
+    delayed: list[DelayedQuantizer] = []
+    for quantizer in quantizers:
+        if not isinstance(quantizer, DelayedQuantizer):
+            raise TypeError(
+                f"expected quantizers with state to be a DelayedQuantizer, which this recipe "
+                f"advances, got {type(quantizer).__name__}: derive from it, or write a recipe"
+            )
+        delayed.append(quantizer)
+    device = delayed[0].amax.device
+    amaxes = torch.cat([quantizer.amax.to(device) for quantizer in delayed])
+    if group is not None:
+        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
+    for quantizer, amax in zip(delayed, amaxes.split(1), strict=True):
+        amax = amax.to(quantizer.amax.device)
+        quantizer.advance(amax if quantizer.is_grad else amax.clamp(min=0))
+        quantizer.discard()
+
+
+class BlockQuantizer(_Quantizer):
+    """A scale for each block of 1 x 128 or 128 x 128 values.
+
+    Args:
+        dtype: An FP8 dtype.
+        block: ``(1, 128)`` or ``(128, 128)``.
+        power_of_2: Whether scales are rounded down to powers of two.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, block: tuple[int, int], *, power_of_2: bool = True
+    ) -> None:
+        self.dtype, self.block, self.power_of_2 = dtype, block, power_of_2
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        matrix = _as_matrix(tensor)
+        one = self._copy(matrix) if usage.rowwise else (None, None)
+        other = self._copy(matrix.t()) if usage.columnwise else (None, None)
+        data = None if one[0] is None else one[0].reshape(tensor.shape)
+        given = tensor.shape, tensor.dtype, self, data, one[1], *other
+        return BlockScaledTensor(*given, block=self.block)
+
+    def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, contiguous, and their scales, as the format has them."""
+        rows, columns = matrix.shape
+        tall, wide = self.block
+        down, across = -(-rows // tall), -(-columns // wide)
+        padded = matrix.new_zeros(down * tall, across * wide)
+        padded[:rows, :columns] = matrix
+        blocks = padded.view(down, tall, across, wide)
+        infinite = (
+            torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
+        )
+        scale = casts.scale_of(
+            casts.largest(blocks, (1, 3)),
+            torch.finfo(self.dtype).max,
+            power_of_2=self.power_of_2,
+            if_infinite=infinite,
+        )
+        codes = casts.cast(blocks, scale, self.dtype).view(down * tall, across * wide)
+        inverse = scale.reciprocal().view(down, across)
+        if tall == 1:
+            inverse = inverse.t().contiguous()
+        else:
+            room = inverse.new_zeros(down, 4 * -(-across // 4))
+            room[:, :across] = inverse
+            inverse = room
+        return codes[:rows, :columns].contiguous(), inverse
+
+
+class MXQuantizer(_Quantizer):
+    """A power of two for each 32 values along what a product sums over.
+
+    Args:
+        dtype: An FP8 dtype.
+        square: Whether 32 x 32 values share a scale.
+    """
+
+    def __init__(self, dtype: torch.dtype, square: bool = False) -> None:
+        self.dtype, self.square = dtype, square
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        matrix = _as_matrix(tensor)
+        for used, side, size in (
+            (usage.rowwise or self.square, "columns", matrix.shape[1]),
+            (usage.columnwise or self.square, "rows", matrix.shape[0]),
+        ):
+            if used and size % 32:
+                raise ValueError(
+                    f"MXFP8 expected a multiple of 32 {side}, got a tensor of shape "
+                    f"{tuple(tensor.shape)}: pad it with zeros to {size + -size % 32} {side}, or "
+                    f"leave this op out of the autocast block"
+                )
+        one = self._copy(matrix) if usage.rowwise else (None, None)
+        other = self._copy(matrix.t()) if usage.columnwise else (None, None)
+        data = None if one[0] is None else one[0].reshape(tensor.shape)
+        return MXTensor(tensor.shape, tensor.dtype, self, data, one[1], *other)
+
+    def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, contiguous, and the exponents of their blocks."""
+        rows, columns = matrix.shape
+        tall = 32 if self.square else 1
+        blocks = matrix.reshape(rows // tall, tall, columns // 32, 32)
+        exponent = casts.e8m0_of(casts.largest(blocks, (1, 3)), self.dtype)
+        codes = casts.cast(blocks, casts.e8m0_scale(exponent), self.dtype).view(rows, columns)
+        each = exponent.expand(-1, tall, -1, 1).reshape(rows, columns // 32)
+        return codes.contiguous(), each.contiguous().view(torch.float8_e8m0fnu)
+
+
+class IdentityQuantizer(_Quantizer):
+    """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        one = torch.ones(1, dtype=torch.float32, device=tensor.device)
+        columnwise = _as_matrix(tensor).t().contiguous() if usage.columnwise else None
+        rowwise = tensor.contiguous() if usage.rowwise else None
+        return ScaledTensor(tensor.shape, tensor.dtype, self, rowwise, columnwise, one)
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)

@@ -1,0 +1,255 @@
+"""Recipes: which tensors are cast to FP8, and with what scales, under Transformer Engine's names.
+
+A recipe is a frozen value, part of a plan's key. Keywords that do not exist are errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+import opfuse
+from opfuse import Quantizer, QuantizerRole
+
+_FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
+
+
+class Format(str, Enum):
+    """Which of the two FP8 dtypes a tensor gets.
+
+    ``E4M3`` and ``E5M2``: every tensor gets that one. ``HYBRID``: gradients get E5M2, which has
+    more range, and all others E4M3, which has more precision.
+    """
+
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"
+
+    def dtype(self, role: QuantizerRole) -> torch.dtype:
+        """The dtype of a tensor."""
+        is_grad = role.tensor_type == "grad_output"
+        e5m2 = self is Format.E5M2 or (self is Format.HYBRID and is_grad)
+        return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class _FP8Recipe(opfuse.Recipe):
+    """What the FP8 recipes have in common.
+
+    Attributes:
+        fp8_dpa: Attention in FP8: only False, since opfuse has no attention op.
+        fp8_mha: As ``fp8_dpa``.
+    """
+
+    fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
+    fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                self._refuse(field.name, "True or False", value)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                self._refuse(field.name, "an integer", value)
+            if field.type == "Format":
+                if not isinstance(value, Format):
+                    self._refuse(field.name, f"one of {', '.join(map(str, Format))}", value)
+                if value is Format.E5M2:
+                    raise ValueError(
+                        f"{type(self).__name__}: E5M2 for every tensor has two bits of mantissa, "
+                        f"too few to train with; expected Format.E4M3 or Format.HYBRID"
+                    )
+        if self.fp8_dpa or self.fp8_mha:
+            raise ValueError(
+                f"{type(self).__name__}: fp8_dpa and fp8_mha are about attention, for which opfuse "
+                f"has no op; expected False"
+            )
+
+    def _refuse(self, name: str, expected: str, value: Any) -> None:
+        raise TypeError(f"{type(self).__name__}.{name}: expected {expected}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(_FP8Recipe):
+    """One scale per tensor, from the largest magnitudes (amax) of earlier steps.
+
+    At the end of the outermost :class:`opfuse.autocast` block of a step, ``scale = (max / amax) /
+    2^margin``, where ``max`` is the largest number of the dtype. It starts at 1, and stays where
+    the amax is 0 or not finite. A value is stored as ``x * scale``, saturated.
+
+    Attributes:
+        margin: How many powers of two are left free above the amax.
+        fp8_format: The dtypes.
+        amax_history_len: Over how many steps the amax is taken.
+        amax_compute_algo: ``"max"`` over these steps, or ``"most_recent"``.
+        scaling_factor_compute_algo: Only None: a function is no value; write a
+            :class:`CustomRecipe`.
+        reduce_amax: Whether the amax is taken over the ``amax_reduction_group`` of the block.
+        backward_override: Only None: the backward is quantized too.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+            if callable(getattr(self, name)):
+                raise TypeError(
+                    f"DelayedScaling.{name}: a function cannot be part of a plan's key or of a "
+                    f"checkpoint; write a quantizer of your own and a CustomRecipe"
+                )
+        super().__post_init__()
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"DelayedScaling.amax_compute_algo: expected 'max' or 'most_recent', "
+                f"got {self.amax_compute_algo!r}"
+            )
+        if self.scaling_factor_compute_algo is not None:
+            self._refuse("scaling_factor_compute_algo", "None", self.scaling_factor_compute_algo)
+        if self.amax_history_len < 1:
+            raise ValueError(
+                f"DelayedScaling.amax_history_len: expected at least 1, got {self.amax_history_len}"
+            )
+        if self.backward_override is not None:
+            raise ValueError(
+                f"DelayedScaling: expected backward_override=None, got {self.backward_override!r}: "
+                f"the scales of gradients follow from gradients that were cast"
+            )
+
+    def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
+        """Advance the scales by one step, see :meth:`opfuse.Recipe.update`."""
+        from .quantizers import update_delayed
+
+        update_delayed(quantizers, group if self.reduce_amax else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(_FP8Recipe):
+    """One scale per tensor, from its own largest magnitude: ``scale = max / amax``.
+
+    Where the amax is 0 or not finite the scale is 1.
+
+    Attributes:
+        use_power_2_scales: Whether scales are rounded down to powers of two.
+        fp8_format: The dtypes.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(_FP8Recipe):
+    """A scale for each block: 1 x 128 of inputs and gradients, 128 x 128 of weights.
+
+    Attributes:
+        use_f32_scales: Whether scales may be any number; otherwise they are rounded down to powers
+            of two.
+        fp8_format: The dtypes.
+        x_block_scaling_dim: 1 or 2: blocks of 1 x 128 or of 128 x 128 for inputs.
+        w_block_scaling_dim: The same for weights.
+        grad_block_scaling_dim: The same for gradients.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        super().__post_init__()
+        for name in ("x", "w", "grad"):
+            field = f"{name}_block_scaling_dim"
+            if getattr(self, field) not in (1, 2):
+                raise ValueError(
+                    f"Float8BlockScaling.{field}: expected 1 or 2, got {getattr(self, field)}"
+                )
+        if self.w_block_scaling_dim == 2 and 2 in (
+            self.x_block_scaling_dim,
+            self.grad_block_scaling_dim,
+        ):
+            raise ValueError(
+                "Float8BlockScaling: expected at most one operand of a product with blocks of "
+                "128 x 128, got w_block_scaling_dim=2 and another; no GEMM multiplies two of them"
+            )
+
+    def block(self, role: QuantizerRole) -> tuple[int, int]:
+        """The block of a tensor."""
+        dims = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
+        return (128, 128) if dims.get(role.tensor_type, self.x_block_scaling_dim) == 2 else (1, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(_FP8Recipe):
+    """OCP microscaling: a power of two for each 32 values along what a product sums over.
+
+    Attributes:
+        margin: Only 0, as in the OCP format.
+        fp8_format: The dtypes.
+        enable_2d_quantization: Whether a weight has one scale for 32 x 32 values, so that both of
+            its copies stand for the same values.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        super().__post_init__()
+        if self.margin != 0:
+            raise ValueError(f"MXFP8BlockScaling.margin: expected 0, got {self.margin}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomRecipe(opfuse.Recipe):
+    """Quantizers that a function makes.
+
+    Attributes:
+        qfactory: ``qfactory(role)`` gives a new :class:`opfuse.Quantizer` for a tensor of a role.
+        name: What checkpoints know the recipe by. One name stands for one function in a process.
+    """
+
+    qfactory: Callable[[QuantizerRole], Quantizer]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        if not callable(self.qfactory):
+            raise TypeError(f"CustomRecipe.qfactory: expected a function, got {self.qfactory!r}")
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(
+                f"CustomRecipe expected name='...', by which checkpoints know it, got {self.name!r}"
+            )
+        if not is_compiling() and _FACTORIES.setdefault(self.name, self.qfactory) != self.qfactory:
+            raise ValueError(
+                f"CustomRecipe: the name {self.name!r} stands for another function already, "
+                f"{_FACTORIES[self.name]!r}; give this one another name"
+            )
+        super().__post_init__()
+
+    def to_json(self, name: str = "") -> str:
+        """The recipe as JSON text: its name stands for its function."""
+        fields = {"recipe": name or "CustomRecipe", "name": self.name}
+        return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
+
+    def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
+        """Advance the scales of the delayed quantizers among them."""
+        from .quantizers import update_delayed
+
+        update_delayed(quantizers, group)
