@@ -138,7 +138,7 @@ class RescaledTensor(ScaledTensor):
     """
 
     scale: Tensor | None = None
-    tensor_names = (*ScaledTensor.tensor_names, "scale")
+    tensor_names = (*ScaledTensor.tensor_names, "scale")  # type: ignore[assignment]
 
 
 class CurrentQuantizer(_TensorQuantizer):
@@ -155,9 +155,13 @@ class CurrentQuantizer(_TensorQuantizer):
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         most = torch.finfo(self.dtype).max
-        amax = casts.largest(tensor)
-        rule = {"power_of_2": self.power_of_2, "if_infinite": casts.FP32_MAX}
-        return self._with_scale(tensor, usage, casts.scale_of(amax, most, **rule))
+        scale = casts.scale_of(
+            casts.largest(tensor),
+            most,
+            power_of_2=self.power_of_2,
+            if_infinite=casts.FP32_MAX,
+        )
+        return self._with_scale(tensor, usage, scale)
 
 
 class DelayedQuantizer(_TensorQuantizer):
@@ -203,7 +207,8 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
         made = self._with_scale(tensor, usage, scale)
-        return RescaledTensor(made.shape, made.dtype, self, *made.tensors(), scale)
+        copies = made.rowwise_data, made.columnwise_data
+        return RescaledTensor(made.shape, made.dtype, self, *copies, made.scale_inv, scale)
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Cast again with the scale of then; see :meth:`opfuse.Quantizer.requantize`."""
@@ -256,8 +261,8 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
     amaxes = torch.cat([quantizer.amax.to(device) for quantizer in delayed])
     if group is not None:
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
-    for quantizer, amax in zip(delayed, amaxes.split(1), strict=True):
-        amax = amax.to(quantizer.amax.device)
+    for place, quantizer in enumerate(delayed):
+        amax = amaxes[place : place + 1].to(quantizer.amax.device)
         quantizer.advance(amax if quantizer.is_grad else amax.clamp(min=0))
         quantizer.discard()
 
