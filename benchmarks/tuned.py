@@ -2,6 +2,7 @@
 
 python benchmarks/tuned.py --out tuned.json
 python benchmarks/tuned.py --ids demo,L1 --threads 1
+python benchmarks/tuned.py --tables DIR; OPFUSE_TUNING=DIR python benchmarks/tuned.py --part measure
 
 One process tunes for every chain, into a table of its own. A second process then times each chain
 with the plans that follow from the table against the same ops without any plugin, in turns: at
@@ -57,12 +58,15 @@ def main() -> None:
     )
     parser.add_argument("--ids", default=",".join(IDS))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--tables", type=pathlib.Path, help="a folder for the table; default: one that is deleted"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--part", choices=("tune", "measure"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is None:
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["OPFUSE_TUNING"] = folder
+            os.environ["OPFUSE_TUNING"] = str(options.tables or folder)
             for part in ("tune", "measure"):
                 subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)
         return
