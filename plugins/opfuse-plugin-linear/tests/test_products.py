@@ -103,19 +103,19 @@ def test_leading_dimensions_and_layouts(lead):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_configuration_gives_the_same(arch):
     dtype = torch.bfloat16
-    x, w, up, bias = draw(dtype, (130, 200), (264, 200), (264, 200), (264,))
+    x, w, up, bias = draw(dtype, (130, 208), (272, 208), (272, 208), (272,))
     product = F.linear(x.double(), w.double(), bias.double())
     with target(arch):
         for weights, biases, act in (((w,), (bias,), GELU), ((w, up), (bias, bias), SWIGLU)):
             offered = products.configurations(
-                x.device, dtype, (130, 264, 200), gated=len(weights) == 2
+                x.device, dtype, (130, 272, 208), gated=len(weights) == 2
             )
             assert 4 <= len(offered) <= 8
             for config in offered:
                 y, hidden = products.multiply(
                     x, weights, biases, functions_of(act), keep=True, config=config
                 )
-                assert_close(hidden[:, :264], product, gemm=True, what=str(config))
+                assert_close(hidden[:, :272], product, gemm=True, what=str(config))
                 assert_close(y, act.forward_value(hidden.double()), gemm=True, what=str(config))
 
 

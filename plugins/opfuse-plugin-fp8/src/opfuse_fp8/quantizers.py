@@ -156,10 +156,7 @@ class CurrentQuantizer(_TensorQuantizer):
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         most = torch.finfo(self.dtype).max
         scale = casts.scale_of(
-            casts.largest(tensor),
-            most,
-            power_of_2=self.power_of_2,
-            if_infinite=casts.FP32_MAX,
+            casts.largest(tensor), most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX
         )
         return self._with_scale(tensor, usage, scale)
 
