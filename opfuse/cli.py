@@ -217,8 +217,11 @@ def tune_command(
     with _quiet_stdout():
         model, *inputs = _load(target)
         with _told(f"{target}:"), torch.set_grad_enabled(not no_grad):
-            with _progress() as progress:
-                report = tune(model, *inputs, compiled=compiled, progress=progress)
+            try:
+                with _progress() as progress:
+                    report = tune(model, *inputs, compiled=compiled, progress=progress)
+            except KeyboardInterrupt:  # what was measured is written
+                sys.exit(130)
     text = report.details if details else str(report)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)
     if check and report.wrong:

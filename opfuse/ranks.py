@@ -32,7 +32,14 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
     if not dist.is_initialized():
         raise RuntimeError("check_ranks: torch.distributed is not initialized")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    facts = _gathered(_facts(), group)
+    try:
+        mine = _facts()
+    except Exception as error:  # all ranks are to hear of it
+        mine = {"failed": f"{type(error).__name__}: {error}"}
+    facts = _gathered(mine, group)
+    for rank, of_rank in zip(ranks, facts, strict=True):
+        if "failed" in of_rank:
+            raise RuntimeError(f"check_ranks on rank {rank}: {of_rank['failed']}")
     for rank, of_rank in zip(ranks[1:], facts[1:], strict=True):
         for what, mine in facts[0].items():
             other = of_rank[what]

@@ -16,12 +16,12 @@ import json
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import torch
 
 from .errors import TuningWarning
@@ -61,6 +61,7 @@ class Measurement:
         wrong: How it differs from the separate ops, as a sentence, or ``""``.
         configuration: The configuration that was the fastest, or None if it has one only.
         compared: Whether values were compared; False: its ops draw random numbers.
+        rows: The number of rows of the input, for which a fusion that was wrong is wrong.
     """
 
     speed: float
@@ -70,6 +71,7 @@ class Measurement:
     wrong: str = ""
     configuration: Mapping[str, Any] | None = None
     compared: bool = True
+    rows: int = 0
 
     def refusal(self, *, trades_time: bool, prefer: str) -> str:
         """Why the fusion is not to be used, or ``""``.
@@ -203,7 +205,7 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
     try:
         rows = read_rows(path)
     except (OSError, ValueError) as error:
-        warning = TuningWarning(f"{error}; it is not used, delete it or run `opfuse tune` again")
+        warning = TuningWarning(f"{error}, and run `opfuse tune` again; it is not used")
         if is_strict():
             raise warning from error
         warnings.warn(warning, stacklevel=2)
@@ -241,21 +243,33 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"format {content['format']!r} instead of {FORMAT}")
         rows: list[dict[str, Any]] = content["entries"]
         for row in rows:
-            _check(Shape(*row["shape"]), Measurement(**row["found"]))
-            subject_key(row["subject"]), row["subject"]["plugin"], row["setting"]["torch"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _check(Shape(*row["shape"]), Measurement(**row["found"]), row["subject"]["plugin"])
+            subject_key(row["subject"]), row["setting"]["torch"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no tuning table that this opfuse reads ({what})") from error
+        raise ValueError(
+            f"{path} is no tuning table that this opfuse reads ({what}): delete it"
+        ) from error
     return rows
 
 
-def _check(shape: Shape, found: Measurement) -> None:
-    for name, value in shape._asdict().items():
-        if not isinstance(value, int):
-            raise ValueError(f"{name} is {value!r}, no whole number")
+def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
+    """Refuse what no tuning has written."""
+    for name, value in (*shape._asdict().items(), ("rows", found.rows)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}, no number of that")
     for name in ("speed", "noise", "seconds", "saved_bytes"):
-        if not isinstance(getattr(found, name), (int, float)):
-            raise ValueError(f"{name} is {getattr(found, name)!r}, no number")
+        value = getattr(found, name)
+        signed = name in ("seconds", "saved_bytes")
+        if type(value) not in (int, float) or not (signed or value >= 0) or abs(value) > 1e18:
+            raise ValueError(f"{name} is {value!r}, which nobody measures")
+        if value != value:
+            raise ValueError(f"{name} is not a number")
+    if not isinstance(found.wrong, str) or not isinstance(found.configuration, dict | None):
+        raise ValueError(f"wrong is {found.wrong!r}, configuration {found.configuration!r}")
+    names = plugin is None or (isinstance(plugin, list) and len(plugin) == 2)
+    if not names or not all(isinstance(name, str) for name in plugin or ()):
+        raise ValueError(f"plugin is {plugin!r}, no name and version")
 
 
 def installed() -> dict[str, str]:
@@ -284,32 +298,51 @@ def _warn_of_other_versions(
 # Writing
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a place where no table can be written.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: OPFUSE_TUNING names another folder")
+
+
 def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Put entries into a file, in place of those of the same setting, subject and shape.
 
-    Entries of other versions of the same plugins, in the same setting, go.
+    Entries of other versions of the same plugins, in the same setting, go. One that is wrong stays,
+    unless the same number of rows was measured again.
 
     Raises:
         ValueError: The file is there, and is no tuning table.
         OSError: It cannot be written.
     """
-    new = list(rows)
-    replaced = {_identity(row) for row in new}
-    versions = {tuple(row["subject"]["plugin"] or ()) for row in new}
+    new: dict[str, dict[str, Any]] = {}
+    for row in rows:  # of two with one key, such as of two chains, the one that is wrong
+        before = new.get(_identity(row))
+        if before is None or not before["found"]["wrong"]:
+            new[_identity(row)] = row
+    versions = {tuple(row["subject"]["plugin"] or ()) for row in new.values()}
     names = {version[0] for version in versions if version}
 
     def outdated(row: dict[str, Any]) -> bool:
         plugin = tuple(row["subject"]["plugin"] or ())
         of_these = bool(plugin) and plugin[0] in names and plugin not in versions
-        return of_these and row["setting"] in [other["setting"] for other in new]
+        return of_these and row["setting"] in [other["setting"] for other in new.values()]
 
-    kept = [row for row in read_rows(path) if _identity(row) not in replaced and not outdated(row)]
-    text = json.dumps({"format": FORMAT, "entries": [*kept, *new]}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(name, path)  # who reads it sees the old file or the new one
+    check_writable(path)
+    with filelock.FileLock(f"{path}.lock"):
+        kept = {_identity(row): row for row in read_rows(path) if not outdated(row)}
+        for identity, row in new.items():
+            was = kept.get(identity, row)["found"]
+            if not was["wrong"] or was.get("rows", 0) == row["found"]["rows"]:
+                kept[identity] = row
+        text = json.dumps({"format": FORMAT, "entries": list(kept.values())}, indent=1)
+        written = path.with_name(f"{path.name}.new")
+        written.write_text(f"{text}\n", encoding="utf-8")
+        os.replace(written, path)  # who reads it sees the old file or the new one
 
 
 def _identity(row: Mapping[str, Any]) -> str:

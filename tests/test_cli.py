@@ -284,7 +284,7 @@ def test_tune(register, models, tmp_path, monkeypatch):
         assert [row["fusion"] for row in found["results"]] == ["good", "bad"]
         call("tune", f"{models}:build", "--no-grad")
         call("tune", f"{models}:build", "--compiled")
-    rows = json.loads(next((tmp_path / "tables").iterdir()).read_text())["entries"]
+    rows = json.loads(next((tmp_path / "tables").glob("*.json")).read_text())["entries"]
     kinds = [(row["subject"]["grads"][0], row["subject"]["mode"][2]) for row in rows]
     assert sorted(set(kinds)) == [(False, False), (True, False), (True, True)]
     with Prescribed(1.0):

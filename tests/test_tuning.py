@@ -151,7 +151,7 @@ def reasons(model, x):
 
 
 def content(folder):
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.json")
     return path, json.loads(path.read_text())
 
 
@@ -162,8 +162,16 @@ def content(folder):
     "build, passes, sentence",
     [
         (Wrong, "forward", "measured here, it differs from the separate ops: the output is wrong"),
-        (WrongGradient, "backward", "measured here, it differs from the separate ops: gradient 0"),
-        (WrongGradient, "joint", "measured here, it differs from the separate ops: gradient 0"),
+        (
+            WrongGradient,
+            "backward",
+            "measured here, it differs from the separate ops: the gradient of the input is wrong",
+        ),
+        (
+            WrongGradient,
+            "joint",
+            "measured here, it differs from the separate ops: the gradient of the input is wrong",
+        ),
         (Raising, "forward", "measured here, it raises RuntimeError: no such kernel"),
         (Slow, "forward", "measured here, it has 0.0"),
         (SlowBackward, "backward", "measured here, it has 0.0"),
@@ -225,6 +233,197 @@ def test_ops_that_never_give_the_same_twice_are_compared(register, quick):
     )
     report = opfuse.tune(opfuse.Sequential(Unsteady()), torch.randn(16, 32))
     assert len(report.wrong) == 1 and report.wrong[0].found.compared
+
+
+class WritesInput(Slow):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        result = OneByOne.fuser_forward(self, basic_op_ctxs, input_, **kwargs)
+        input_.detach().mul_(1.5)
+        return result
+
+
+class WritesGradient(Slow):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **kwargs):
+        result = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+        grad_output.mul_(1.5)
+        return result
+
+
+class Widens(Slow):
+    def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+        y, extras = OneByOne.fuser_forward(self, basic_op_ctxs, input_, **kwargs)
+        return y.double(), extras
+
+
+class RaisesLater(Slow):
+    """From the fourth call on, as where memory was given back."""
+
+    left = 3
+
+    def fuser_forward(self, *args, **kwargs):
+        RaisesLater.left -= 1
+        if RaisesLater.left < 0:
+            raise RuntimeError("no longer")
+        return OneByOne.fuser_forward(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "build, passes, sentence",
+    [
+        (WritesInput, "forward", "changes the input, which it does not own"),
+        (WritesGradient, "backward", "changes the gradient that arrives, which it does not own"),
+        (Widens, "forward", "the output has dtype torch.float64 instead of torch.float32"),
+        (RaisesLater, "forward", "raises RuntimeError: no longer"),
+    ],
+)
+def test_more_that_is_wrong(register, quick, build, passes, sentence):
+    register(**{f"{passes}_fusions": [pair(build)]})
+    model, x = chain(), tensor()
+    before = x.detach().clone()
+    report = opfuse.tune(model, x)
+    assert sentence in " ".join(str(report).split()) and report.wrong
+    assert torch.equal(x, before), "what the user gave stays as it is"
+
+
+def test_a_fusion_that_writes_into_a_parameter(register, quick):
+    class WritesBias(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **given):
+            result = self.run_separately(basic_op_ctxs, input_, **given)
+            basic_op_ctxs[1].params[0].detach().add_(1.0)
+            return result
+
+    register(forward_fusions=[Fusion([ops.BasicLinear, ops.Bias], WritesBias)])
+    model, x = opfuse.Sequential(ops.Linear(8, 8)), tensor(4, 8)
+    before = model[0].bias.detach().clone()
+    said = " ".join(str(opfuse.tune(model, x)).split())
+    assert "changes op 1 (Bias).bias, which it does not own" in said
+    assert torch.equal(model[0].bias, before)
+
+
+def test_gradients_are_compared_where_the_model_turns_them_on(register, quick):
+    register(backward_fusions=[pair(WrongGradient)])
+    model, x = chain(), tensor()
+
+    def calls(x):
+        with torch.enable_grad():
+            return model(x)
+
+    with torch.no_grad():
+        assert opfuse.tune(calls, x).wrong
+
+
+def test_wrong_stays_until_the_same_rows_are_right(register, quick):
+    class UpTo4(Slow):
+        """Right where the rows are a multiple of four."""
+
+        def fuser_forward(self, basic_op_ctxs, input_, **kwargs):
+            y, extras = OneByOne.fuser_forward(self, basic_op_ctxs, input_, **kwargs)
+            y = y.clone()
+            y[len(y) // 4 * 4 :] = 7.0
+            return y, extras
+
+    register(forward_fusions=[pair(UpTo4)])
+    model = chain()
+    assert opfuse.tune(model, tensor(7, 8)).wrong
+    opfuse.tune(model, tensor(4, 8))
+    assert not taken(model, tensor(7, 8)) and not taken(model, tensor(4, 8))
+
+
+def test_a_number_of_another_package_is_a_constant(register, quick):
+    numpy = pytest.importorskip("numpy")
+
+    class Leaky(ops.ReLU):
+        def __init__(self, slope):
+            super().__init__()
+            self.slope = slope
+
+    register(forward_fusions=[Fusion([Leaky], named("Pair"))])
+    for slope in (numpy.float32(0.1), {"k": 1}):
+        with Prescribed(Pair=0.5):
+            opfuse.tune(opfuse.Sequential(Leaky(slope)), tensor())
+    assert taken(opfuse.Sequential(Leaky({"k": 2})), tensor()), "another constant"
+    assert not taken(opfuse.Sequential(Leaky({"k": 1})), tensor())
+
+
+def test_buffers_of_ops_stay_as_they_are(register, quick):
+    class Counts(Identity):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def op_forward(self, ctx, input_):
+            self.calls += 1
+            return input_ * 1.0
+
+    register(forward_fusions=[Fusion([Counts], named("Pair"))])
+    model = opfuse.Sequential(Counts())
+    opfuse.tune(model, tensor())
+    assert model[0].calls == 1, "of the call that finds the candidates"
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        ("found speed", 10**400), ("found speed", float("nan")), ("found speed", -3),
+        ("found speed", True), ("found wrong", 5), ("found configuration", "abc"),
+        ("found seconds", 10**400), ("subject plugin", 5), ("subject plugin", ["a"]),
+        ("subject plugin", {"a": 1}), ("subject plugin", [["a"], 1]), ("found rows", "many"),
+    ],
+)  # fmt: skip
+def test_what_nobody_measures_is_no_table(register, quick, folder, place, value):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=1.5):
+        opfuse.tune(model, x)
+    path, table = content(folder)
+    of, name = place.split()
+    table["entries"][0][of][name] = value
+    path.write_text(json.dumps(table))
+    tables.reload()
+    with pytest.warns(opfuse.TuningWarning, match="is no tuning table.*delete it"):
+        model(x)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    register, quick, monkeypatch, tmp_path
+):
+    register(forward_fusions=[pair()])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "file"))
+    with pytest.raises(OSError):
+        opfuse.tune(chain(), tensor(), progress=lambda *unused: pytest.fail("it measures"))
+
+
+def test_an_interrupt_keeps_what_is_known(register, quick, folder):
+    register(forward_fusions=[pair(), pair(Wrong)])
+
+    def stop(done, of, what):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        opfuse.tune(chain(), tensor(), progress=stop)
+    assert len(content(folder)[1]["entries"]) == 1
+
+
+def _add_entries(path, first):
+    for number in range(first, first + 20):
+        found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}
+        subject = {"plugin": None, "fusion": str(number)}
+        setting = {"torch": "0"}
+        row = {"setting": setting, "subject": subject, "shape": [1, 1, True], "found": found}
+        tables.add(path, [row])
+
+
+def test_two_processes_lose_nothing(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    path = tmp_path / "table.json"
+    started = [context.Process(target=_add_entries, args=(path, 20 * i)) for i in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert len(tables.read_rows(path)) == 40
 
 
 def test_memory_that_is_short_says_nothing_about_a_fusion(register, quick, folder):
@@ -294,7 +493,7 @@ def test_under_autocast(register, quick):
         assert taken(model, x) == ["Half"]
     _, table = content(tables.directory())
     (row,) = table["entries"]
-    assert row["subject"]["dtype"] == "torch.bfloat16"
+    assert row["subject"]["dtype"] == ["torch.bfloat16", "torch.float32"]
     assert row["subject"]["params"] == [[[[8, 8], "torch.float32"]], [[[8], "torch.float32"]], []]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from .step import Step
 
 Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
 _NO_EDGES = Edges()
-_COMMON = frozenset(vars(Identity()))
+_COMMON = frozenset({*vars(Identity()), "_captured", "_numbers", "_numbers_as_of"})
+"""What the engine and the base classes write on an op, some of it another time in each process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Measurements:
         widths: Last dimension on each edge, where that is known.
         params: Shape and dtype of the parameters of each op.
         assumed: Whether every candidate counts as measured: to find out which there are.
+        input_dtype: That of the chain's input, which autocast may cast.
     """
 
     env: Environment
@@ -45,6 +48,7 @@ class Measurements:
     params: Shapes = ()
     table: Table = NO_TABLE
     assumed: bool = False
+    input_dtype: torch.dtype | None = None
 
     def entries(self, step: Step) -> Entries:
         """The entries of a candidate, by the shape of its input."""
@@ -65,7 +69,7 @@ class Measurements:
             "features": self.widths[step.start],
             "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
             "backward_from": max(needs.first_backward - step.start, 0),
-            "dtype": str(env.dtype),
+            "dtype": [str(env.dtype), str(env.dtype if step.start else self.input_dtype)],
             "recipe": env.recipe and repr(env.recipe),
             "casts": self._casts(step),
             "mode": [env.training, env.deterministic, env.compiling],
@@ -86,7 +90,7 @@ def _describe(op: nn.Module) -> list[Any]:
     """The class of an op, and the constants that it was made with."""
     cls = op_class(op)
     constants = {
-        name: str(value) if isinstance(value, torch.dtype) else value
+        name: _plain(value)
         for name, value in sorted(vars(op).items())
         if name not in _COMMON and _is_constant(value)
     }
@@ -97,7 +101,19 @@ def _describe(op: nn.Module) -> list[Any]:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_constant, value))
-    return value is None or isinstance(value, (bool, numbers.Real, str, torch.dtype))
+    if isinstance(value, dict):
+        return all(map(_is_constant, (*value, *value.values())))
+    plain = (bool, numbers.Real, str, enum.Enum, torch.dtype)
+    return value is None or isinstance(value, plain)
+
+
+def _plain(value: Any) -> Any:
+    """A constant as JSON-able data; numbers of other packages, such as numpy's, by their text."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return [[_plain(key), _plain(item)] for key, item in value.items()]
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
 
 
 def counting(
@@ -105,7 +121,8 @@ def counting(
 ) -> Measurement | None:
     """The entry that counts for what comes in; None: nothing was measured for it.
 
-    Where not all is known of what comes in, all entries that fit must lead to the same decision.
+    Where not all is known of what comes in, one that is wrong counts for all; otherwise all entries
+    that fit must lead to the same decision.
 
     Args:
         entries: By what came in when they were measured.
@@ -118,6 +135,8 @@ def counting(
         for shape, found in entries.items()
         if all(getattr(shape, name) == value for name, value in known.items())
     }
+    if wrong := [found for found in fitting.values() if found.wrong]:
+        return wrong[0]
     refused = {
         bool(found.refusal(trades_time=trades_time, prefer=prefer)) for found in fitting.values()
     }

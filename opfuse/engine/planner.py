@@ -80,7 +80,7 @@ def make_program(
     edges = _ask_ops(chain, env, needs, settings)
     table = table_for(device) if sources else NO_TABLE
     shapes = _shapes(chain, tensors)
-    measurements = Measurements(env, needs, edges, chain.widths, shapes, table)
+    measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
     given = kwargs or ((),) * len(chain.ops)
     choice = _build(chain, env, sources, measurements, given)
     return compile_program(chain, choice, env, autocast, measurements, given, off)

@@ -84,9 +84,10 @@ def ledger_command(plugin: str | None, targets: tuple[str, ...]) -> None:
     _in_process(interpreting=True)
     chosen = [target for target in TARGETS.values() if not targets or str(target) in targets]
     for name, where in _told(lambda: case_lists(plugin)).items():
-        for case in load_cases(where):
+        for case in _told(lambda where=where: load_cases(where)):  # type: ignore[misc]
             click.echo(f"{name}: {case.name}")
-            for line in _ledger_of(case, chosen):
+            lines = _ledger_of(case, chosen)
+            while (line := _told(lambda lines=lines: next(lines, None))) is not None:  # type: ignore[misc]
                 click.echo(line)
             click.echo("")
     click.echo(_MODEL)
@@ -126,7 +127,7 @@ def _told(ask: Callable[[], _Answer]) -> _Answer:
     """Make a mistake in what was asked for one line."""
     try:
         return ask()
-    except (ValueError, ImportError, AttributeError) as error:
+    except (ValueError, ImportError, AttributeError, TypeError, IndexError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
 
 

@@ -110,6 +110,19 @@ def _own(op: ops.Activation, given: tuple[Any, ...]) -> DeviceFunctions | None:
     numbers = op.numbers_of()
     if overridden(op, ops.Activation, *_RUN) or not all(_is_real(v) for _, v in numbers):
         return None
+    for function in given:
+        names = getattr(function, "arg_names", None)
+        if names is None:
+            raise ValueError(
+                f"{type(op).__name__}.device_functions gave {function!r}: expected functions "
+                f"decorated with @triton.jit"
+            )
+        if len(names) < 1 + len(numbers):
+            raise ValueError(
+                f"{type(op).__name__}.device_functions gave {function.__name__}, which takes "
+                f"{len(names)} arguments: expected the value and its numbers, "
+                f"{', '.join(name for name, _ in numbers)}"
+            )
     if op.gated and len(given) == 2:
         own = overridden(op, ops.GatedActivation, "linear_value", "linear_derivative")
         if own or len(numbers) > _MOST_NUMBERS:

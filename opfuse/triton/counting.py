@@ -23,6 +23,9 @@ import triton.language as tl
 
 from .recorded import storage_of, tensors_of
 
+_BESIDE = 1 << 20
+"""So many bytes before and behind a tensor, an address is taken for a mistake."""
+
 
 @dataclass
 class ProgramCount:
@@ -172,6 +175,7 @@ class _Recorder:
         addresses = addresses[mask.astype(bool)]
         if addresses.size > 1 and not (addresses[1:] > addresses[:-1]).all():
             addresses = np.unique(addresses)
+        self._refuse_outside(kind, addresses)
         for start, end, key in self.memory:
             inside = addresses[(addresses >= start) & (addresses < end)]
             if inside.size:
@@ -181,6 +185,19 @@ class _Recorder:
             self.waits[-1] += addresses.size * width
         else:
             self.waits.append(0)
+
+    def _refuse_outside(self, kind: str, addresses: Any) -> None:
+        """Refuse what lies beside a tensor; what was read as an address may lie anywhere."""
+        known = np.zeros(addresses.shape, dtype=bool)
+        beside = np.zeros(addresses.shape, dtype=bool)
+        for start, end, _ in self.memory:
+            known |= (addresses >= start) & (addresses < end)
+            beside |= (addresses >= max(start - _BESIDE, 0)) & (addresses < end + _BESIDE)
+        if (beside & ~known).any():
+            raise IndexError(
+                f"{self.launches[-1].name}: {int((beside & ~known).sum())} of the addresses that "
+                f"an access has {kind} are beside its tensors; is a mask missing?"
+            )
 
     def _touch(self, what: tuple[str, int, int], places: Any, size: int) -> None:
         """Remember which elements were touched; of the array, only touched pages are allocated."""

@@ -66,6 +66,8 @@ def find_operands(
         ValueError: It gave another number of tensors than the case declares, or one of another
             shape or dtype.
     """
+    if given is None:
+        raise ValueError(f"{case.name}: run gives nothing; is a return missing?")
     operands = case.tensors(**shape)
     outputs = [name for name, operand in operands.items() if operand.output]
     results = given if isinstance(given, tuple | list) else (given,)
@@ -108,6 +110,11 @@ def record(
         given = case.run(**inputs)
     if not launches:
         raise ValueError(f"{case.name} launches no kernel at {describe(shape)}")
+    names = sorted({launch.kernel.name for launch in launches})
+    if case.gemms and not {*case.gemms} & {*names}:
+        raise ValueError(
+            f"{case.name}: gemms names {', '.join(case.gemms)}, and it launches {', '.join(names)}"
+        )
     return CaseRun(case, shape, launches, find_operands(case, shape, inputs, given))
 
 
@@ -141,9 +148,19 @@ def load_cases(where: str) -> Sequence[KernelCase]:
 
     Args:
         where: ``module:object``.
+
+    Raises:
+        ValueError: It is something else, or has no case, or two of one name.
     """
     module, _, name = where.partition(":")
-    cases: Sequence[KernelCase] = getattr(importlib.import_module(module), name)
+    cases: Any = getattr(importlib.import_module(module), name)
+    if not isinstance(cases, list | tuple) or not all(isinstance(c, KernelCase) for c in cases):
+        raise ValueError(f"{where} is {cases!r}, and a list of KernelCase is expected")
+    names = [case.name for case in cases]
+    if not names or len(names) != len(set(names)):
+        raise ValueError(
+            f"{where} has the cases {names}: expected at least one, and each name once"
+        )
     return cases
 
 

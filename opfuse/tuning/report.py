@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.text import as_bytes, wrap
-from ..tables import Measurement, Shape
+from ..tables import THRESHOLD, Measurement, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Result:
         if self.found.wrong:
             return f"{where}: it {self.found.wrong}"
         speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
-        saved = f", saves {as_bytes(self.found.saved_bytes)}" if self.found.saved_bytes else ""
+        size = self.found.saved_bytes
+        saved = f", {'saves' if size > 0 else 'keeps'} {as_bytes(abs(size))}" if size else ""
+        saved += " more" if size < 0 else ""
         notes = "" if self.found.compared else ", values not compared: its ops draw random numbers"
         return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}{notes}"
 
@@ -71,17 +73,24 @@ class TuningReport:
 
     def __str__(self) -> str:
         if not self.results and not self.unmeasured:
-            return "Nothing to measure: no fusion of any plugin fits a chain of this model."
-        parts = [f"{len(self.results)} runs"]
+            return "Nothing to measure: no fusion of a plugin in use fits a chain of this model."
+        count = len(self.results)
+        parts = [f"{count} run{'' if count == 1 else 's'}"]
         if self.slower:
             worst = min(result.found.speed for result in self.slower)
             parts.append(f"{_fusions(self.slower)} refused as slower here, worst {worst:.2f}x")
         if self.wrong:
             parts.append(f"{_fusions(self.wrong)} refused as wrong")
         used = [result for result in self.results if not result.refusal]
-        if used:
-            best = max(result.found.speed for result in used)
-            parts.append(f"{_fusions(used)} no slower than the separate ops, best {best:.2f}x")
+        traded = [result for result in used if result.found.speed < THRESHOLD]
+        if fast := [result for result in used if result not in traded]:
+            best = max(result.found.speed for result in fast)
+            parts.append(f"{_fusions(fast)} no slower than the separate ops, best {best:.2f}x")
+        if traded:
+            worst = min(result.found.speed for result in traded)
+            parts.append(f"{_fusions(traded)} slower, worst {worst:.2f}x, taken for the memory")
+        if drawn := [result for result in used if not result.found.compared]:
+            parts.append(f"the values of {_fusions(drawn)} not compared, since their ops draw")
         lines = wrap("; ".join(parts) + ".", "")
         for text in (*map(str, self.wrong), *(f"not measured: {why}" for why in self.unmeasured)):
             lines += wrap(text, "  ", "    ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,13 +60,15 @@ class Run(NamedTuple):
 
     outputs: Sequence[Tensor]
     grads: Sequence[Tensor | None]
+    names: Sequence[str]
 
     def tensors(self) -> list[tuple[str, Tensor | None]]:
         """All of it, each with what it is."""
         outputs = [
             ("the output" if not i else f"output {i}", y) for i, y in enumerate(self.outputs)
         ]
-        return [*outputs, *[(f"gradient {i}", grad) for i, grad in enumerate(self.grads)]]
+        named = zip(self.names, self.grads, strict=True)
+        return [*outputs, *[(f"the gradient of {name}", grad) for name, grad in named]]
 
 
 class Trial:
@@ -81,14 +84,23 @@ class Trial:
         self._kwargs = call.kwargs[self._of.start : self._of.stop]
         self._separate = part_program(call.program, self._of, call.names)
         needs = self._separate.measurements.needs
-        params = _params(self._separate.chain.ops)
-        flags = [flag for of_op in needs.params for flag in of_op]
+        chain = self._separate.chain
+        flags = [False, *[flag for of_op in needs.params for flag in of_op]]
+        flags[0] = bool(needs.inputs) and needs.inputs[0]
         x, extras = self._arriving()
+        self._owned = [x, *_params(chain.ops), *extras]
+        flags += [extra.requires_grad for extra in extras]
+        # copies: a fusion that writes into them is wrong, and the user's tensors stay as they are
         self._leaves = [
-            x.requires_grad_(bool(needs.inputs) and needs.inputs[0]),
-            *[p.requires_grad_(flag) for p, flag in zip(params, flags, strict=True)],
-            *extras,
+            tensor.detach().clone().requires_grad_(flag)
+            for tensor, flag in zip(self._owned, flags, strict=True)
         ]
+        names = [
+            f"{chain.name(i)}.{n}" for i, op in enumerate(chain.ops) for n in op.param_names or ()
+        ]
+        places = [f"extra input {k} of {chain.name(i)}" for i, k in chain.external_inputs]
+        self._names = ["the input", *names, *places]
+        self._weights: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def shape(self) -> Shape:
@@ -128,21 +140,34 @@ class Trial:
         Raises:
             Exception: What the separate ops raise here, or that memory is short.
         """
-        self._seeded(self._separate)
-        try:
-            fused, configuration = self._fastest()
-            wrong = self._difference(fused)
-        except (torch.OutOfMemoryError, MemoryError):  # another time there may be enough
-            raise
-        except Exception as error:
-            text = " ".join(str(error).split())[:300]
-            wrong = f"raises {type(error).__name__}: {text}"
-        if wrong:
-            return Measurement(0.0, 0.0, 0.0, wrong=wrong)
+        with torch.set_grad_enabled(self._separate.requires_grad):
+            self._seeded(self._separate)
+            try:
+                return self._measured()
+            except (torch.OutOfMemoryError, MemoryError):  # another time there may be enough
+                raise
+            except Exception as error:
+                text = " ".join(str(error).split())[:300]
+                return self._wrong(f"raises {type(error).__name__}: {text}")
+
+    def _wrong(self, why: str) -> Measurement:
+        return Measurement(0.0, 0.0, 0.0, wrong=why, rows=self._rows)
+
+    @property
+    def _rows(self) -> int:
+        x = self._leaves[0]
+        return x.shape[:-1].numel()
+
+    def _measured(self) -> Measurement:
+        fused, configuration = self._fastest()
+        if wrong := self._difference(fused):
+            return self._wrong(wrong)
         timing = compare(self._timed(self._separate), self._timed(fused), self._device)
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
+        if wrong := self._changed():
+            return self._wrong(wrong)
         took = timing.speed, timing.noise, timing.first - timing.second
-        return Measurement(*took, saved, "", configuration, not self.draws)
+        return Measurement(*took, saved, "", configuration, not self.draws, self._rows)
 
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""
@@ -206,30 +231,47 @@ class Trial:
 
     def _difference(self, program: Program) -> str:
         """How a program differs from the separate ops, as a sentence, or ``""``."""
-        separate = self._seeded(self._separate)
-        if self.draws:  # for the same seed a fusion may draw otherwise
-            return ""
-        exact = self._exact()
+        separate, got_all = self._seeded(self._separate), self._seeded(program)
+        if changed := self._changed():
+            return changed
+        exact = None if self.draws else self._exact()
         env = self._separate.env
-        product = any(op.out_features is not None for op in self._separate.chain.ops)
-        found = zip(self._seeded(program).tensors(), separate.tensors(), strict=True)
+        found = zip(got_all.tensors(), separate.tensors(), strict=True)
         for number, ((what, got), (_, expected)) in enumerate(found):
             if (got is None) != (expected is None):
                 return f"{_DIFFERS}: {what} is {'' if got is None else 'not '}None"
-            if got is None or expected is None or not got.is_floating_point():
+            if got is None or expected is None:
+                continue
+            for fact in ("shape", "dtype", "device"):
+                mine, other = getattr(got, fact), getattr(expected, fact)
+                if mine != other:
+                    return f"{_DIFFERS}: {what} has {fact} {mine} instead of {other}"
+            if self.draws or not got.is_floating_point():  # for the same seed it may draw otherwise
                 continue
             truth = expected.double() if exact is None else exact[number]
-            dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
-            problem = difference(
-                got,
-                truth,
-                rounded=expected,
-                dtype=dtype,
-                gemm=product,
-                roundings=2 if exact is None else 1 + len(self._of),
-            )
-            if problem:
+            if problem := self._problem(got, truth, expected, env):
                 return f"{_DIFFERS}: {what} {problem}"
+        return ""
+
+    def _problem(self, got: Tensor, truth: Tensor, rounded: Tensor, env: Any) -> str | None:
+        """What is wrong with a tensor, by the tolerances of the conformance kit."""
+        dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
+        product = any(op.out_features is not None for op in self._separate.chain.ops)
+        twice = dtype is torch.float16 or self._separate.env.recipe is not None
+        rule = {"gemm": product, "roundings": 2 if twice else 1}
+        return difference(got, truth, rounded=rounded, dtype=dtype, **rule)  # type: ignore[arg-type]
+
+    def _changed(self) -> str:
+        """Which tensor that it does not own a fusion wrote into, as a sentence; that is undone."""
+        for name, leaf, owned in zip(self._names, self._leaves, self._owned, strict=True):
+            if not _equal(leaf, owned):
+                with torch.no_grad():
+                    leaf.copy_(owned)
+                return f"changes {name}, which it does not own"
+        for shape, weight in tuple(self._weights.items()):
+            if not _equal(weight, self._drawn(shape)):
+                del self._weights[shape]
+                return "changes the gradient that arrives, which it does not own"
         return ""
 
     def _exact(self) -> list[Any] | None:
@@ -256,7 +298,10 @@ class Trial:
 
     def _run(self, program: Program, leaves: Sequence[Tensor]) -> Run:
         outputs = _forward(program, leaves, self._kwargs)
-        return Run(outputs, self._gradients(outputs, leaves))
+        grads = self._gradients(outputs, leaves)
+        pairs = zip(self._names, leaves, strict=True)
+        names = [name for name, leaf in pairs if leaf.requires_grad]
+        return Run(outputs, grads, names[: len(grads)])
 
     def _gradients(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Any]:
         """The gradients of the leaves that have one, for fixed gradients of the outputs."""
@@ -271,8 +316,13 @@ class Trial:
             torch.autograd.grad(chosen, wanted, weights, retain_graph=again, allow_unused=True)
         )
 
-    @functools.cache  # noqa: B019  (a trial is short-lived)
     def _weight(self, shape: tuple[int, ...]) -> Tensor:
+        """The gradient of an output, the same in every run."""
+        if shape not in self._weights:
+            self._weights[shape] = self._drawn(shape)
+        return self._weights[shape]
+
+    def _drawn(self, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(shape, generator=generator)
         return drawn.to(self._device, self._separate.env.dtype)
@@ -280,6 +330,14 @@ class Trial:
 
 def _params(ops: Sequence[BasicOperation]) -> list[Tensor]:
     return [op.read_parameter(name).detach() for op in ops for name in op.param_names or ()]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two have the same numbers; NaN is NaN."""
+    equal = one.detach() == other.detach()
+    if one.is_floating_point():
+        equal |= one.detach().isnan() & other.detach().isnan()
+    return bool(equal.all())
 
 
 def _same(run: Run, other: Run) -> bool:
@@ -314,6 +372,9 @@ def _function(program: Program) -> Callable[..., Any]:
             return run_forward(None, program, kwargs, x, *tensors)
 
         if program.compiling:
+            # code of its own: Dynamo gives up on one that it compiled eight times
+            code = function.__code__.replace(co_name=f"part_{id(program)}")
+            function = types.FunctionType(code, globals(), closure=function.__closure__)
             function = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
         vars(program)["_function"] = function
     return function  # type: ignore[no-any-return]

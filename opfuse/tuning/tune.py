@@ -40,9 +40,9 @@ def tune(
     in turns, and the bytes kept for the backward. What is alike is measured once. The results go
     into the table of this device, see :mod:`opfuse.tables`, and plans are made anew by them.
 
-    Neither parameters nor the state of quantizers change. Random number generators are as before.
-    To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
-    an entry counts for numbers of rows between the same powers of two.
+    Parameters, buffers of ops and the state of quantizers stay as they are, and so do random number
+    generators. To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size
+    that matters: an entry counts for numbers of rows between the same powers of two.
 
     Args:
         model: A module, or any callable that calls some.
@@ -58,6 +58,7 @@ def tune(
 
     Raises:
         ValueError: The table's file is there, and is no table.
+        OSError: The table cannot be written.
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
     if torch.compiler.is_compiling():
@@ -70,12 +71,21 @@ def tune(
         paths = {job.device: tables.path_for(job.device) for job in found}
         for existing in filter(None, paths.values()):
             tables.read_rows(existing)  # refuses a file that is no table before it measures
-        for number, job in enumerate(found):
+            tables.check_writable(existing)
+        buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
+        try:
+            for number, job in enumerate(found):
+                if progress is not None:
+                    progress(number, len(found), job.step.source.name)
+                job.measure()
             if progress is not None:
-                progress(number, len(found), job.step.source.name)
-            job.measure()
-        if progress is not None:
-            progress(len(found), len(found), "")
+                progress(len(found), len(found), "")
+        except KeyboardInterrupt:
+            _written(found, paths)  # what is known by then
+            raise
+        finally:
+            for buffer, before in buffers.values():
+                buffer.copy_(before)
     return _written(found, paths)
 
 
@@ -112,6 +122,9 @@ class _Job:
     @property
     def device(self) -> torch.device:
         return self.call.program.env.device
+
+    def buffers(self) -> list[Any]:
+        return [buffer for op in self.call.program.chain.ops for buffer in op.buffers()]
 
     def measure(self) -> None:
         try:

@@ -402,6 +402,6 @@ def test_what_tune_measures():
     with target(90):
         for chain in ((LINEAR, GELU), (LINEAR, SWIGLU), (LINEAR, ops.AddExtraInput())):
             offered = choice.configurations(chain, env)
-            assert 2 <= len(offered) <= 8
+            assert 1 <= len(offered) <= 8
             assert all(Config(**config).to_dict() == config for config in offered)
         assert choice.configurations((LINEAR, GELU), env._replace(compiling=True)) == ()

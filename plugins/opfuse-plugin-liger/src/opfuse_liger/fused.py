@@ -130,7 +130,7 @@ def _rms_norm_can(ops: Any, env: Environment) -> bool | str:
 
 def _layer_norm_can(ops: Any, env: Environment) -> bool | str:
     (norm,) = ops
-    if not norm.param_names or norm.zero_centered_gamma:
+    if len(norm.param_names) < 2 or norm.zero_centered_gamma:
         return "Liger's LayerNorm has a weight, not centered at zero, and a bias"
     return _rms_norm_can(ops, env)
 

@@ -43,7 +43,8 @@ def takes(*tensors: Any, params: Sequence[Any] = ()) -> bool:
         and first.numel() > 0
         and first.shape[-1] <= MOST_FEATURES
         and all(t.dtype is first.dtype for t in tensors)
-        and len({param.dtype for param in params}) < 2
+        and {(p.dtype, p.shape) for p in params}
+        <= {(p.dtype, first.shape[-1:]) for p in params[:1]}
     )
 
 

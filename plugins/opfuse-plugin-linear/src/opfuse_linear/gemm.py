@@ -207,13 +207,15 @@ def gemm_by_pointers(
     row = tile_row.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     feature = tile_column.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     along = tl.arange(0, BLOCK_K)
+    far = along.to(tl.int64)  # a transposed operand may have steps beyond 2^31 elements
+    ahead = tl.full((), BLOCK_K, tl.int64)
     # beyond the last row or feature the first is read again, and not stored
     own_row, own_feature = row % rows, feature % features
-    of_x = x + own_row[:, None] * x_stride + along[None, :] * x_step
-    of_w = w + along[:, None] * w_step + own_feature[None, :] * w_stride
+    of_x = x + own_row[:, None] * x_stride + far[None, :] * x_step
+    of_w = w + far[:, None] * w_step + own_feature[None, :] * w_stride
     of_up = of_w
     if up is not None:
-        of_up = up + along[:, None] * up_step + own_feature[None, :] * up_stride
+        of_up = up + far[:, None] * up_step + own_feature[None, :] * up_stride
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_product = product
     for step in range(tl.cdiv(depth, BLOCK_K)):
@@ -221,12 +223,12 @@ def gemm_by_pointers(
         left = tl.load(of_x, inside[None, :], other=0.0)
         right = tl.load(of_w, inside[:, None], other=0.0)
         product = tl.dot(left, right, product, input_precision=PRECISION)
-        of_x += BLOCK_K * x_step
-        of_w += BLOCK_K * w_step
+        of_x += ahead * x_step
+        of_w += ahead * w_step
         if up is not None:
             right = tl.load(of_up, inside[:, None], other=0.0)
             up_product = tl.dot(left, right, up_product, input_precision=PRECISION)
-            of_up += BLOCK_K * up_step
+            of_up += ahead * up_step
     stored = (row < rows)[:, None] & (feature < features)[None, :]
     result = _plus_bias(product, bias, feature, features, dtype)
     if addend is not None:

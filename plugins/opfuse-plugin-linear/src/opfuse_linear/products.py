@@ -184,7 +184,8 @@ def configurations(
     """
     rows, features, depth = sizes
     target = current_target(device)
-    facts = {"x": dtype, "rows": rows, "features": features, "up": dtype if gated else None}
+    facts = {"x": dtype, "rows": rows, "features": features, "depth": depth}
+    facts["up"] = dtype if gated else None
     aligned = features * dtype.itemsize % 16 == depth * dtype.itemsize % 16 == 0
     in_units = dtype is not torch.float32 or _precision(dtype, target) == "tf32"
     kernel = BY_TILES if aligned and in_units and tiles.moves_tiles(target) else BY_POINTERS

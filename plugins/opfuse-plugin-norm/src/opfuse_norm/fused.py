@@ -75,15 +75,16 @@ class ForwardNorm(_Fused):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         op, ctx, dims = self._ops[-1], basic_op_ctxs[-1], len(self._shape)
-        if dims > 1 and input_.shape[-dims:] != self._shape:  # the op says what is wrong
+        extra = basic_op_extra_inputs[0][0] if self._adds else None
+        of_input = dims > 1 and input_.shape[-dims:] != self._shape
+        if of_input or not self._takes(ctx, input_, extra):  # the ops say what is wrong
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
             )
-        extra = into = None
-        if self._adds:
-            extra = basic_op_extra_inputs[0][0]
+        into = None
+        if extra is not None:
             if self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape):
-                into = extra.detach()  # type: ignore[union-attr]
+                into = extra.detach()
         weight, bias = (*ctx.params, None, None)[:2]
         needs_x = ctx.requires_grad and ctx.input_requires_grad
         save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
@@ -104,6 +105,15 @@ class ForwardNorm(_Fused):
         if self._forks:
             outputs = (*outputs[:-2], (x.view_as(x),), ())
         return y, outputs
+
+    def _takes(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
+        """Whether the parameters have the shape of a row, and the sum overwrites no other row."""
+        if any([param.shape != self._shape for param in ctx.params]):
+            return False
+        if extra is None or not getattr(self._ops[0], "in_place", False):
+            return True
+        apart = extra.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        return apart or extra.data_ptr() == x.data_ptr()
 
 
 class BackwardNorm(_Fused):
