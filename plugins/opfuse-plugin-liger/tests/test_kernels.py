@@ -95,3 +95,19 @@ def test_what_it_declines(op, x, sentence):
     assert not any(step.fusion for step in plan.forward)
     reasons = " ".join(refusal.reason for refusal in plan.refused)
     assert sentence in reasons or (WHY and WHY in reasons), reasons
+
+
+@runs
+@pytest.mark.parametrize(
+    "norm, size", [(ops.LayerNorm(8, bias=False), 8), (ops.LayerNorm(8), 8), (ops.RMSNorm(8), 1)]
+)
+def test_other_parameters_are_left_to_the_ops(norm, size):
+    norm.weight = torch.nn.Parameter(torch.full((size,), 2.0))
+    model, found = opfuse.Sequential(norm), []
+    for selection in ("liger", ""):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with opfuse.plugins.using(selection):
+            y = model(x)
+            found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -119,6 +119,21 @@ def test_every_configuration_gives_the_same(arch):
                 assert_close(y, act.forward_value(hidden.double()), gemm=True, what=str(config))
 
 
+@interpreted
+def test_an_operand_whose_columns_lie_far_apart():
+    """Steps beyond 2^31 elements in all; of the memory, only what is touched exists."""
+    depth, step = 32, 2**31 // 25
+    x = torch.empty(depth * step, dtype=torch.bfloat16).as_strided((3, depth), (1, step))
+    x.copy_(draw(torch.bfloat16, (3, depth))[0])
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(depth, 16), ops.GELU()).bfloat16()
+    results = []
+    for selection in ("linear", ""):
+        with torch.no_grad(), opfuse.plugins.using(selection):
+            results.append(chain(x))
+    torch.testing.assert_close(*results, atol=1e-2, rtol=2e-2)
+
+
 class Softsign(ops.Activation):
     """An activation of another package, with a number of its own."""
 

@@ -154,3 +154,35 @@ def test_the_torch_operations_are_what_they_declare():
             args,
             test_utils=("test_schema", "test_faketensor"),
         )
+
+
+def outcomes(model, *given):
+    """What the model gives with the plugin and without, or the class of the error."""
+    found = []
+    for selection in ("norm", ""):
+        with opfuse.plugins.using(selection):
+            try:
+                found.append(model(*given).detach())
+            except Exception as error:
+                found.append(type(error))
+    return found
+
+
+@needs_interpreter
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("size", [1, 16])
+def test_parameters_of_another_shape_are_the_ops_to_judge(norm, size):
+    model = opfuse.Sequential(norm(64))
+    for name, _ in list(model[0].named_parameters()):
+        setattr(model[0], name, torch.nn.Parameter(torch.full((size,), 2.0)))
+    fused, separate = outcomes(model, torch.randn(2, 64, requires_grad=True))
+    same = isinstance(separate, torch.Tensor) and torch.equal(fused, separate)
+    assert same or fused is separate is RuntimeError
+
+
+@needs_interpreter
+def test_a_sum_in_place_over_other_rows_is_refused_as_by_the_ops():
+    memory = torch.arange(40.0).view(5, 8)
+    model = opfuse.Sequential(ops.AddExtraInput(in_place=True), ops.RMSNorm(8))
+    with torch.no_grad():
+        assert outcomes(model, memory[0:3], memory[1:4]) == [RuntimeError, RuntimeError]

@@ -36,15 +36,14 @@ def unavailable(device: torch.device) -> str:
 
 def takes(*tensors: Any, params: Sequence[Any] = ()) -> bool:
     """Whether a kernel takes these: plain, contiguous, alike in dtype and features, not empty."""
-    first = tensors[0]
+    x = tensors[0]
     plain = all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in (*tensors, *params))
     return (
         plain
-        and first.numel() > 0
-        and first.shape[-1] <= MOST_FEATURES
-        and all(t.dtype is first.dtype for t in tensors)
-        and {(p.dtype, p.shape) for p in params}
-        <= {(p.dtype, first.shape[-1:]) for p in params[:1]}
+        and x.numel() > 0
+        and x.shape[-1] <= MOST_FEATURES
+        and all(t.dtype is x.dtype for t in tensors)
+        and {(p.dtype, p.shape) for p in params} <= {(p.dtype, x.shape[-1:]) for p in params[:1]}
     )
 
 
