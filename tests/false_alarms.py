@@ -1,7 +1,8 @@
 """Sound fusions with random patterns under the conformance suite, which must find nothing wrong with them.
 
 ``python tests/false_alarms.py 0 200`` checks 200 seeds and writes ``false_alarms.json`` beside this file, after each of
-them; seeds that are there already, checked by as many checks, are not checked again. About seven seconds a seed on one core.
+them; seeds that are there already, checked by as many checks, are not checked again, and where there are more checks now,
+only by those. About seven seconds a seed on one core.
 """
 
 import collections
@@ -50,9 +51,24 @@ def save(found):
     PATH.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def extend():
+    """Check the seeds of the record by the checks that it lacks."""
+    record = json.loads(PATH.read_text(encoding="utf-8"))
+    new = [name for name in testing.CHECKS if name not in record["checks"]]
+    if not new or {*record["checks"]} - {*testing.CHECKS}:
+        return
+    for seed, before in record["found"].items():
+        found = sound.report(int(seed), new)
+        print(f"{seed}: {', '.join(new)}: {found['cases']} cases, {len(found['alarms'])} alarms")
+        before["cases"] += found["cases"]
+        before["alarms"] += found["alarms"]
+    save(record["found"])
+
+
 def main(first, last):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the suite counts what matters
+    extend()
     for seed in range(first, last):
         if str(seed) in load():
             continue

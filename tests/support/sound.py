@@ -105,16 +105,19 @@ def fusion(seed):
     return kind, made
 
 
-def report(seed):
-    """Check a fusion of ``seed``; the pattern, how many cases ran, and what was found."""
+def report(seed, names=None):
+    """Check a fusion of ``seed``; the pattern, how many cases ran, and what was found.
+
+    ``names`` are those of the checks; None: all.
+    """
     from opfuse import testing
+
+    checks = [testing.CHECKS[name] for name in names or testing.CHECKS]
 
     kind, made = fusion(seed)
     subject = testing.Subject("sound", kind, made)
     chains = testing.make_chains(subject)
-    outcomes = [
-        testing.run_all(check, chains) for check in testing.CHECKS.values() if kind in check.passes
-    ]
+    outcomes = [testing.run_all(check, chains) for check in checks if kind in check.passes]
     alarms = [str(outcome) for outcome in outcomes if outcome.failure is not None]
     return {
         "seed": seed,
