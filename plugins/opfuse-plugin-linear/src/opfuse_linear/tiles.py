@@ -129,6 +129,7 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
         return False
     if not parts:  # each thread holds so many products
         crowded = fp32 and (operands * height * width > 2048 * warps or (gated and depth > 64))
+        crowded |= target.backend == "cuda" and gated and stores and depth > 64
         if target.backend == "cuda" and (facts["depth"] % 16 or facts["features"] % 16):
             # each number is loaded by itself, from an address of its own
             crowded |= operands * height * width > (64 * 64 if stores and not gated else 64 * 128)
