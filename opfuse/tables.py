@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import filelock
 import torch
 
 from .errors import TuningWarning
@@ -331,6 +330,8 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         plugin = tuple(row["subject"]["plugin"] or ())
         of_these = bool(plugin) and plugin[0] in names and plugin not in versions
         return of_these and row["setting"] in [other["setting"] for other in new.values()]
+
+    import filelock  # torch needs it too, but does not import it
 
     check_writable(path)
     with filelock.FileLock(f"{path}.lock"):

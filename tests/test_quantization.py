@@ -183,6 +183,12 @@ def test_recipes_are_strict_frozen_values():
     assert Rounding() == Rounding() and hash(Rounding()) == hash(Rounding())
 
 
+@pytest.mark.alone
+def test_the_default_recipe_is_that_of_a_plugin():
+    with pytest.raises(ValueError, match="'fp8-delayed'; install opfuse-plugin-fp8"):
+        opfuse.autocast()
+
+
 def test_autocast_arguments_and_nesting():
     chain, x = two_linears()
     plain = chain(x)
@@ -192,8 +198,6 @@ def test_autocast_arguments_and_nesting():
             assert torch.equal(chain(x), plain)
         assert torch.equal(chain(x), quantized)
     assert torch.equal(chain(x), plain) and not torch.equal(quantized, plain)
-    with pytest.raises(ValueError, match="'fp8-delayed'; install opfuse-plugin-fp8"):
-        opfuse.autocast()
     with pytest.raises(TypeError, match="expected an opfuse.Recipe, or the name of one, got int"):
         opfuse.autocast(recipe=3)
     with pytest.raises(TypeError, match="got two recipes"):

@@ -1,6 +1,7 @@
 """What holds a plugin to the contract.
 
-``FusionSuite`` is for the plugin's tests, and the parts are for tests of kernels.
+``FusionSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the parts are for tests of
+kernels.
 
 Not imported by opfuse itself. Needs pytest.
 """
@@ -10,6 +11,7 @@ from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, lay_out, 
 from .checks import CHECKS
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
+from .quantizers import QuantizerSuite
 from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
 from .running import Declined, Failure
@@ -18,8 +20,8 @@ from .suite import FusionSuite
 # fmt: off
 __all__ = [
     "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined",
-    "Delayed", "Failure", "FusionSuite", "Op", "Outcome", "PerBlock", "PerTensor", "Subject",
-    "Tier", "assert_close", "find", "lay_out", "make_chains", "run", "run_all", "snippet",
-    "subjects", "tiers", "tolerance",
+    "Delayed", "Failure", "FusionSuite", "Op", "Outcome", "PerBlock", "PerTensor",
+    "QuantizerSuite", "Subject", "Tier", "assert_close", "find", "lay_out", "make_chains", "run",
+    "run_all", "snippet", "subjects", "tiers", "tolerance",
 ]
 # fmt: on

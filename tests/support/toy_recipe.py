@@ -33,7 +33,8 @@ class Int8Quantizer(opfuse.Quantizer):
         self.amax = nothing_recorded(device)
 
     def quantize(self, tensor, usage, out=None):
-        torch.maximum(self.amax, tensor.abs().max().float(), out=self.amax)
+        if tensor.numel():
+            torch.maximum(self.amax, tensor.abs().max().float(), out=self.amax)
         return self.with_scale(tensor, usage, self.scale.clone())
 
     def requantize(self, tensor, scales, usage):

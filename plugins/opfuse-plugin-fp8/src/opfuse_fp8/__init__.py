@@ -4,47 +4,22 @@ from __future__ import annotations
 
 from opfuse import Environment, Quantizer, QuantizerRole, Recipe, hookimpl
 
-from .quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    IdentityQuantizer,
-    MXQuantizer,
-    make,
-)
-from .recipes import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-)
+from . import quantizers, recipes
+from .quantizers import *  # noqa: F403
+from .recipes import *  # noqa: F403
 
-__all__ = [
-    "BlockQuantizer",
-    "CurrentQuantizer",
-    "CustomRecipe",
-    "DelayedQuantizer",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "IdentityQuantizer",
-    "MXFP8BlockScaling",
-    "MXQuantizer",
-]
+__all__ = [*recipes.__all__, *quantizers.__all__]
 
 
 @hookimpl
 def opfuse_recipes() -> dict[str, type[Recipe]]:
     """The recipes by name."""
     return {
-        "fp8-delayed": DelayedScaling,
-        "fp8-current": Float8CurrentScaling,
-        "fp8-block": Float8BlockScaling,
-        "mxfp8": MXFP8BlockScaling,
-        "fp8-custom": CustomRecipe,
+        "fp8-delayed": recipes.DelayedScaling,
+        "fp8-current": recipes.Float8CurrentScaling,
+        "fp8-block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "fp8-custom": recipes.CustomRecipe,
     }
 
 
@@ -53,4 +28,4 @@ def opfuse_quantizer(
     recipe: Recipe, role: QuantizerRole, env: Environment | None
 ) -> Quantizer | None:
     """A quantizer for a tensor under one of the recipes."""
-    return make(recipe, role, None if env is None else env.device)
+    return quantizers.make(recipe, role, None if env is None else env.device)

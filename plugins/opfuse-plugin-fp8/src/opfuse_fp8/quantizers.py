@@ -15,6 +15,15 @@ from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTenso
 
 from . import casts, recipes
 
+__all__ = [
+    "BlockQuantizer",
+    "CurrentQuantizer",
+    "DelayedQuantizer",
+    "IdentityQuantizer",
+    "MXQuantizer",
+    "make",
+]
+
 
 def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
     """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""

@@ -17,6 +17,15 @@ from torch.compiler import is_compiling
 import opfuse
 from opfuse import Quantizer, QuantizerRole
 
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+]
+
 _FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
 
 
