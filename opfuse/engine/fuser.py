@@ -225,7 +225,7 @@ class OperationFuser:
             settings,
         )
         last, program = self._last
-        if key != last or ((facts := program.row_facts) and program.rows != rows_of(facts, input)):  # type: ignore[union-attr]
+        if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
             program = self._program(key, input, tensors[: len(self._params)])
         return program  # type: ignore[return-value]
 
@@ -336,6 +336,20 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
+
+
+def _has_other_rows(program: Program, input: Tensor) -> bool:
+    """Whether the rows of an input are others than the program is for.
+
+    To work that out takes a microsecond, to see that the shape is that of the last call a fifth.
+    """
+    seen = input.shape, input.is_contiguous()
+    if program.seen == seen:
+        return False
+    if program.rows != rows_of(program.row_facts, input):
+        return True
+    program.seen = seen
+    return False
 
 
 def _never_traced(function: Any) -> Any:

@@ -105,6 +105,7 @@ class Program:
         is_plain: Whether a call has nothing to do but to run the steps.
         measurements: What it was chosen by.
         row_facts, rows: What of the number of rows the plan depends on, and its values.
+        seen: Shape and contiguity of the last input with these rows, or None.
     """
 
     watcher: Callable[[Program, dict[int, Any]], None] | None = None
@@ -146,6 +147,7 @@ class Program:
         self.leaves_more = self.has_extras or any(map(bool, more))
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
+        self.seen: Any = None
         self.called_before = _called_before(chain, contexts)
         self.advances = _advances(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
