@@ -110,6 +110,8 @@ class Program:
 
     watcher: Callable[[Program, dict[int, Any]], None] | None = None
 
+    seen: Any = None
+
     def __init__(
         self,
         chain: Chain,
@@ -147,7 +149,6 @@ class Program:
         self.leaves_more = self.has_extras or any(map(bool, more))
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self.seen: Any = None
         self.called_before = _called_before(chain, contexts)
         self.advances = _advances(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
