@@ -41,6 +41,7 @@ def compare(
     device: torch.device,
     *,
     clear: bool = True,
+    most: int = MOST_TURNS,
 ) -> Timing:
     """Time two functions in turns, until the interval is narrow.
 
@@ -50,11 +51,12 @@ def compare(
         device: Where they compute; its queue is waited for.
         clear: Whether fewer turns will do where one is faster by far, or where a turn is slow and
             the interval narrow.
+        most: The largest number of turns.
     """
     ways = first, second
     calls = [_calls(way, device) for way in ways]
     times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(MOST_TURNS):
+    for turn in range(most):
         for which in (0, 1) if turn % 2 else (1, 0):
             times[which].append(_time(ways[which], calls[which], device))
         if turn + 1 < _FEW_TURNS:
