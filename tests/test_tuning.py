@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from typing import ClassVar
 
@@ -406,23 +408,23 @@ def test_an_interrupt_keeps_what_is_known(register, quick, folder):
     assert len(content(folder)[1]["entries"]) == 1
 
 
-def _add_entries(path, first):
-    for number in range(first, first + 20):
-        found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}
-        subject = {"plugin": None, "fusion": str(number)}
-        setting = {"torch": "0"}
-        row = {"setting": setting, "subject": subject, "shape": [1, 1, True], "found": found}
-        tables.add(path, [row])
+ADDING = """
+import pathlib, sys
+from opfuse import tables
+first = int(sys.argv[2])
+for number in range(first, first + 20):
+    found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}
+    subject = {"plugin": None, "fusion": str(number)}
+    row = {"setting": {"torch": "0"}, "subject": subject, "shape": [1, 1, True], "found": found}
+    tables.add(pathlib.Path(sys.argv[1]), [row])
+"""
 
 
 def test_two_processes_lose_nothing(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
     path = tmp_path / "table.json"
-    started = [context.Process(target=_add_entries, args=(path, 20 * i)) for i in range(2)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
+    command = [sys.executable, "-c", ADDING, str(path)]
+    started = [subprocess.Popen([*command, str(20 * number)]) for number in range(2)]
+    assert [process.wait() for process in started] == [0, 0]
     assert len(tables.read_rows(path)) == 40
 
 

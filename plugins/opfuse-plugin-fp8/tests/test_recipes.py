@@ -3,6 +3,8 @@
 import functools
 import io
 import math
+import subprocess
+import sys
 
 import numpy as np
 import opfuse_fp8 as fp8
@@ -303,29 +305,39 @@ def test_what_no_plugin_offers():
         opfuse.autocast("fp8-currant")
 
 
-def _rank(rank, path, results):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=2
-    )
-    model = opfuse.prepare(chain())
-    recipe = fp8.DelayedScaling(amax_history_len=4)
-    for seed in range(3):
-        x = ((rank + 1) * batch(seed)).requires_grad_()
-        with opfuse.autocast(recipe, amax_reduction_group=torch.distributed.group.WORLD):
-            y = model(x)
-        y.square().sum().backward()
-    results[rank] = {k: v for k, v in model.state_dict().items() if "scale" in k or "amax" in k}
-    torch.distributed.destroy_process_group()
+RANK = """
+import sys
+import torch
+import opfuse, opfuse_fp8
+from opfuse import ops
+
+group, out, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+where = {"init_method": f"file://{group}", "rank": rank, "world_size": 2}
+torch.distributed.init_process_group("gloo", **where)
+torch.manual_seed(0)
+model = opfuse.Sequential(ops.Linear(64, 96), ops.GELU(), ops.Linear(96, 64))
+opfuse.prepare(model)
+recipe = opfuse_fp8.DelayedScaling(amax_history_len=4)
+for seed in range(3):
+    x = (rank + 1) * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+    x.requires_grad_()
+    with opfuse.autocast(recipe, amax_reduction_group=torch.distributed.group.WORLD):
+        y = model(x)
+    y.square().sum().backward()
+torch.save({k: v for k, v in model.state_dict().items() if "scale" in k or "amax" in k}, out)
+torch.distributed.destroy_process_group()
+"""
 
 
 def test_two_ranks_have_the_same_scales(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        given = str(tmp_path / "group"), results
-        torch.multiprocessing.spawn(_rank, given, nprocs=2)
-        one, other = results[0], results[1]
-        assert one.keys() == other.keys() and one
-        for name in one:
-            if not name.endswith(".amax"):  # pending: of this rank, until the next step
-                assert torch.equal(one[name], other[name]), name
+    files = [tmp_path / str(rank) for rank in range(2)]
+    command = [sys.executable, "-c", RANK, str(tmp_path / "group")]
+    started = [
+        subprocess.Popen([*command, str(file), str(rank)]) for rank, file in enumerate(files)
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    one, other = (torch.load(file, weights_only=True) for file in files)
+    assert one.keys() == other.keys() and one
+    for name in one:
+        if not name.endswith(".amax"):  # pending: of this rank, until the next step
+            assert torch.equal(one[name], other[name]), name
