@@ -65,11 +65,9 @@ class QuantizerSuite:
         lists: dict[str, Sequence[Any]] = {"recipe": self.recipes, "role": ROLES, "dtype": DTYPES}
         for name, values in (lists | {"way": [*USAGES]}).items():
             if name in metafunc.fixturenames:
-                numbered = (
-                    name == "recipe"
-                )  # a recipe may hold a function, whose text has an address
-                ids = [f"{type(r).__name__}{i}" for i, r in enumerate(values)] if numbered else str
-                metafunc.parametrize(name, values, ids=ids)
+                # a recipe may hold a function, whose text has an address
+                numbered = [f"{type(value).__name__}{i}" for i, value in enumerate(values)]
+                metafunc.parametrize(name, values, ids=numbered if name == "recipe" else str)
 
     def make(self, recipe: Recipe, role: str) -> Quantizer:
         """A new quantizer, as the plugin makes it."""
