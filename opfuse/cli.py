@@ -220,7 +220,8 @@ def tune_command(
             try:
                 with _progress() as progress:
                     report = tune(model, *inputs, compiled=compiled, progress=progress)
-            except KeyboardInterrupt:  # what was measured is written
+            except KeyboardInterrupt:
+                click.echo("Interrupted; what was measured by then is written.", err=True)
                 sys.exit(130)
     text = report.details if details else str(report)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)

@@ -33,10 +33,10 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
         raise RuntimeError("check_ranks: torch.distributed is not initialized")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
-        mine = _facts()
+        own = _facts()
     except Exception as error:  # all ranks are to hear of it
-        mine = {"failed": f"{type(error).__name__}: {error}"}
-    facts = _gathered(mine, group)
+        own = {"failed": f"{type(error).__name__}: {error}"}
+    facts = _gathered(own, group)
     for rank, of_rank in zip(ranks, facts, strict=True):
         if "failed" in of_rank:
             raise RuntimeError(f"check_ranks on rank {rank}: {of_rank['failed']}")

@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,21 +254,25 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
     """Refuse what no tuning has written."""
-    for name, value in (*shape._asdict().items(), ("rows", found.rows)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} is {value!r}, no number of that")
-    for name in ("speed", "noise", "seconds", "saved_bytes"):
-        value = getattr(found, name)
-        signed = name in ("seconds", "saved_bytes")
-        if type(value) not in (int, float) or not (signed or value >= 0) or abs(value) > 1e18:
-            raise ValueError(f"{name} is {value!r}, which nobody measures")
-        if value != value:
-            raise ValueError(f"{name} is not a number")
-    if not isinstance(found.wrong, str) or not isinstance(found.configuration, dict | None):
-        raise ValueError(f"wrong is {found.wrong!r}, configuration {found.configuration!r}")
-    names = plugin is None or (isinstance(plugin, list) and len(plugin) == 2)
-    if not names or not all(isinstance(name, str) for name in plugin or ()):
-        raise ValueError(f"plugin is {plugin!r}, no name and version")
+    counts = {**shape._asdict(), "rows measured": found.rows}
+    signed = {"seconds": found.seconds, "saved_bytes": found.saved_bytes}
+    sizes = {"speed": found.speed, "noise": found.noise}
+    strings = isinstance(plugin, list) and [type(name) for name in plugin] == [str, str]
+    for name, value, right in (
+        *((name, n, isinstance(n, int) and n >= 0) for name, n in counts.items()),
+        *((name, x, _is_number(x)) for name, x in signed.items()),
+        *((name, x, _is_number(x) and x >= 0) for name, x in sizes.items()),
+        ("wrong", found.wrong, isinstance(found.wrong, str)),
+        ("configuration", found.configuration, isinstance(found.configuration, dict | None)),
+        ("plugin", plugin, plugin is None or strings),
+    ):
+        if not right:
+            raise ValueError(f"{name} is {value!r}, which no tuning writes")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a plain number of a size that is measured: neither NaN nor infinite."""
+    return type(value) in (int, float) and abs(value) < 1e18
 
 
 def installed() -> dict[str, str]:
@@ -323,19 +327,12 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         before = new.get(_identity(row))
         if before is None or not before["found"]["wrong"]:
             new[_identity(row)] = row
-    versions = {tuple(row["subject"]["plugin"] or ()) for row in new.values()}
-    names = {version[0] for version in versions if version}
-
-    def outdated(row: dict[str, Any]) -> bool:
-        plugin = tuple(row["subject"]["plugin"] or ())
-        of_these = bool(plugin) and plugin[0] in names and plugin not in versions
-        return of_these and row["setting"] in [other["setting"] for other in new.values()]
-
     import filelock  # torch needs it too, but does not import it
 
     check_writable(path)
     with filelock.FileLock(f"{path}.lock"):
-        kept = {_identity(row): row for row in read_rows(path) if not outdated(row)}
+        old = read_rows(path)
+        kept = {_identity(row): row for row in old if not _is_outdated(row, new.values())}
         for identity, row in new.items():
             was = kept.get(identity, row)["found"]
             if not was["wrong"] or was.get("rows", 0) == row["found"]["rows"]:
@@ -344,6 +341,14 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         written = path.with_name(f"{path.name}.new")
         written.write_text(f"{text}\n", encoding="utf-8")
         os.replace(written, path)  # who reads it sees the old file or the new one
+
+
+def _is_outdated(row: Mapping[str, Any], new: Collection[Mapping[str, Any]]) -> bool:
+    """Whether new entries are of another version of its plugin, in the same setting."""
+    plugin = row["subject"]["plugin"] or [None]
+    others = [other["subject"]["plugin"] or () for other in new]
+    another = plugin not in others and plugin[0] in [other[0] for other in others if other]
+    return another and row["setting"] in [other["setting"] for other in new]
 
 
 def _identity(row: Mapping[str, Any]) -> str:

@@ -302,6 +302,19 @@ def test_a_fusion_that_writes_into_a_parameter(register, quick):
     assert torch.equal(model[0].bias, before)
 
 
+@pytest.mark.parametrize("layout", ["expanded", "sliced", "transposed"])
+def test_it_measures_the_layout_that_comes(register, quick, layout):
+    register(forward_fusions=[pair()])
+    x = {
+        "expanded": torch.randn(8).expand(4, 8),
+        "sliced": torch.randn(4, 16)[:, ::2],
+        "transposed": torch.randn(8, 4).t(),
+    }[layout]
+    with torch.no_grad():
+        (result,) = opfuse.tune(chain(), x).results
+    assert not result.shape.contiguous and not result.found.wrong
+
+
 def test_gradients_are_compared_where_the_model_turns_them_on(register, quick):
     register(backward_fusions=[pair(WrongGradient)])
     model, x = chain(), tensor()

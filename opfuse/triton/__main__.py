@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import subprocess
@@ -112,9 +111,12 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
         entries = [estimate(case, shape, target, counted=counted) for target in targets]
         yield from target_table(case, shape, entries, SAMPLE)
         for name, run in case.peers.items():
-            with contextlib.suppress(Exception):  # said at the small shapes
+            try:
                 others = [estimate_peer(case, shape, target, run) for target in targets]
                 yield from peer_lines(case, shape, name, others)
+            except Exception as error:  # another package's
+                if not case.small:  # where it was not said before
+                    yield f"    {name} does not run here: {type(error).__name__}: {error}"[:100]
 
 
 def _refused(sentences: list[str]) -> str:

@@ -247,6 +247,21 @@ def test_recipes_share_plans_and_keep_their_state_apart():
     assert len(first) == 6
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_under_compile(name):
+    """The same bits, forward and backward; state that advances is refused."""
+    torch._dynamo.reset()
+    recipe = fp8.opfuse_recipes()[name]()
+    model, x = chain(), batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with opfuse.plugins.using("fp8"):
+        if name == "fp8-delayed":
+            with pytest.raises(Exception, match=r"advances once per step|Unsupported|exception"):
+                step(compiled, x, recipe)
+        else:
+            assert same(step(compiled, x, recipe), step(model, x, recipe))
+
+
 def factory(role):
     if role.tensor_type == "weight":
         return fp8.IdentityQuantizer()
