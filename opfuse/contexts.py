@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.compiler import is_compiling
 from .engine.fuser import OperationFuser
 from .engine.program import Program
 from .quantization import Quantizer, Recipe, WeightCache
+from .quantization.names import check_names
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
 from .recipes import DEFAULT_RECIPE, check_offered, recipe_of
@@ -78,8 +80,8 @@ class options(Setting):
             raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
         super().__init__(0, values)
 
-    def _new_value(self, before: Options) -> Options:
-        return tuple(sorted({**dict(before), **self._value}.items()))
+    def _new_values(self, before: tuple[Options]) -> tuple[Options]:
+        return (tuple(sorted({**dict(before[0]), **self._values[0]}.items())),)
 
 
 class autocast(Setting):
@@ -93,7 +95,10 @@ class autocast(Setting):
     Args:
         enabled: False turns quantization off inside an enclosing block. What is no bool is the
             recipe.
-        calibrating: Comes with the FP8 recipes; not supported yet.
+        calibrating: With ``enabled=False``: nothing is quantized, but the recipe's quantizers see
+            what they would, and record it. So the scales of delayed scaling are known before the
+            first quantized call. It counts under ``torch.no_grad()`` too. A block that is enabled
+            records anyway.
         recipe: The recipe, a value of a class that a plugin offers, or the name under which it
             does. None: ``"fp8-delayed"``, Transformer Engine's default.
         amax_reduction_group: The process group over which the maxima of a step are taken. The model
@@ -102,11 +107,16 @@ class autocast(Setting):
             Parameter and its version are the same. For several microbatches between two optimizer
             steps: the first is to be "fresh", since fused optimizers change weights and raise no
             version. One cast of each weight stays in memory.
+        skip: Ops that are not quantized, by name: patterns such as ``["head", "blocks.0.*"]``, in
+            which ``*`` stands for anything, dots too. A pattern that matches the name of a module
+            takes all ops below it. An op has its name from :func:`opfuse.prepare` or from its
+            constructor. An inner block has only what it says itself.
 
     Raises:
-        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice.
-        ValueError: A recipe that no installed plugin offers; other ``weights``.
-        NotImplementedError: ``calibrating``.
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``skip`` is no
+            list of strings.
+        ValueError: A recipe that no installed plugin offers; other ``weights``; a pattern of
+            ``skip`` that matches no op, which is found when the block is entered.
     """
 
     def __init__(
@@ -117,18 +127,21 @@ class autocast(Setting):
         amax_reduction_group: Any = None,
         *,
         weights: str = "fresh",
+        skip: Iterable[str] = (),
     ) -> None:
         if not isinstance(enabled, bool):
             if recipe is not None:
                 raise TypeError(f"autocast: got two recipes, {enabled!r} and {recipe!r}")
             recipe, enabled = enabled, True
-        if calibrating:
-            raise NotImplementedError("autocast: calibrating comes with the FP8 recipes")
+        patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+        if isinstance(skip, str) or not all([isinstance(name, str) for name in patterns]):
+            raise TypeError(f"autocast: expected a list of patterns as skip, got {skip!r}")
         if weights not in ("fresh", "cached"):
             raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
         if recipe is None:
             recipe = DEFAULT_RECIPE
-        super().__init__(2, _offered(recipe) if enabled else None)
+        in_force = _offered(recipe) if enabled or calibrating else None
+        super().__init__(2, in_force, patterns, bool(calibrating) and not enabled)
         self._weights, self._group = weights, amax_reduction_group
         self._outside: list[tuple[int, str, Block | None]] = []
 
@@ -139,6 +152,8 @@ class autocast(Setting):
                     "autocast: amax_reduction_group is for the outermost block, at whose exit "
                     "state advances"
                 )
+        if not is_compiling():
+            check_names(self._values[1])
         super().__enter__()
         if is_compiling():
             return

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .op_context import ModuleCache, OperationContext
 from .quantization import Quantizer
+from .quantization.names import remember
 
 if TYPE_CHECKING:
     Grads = Iterable[Tensor | None] | None
@@ -203,6 +204,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _set_name(self, attribute: str, name: str) -> None:
         setattr(self, attribute, name)
+        remember(name)
+        if self._captured:
+            self._count_change()  # a recipe may skip it now, or no longer
 
     # What a plan was made for may change: then it is made anew
 

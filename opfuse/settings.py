@@ -13,10 +13,13 @@ from typing import Any, ClassVar, TypeVar
 
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
-Settings = tuple[Options, str | None, Any]
-"""Options, plugin selection and recipe (or None): a plain tuple, which ``torch.compile`` can
-rebuild.
+
+Settings = tuple[Options, str | None, Any, tuple[str, ...], bool]
+"""Options, plugin selection, recipe (or None), patterns of what it skips, and whether it only
+calibrates: a plain tuple, which ``torch.compile`` can rebuild.
 """
+EVERYTHING: tuple[tuple[str, ...], bool] = ((), False)
+"""Behind a recipe: it skips nothing and quantizes."""
 
 
 def _options_from_environ() -> Options:
@@ -44,7 +47,7 @@ class ThreadSettings(threading.local):
     Class attributes are the defaults; a ``with`` block sets instance attributes.
 
     Attributes:
-        values: Options, plugin selection and recipe.
+        values: See :data:`Settings`.
         recorder: Hears of every call in this thread, or None.
         recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
         weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
@@ -57,7 +60,12 @@ class ThreadSettings(threading.local):
         recipe_name: ``recipe_name(recipe)`` says what a recipe is registered as; likewise.
     """
 
-    values: Settings = (_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"), None)
+    values: Settings = (
+        _options_from_environ(),
+        os.environ.get("OPFUSE_PLUGINS"),
+        None,
+        *EVERYTHING,
+    )
     recorder: Recorder | None = None
     recipe_depth: int = 0
     weights: str = "fresh"
@@ -81,6 +89,16 @@ class ThreadSettings(threading.local):
     def recipe(self) -> Any:
         """The quantization recipe, or None."""
         return self.values[2]
+
+    @property
+    def skip(self) -> tuple[str, ...]:
+        """Patterns of names of ops that the recipe leaves as they are."""
+        return self.values[3]
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether the recipe quantizes nothing, and its quantizers only look."""
+        return self.values[4]
 
 
 current = ThreadSettings()
@@ -143,28 +161,29 @@ class Recorder:
 
 
 class Setting:
-    """Changes one of the settings for a ``with`` block; base of the context managers.
+    """Changes some of the settings for a ``with`` block; base of the context managers.
 
     Args:
-        index: Which of :data:`Settings`.
-        value: Its new value.
+        index: The first of :data:`Settings` that it changes.
+        *values: The new values, of this one and those behind it.
     """
 
-    def __init__(self, index: int, value: Any) -> None:
-        self._index = index
-        self._value = value
+    def __init__(self, index: int, *values: Any) -> None:
+        self._span = index, index + len(values)
+        self._values = values
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before.append(current.values[self._index])
-        self._set(self._new_value(self._before[-1]))
+        first, last = self._span
+        self._before.append(current.values[first:last])
+        self._set(self._new_values(self._before[-1]))
 
     def __exit__(self, *exc_info: object) -> None:
         self._set(self._before.pop())
 
-    def _set(self, value: Any) -> None:
-        values: Any = current.values
-        current.values = (*values[: self._index], value, *values[self._index + 1 :])
+    def _set(self, values: Any) -> None:
+        (first, last), before = self._span, current.values
+        current.values = (*before[:first], *values, *before[last:])
 
-    def _new_value(self, before: Any) -> Any:
-        return self._value
+    def _new_values(self, before: Any) -> Any:
+        return self._values

@@ -368,7 +368,7 @@ def test_settings_are_of_one_thread_and_end_with_an_exception():
                     ):
                         with opfuse.autocast(recipe=Rounding(step=number + 1.0)):
                             barrier.wait()
-                            options, selection, recipe = current.values
+                            options, selection, recipe, *_ = current.values
                             assert dict(options) == {"test.number": number, "fusion_limit": depth}
                             assert (selection, recipe) == ("rounding", Rounding(step=number + 1.0))
                             barrier.wait()

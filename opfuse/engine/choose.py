@@ -319,6 +319,7 @@ class _Finder:
         shapes = [[shape for shape, _ in of] for of in self.measurements.params[start : step.stop]]
         return self.env._replace(
             rows=None,
+            recipe=self.measurements.edges.recipe_of(self.env.recipe, start, step.stop),
             features=self.widths[start],
             param_shapes=tuple(map(tuple, shapes)),
             **_told(found, self.measurements.assumed),

@@ -15,7 +15,9 @@ from ..op import BasicOperation
 from ..ops.cast import Cast
 from ..ops.quantize import Quantize
 from ..overrides import op_class
-from ..quantization import Quantizer
+from ..quantization import Quantizer, Recipe
+from ..quantization.names import why_unquantized
+from ..settings import current
 from .chain import Chain
 
 
@@ -48,10 +50,24 @@ class View(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The casts of both passes, by edge."""
+    """What a recipe quantizes.
+
+    Attributes:
+        forward: The casts of the forward, by edge.
+        backward: Those of the backward.
+        quantizers: The quantizers of each op, by name.
+        unquantized: Why ops are not quantized that you would expect to be, by position.
+    """
 
     forward: Mapping[int, Cast] = {}
     backward: Mapping[int, Cast] = {}
+    quantizers: Sequence[Mapping[str, Quantizer]] = ()
+    unquantized: Mapping[int, str] = {}
+
+    def recipe_of(self, recipe: Recipe | None, start: int, stop: int) -> Recipe | None:
+        """The recipe for ``ops[start:stop]``: None where it quantizes none that it would."""
+        left = any(start <= i < stop for i in self.unquantized)
+        return None if left and not any(self.quantizers[start:stop]) else recipe
 
     def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
         """What a pass runs; ``"joint"``: the ops alone."""
@@ -76,10 +92,18 @@ def _by(cast: Cast) -> str:
     return type(cast.quantizer).__name__
 
 
-def find_edges(chain: Chain, env: Environment, needs: Needs) -> Edges:
-    """Ask each op what its input, and its output's gradient, are to be quantized with."""
+def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> Edges:
+    """Ask each op what its input, and its output's gradient, are to be quantized with.
+
+    Args:
+        chain: The chain.
+        env: Where the plan is made for.
+        needs: Which gradients it computes.
+        off: Why nothing serves the recipe in force, or ``""``.
+    """
+    unquantized = why_unquantized(chain.ops, current.skip, off)
     if env.recipe is None:
-        return Edges()
+        return Edges({}, {}, ({},) * len(chain.ops), unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
     forward: dict[int, Cast] = {}
     backward: dict[int, Cast] = {}
@@ -100,7 +124,8 @@ def find_edges(chain: Chain, env: Environment, needs: Needs) -> Edges:
             forward.pop(i, None)
         if op_class(op) is Quantize and i in backward:
             backward.pop(i + 1, None)
-    return Edges(forward, backward)
+    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
+    return Edges(forward, backward, serving, unquantized)
 
 
 def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from ..fusible import FusibleOperation
 from ..overrides import has_hooks, hook_dicts, why_apart
 from ..plugins import manager
-from ..settings import Options, Settings, current
+from ..settings import Settings, current
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -359,7 +359,7 @@ def _never_traced(function: Any) -> Any:
 
 def _begin_under_recipe(program: Program) -> None:
     """Refuse what a recipe does not go with; tell the block if the call moves its state."""
-    records = program.advances and program.recorded
+    records = program.advances and (program.recorded or current.calibrating)
     if program.compiling and records:
         raise RuntimeError(
             f"{program.recipe} has state that advances once per step, which torch.compile does not "
@@ -390,10 +390,12 @@ def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _plan_untraced(
-    fuser: OperationFuser, options: Options, selection: str | None, recipe: Any, *key: Any
-) -> str:
+def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
+
+    Args:
+        fuser: Of the chain.
+        *key: The settings one by one, since a recipe in a tuple is no constant; then the rest.
 
     Returns:
         The fuser's attribute that holds the program, where traced code can read it by a name it can
@@ -408,7 +410,7 @@ def _plan_untraced(
                     f"the parameter is read, "
                     "which torch.compile does not see; run this chain in eager mode"
                 )
-    program = fuser._program((*key, (options, selection, recipe)), None)
+    program = fuser._program((*key[5:], key[:5]), None)
     name = f"_traced_{id(program)}"
     setattr(fuser, name, program)
     return name

@@ -60,6 +60,7 @@ class Measurements:
         """What an entry of a candidate is of, as JSON-able data."""
         source, env, needs = step.source, self.env, self.needs
         of = range(step.start, step.stop)
+        recipe = self.edges.recipe_of(env.recipe, step.start, step.stop)
         return {
             "plugin": source.distribution and [normalize(source.distribution), source.version],
             "fusion": source.name,
@@ -70,7 +71,7 @@ class Measurements:
             "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
             "backward_from": max(needs.first_backward - step.start, 0),
             "dtype": [str(env.dtype), str(env.dtype if step.start else self.input_dtype)],
-            "recipe": env.recipe and repr(env.recipe),
+            "recipe": recipe and repr(recipe),
             "casts": self._casts(step),
             "mode": [env.training, env.deterministic, env.compiling],
             "options": [[k, v] for k, v in sorted(env.options.items()) if "." in k],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..environment import Environment
 from ..op import FusedOperation
 from ..plugins import manager
+from ..quantization.names import check_names, matching
 from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
@@ -70,6 +71,7 @@ def make_program(
     check_tensors(chain, owner, dtype, device, autocast, extras or ())
     check_kwargs(chain, kwargs)
     off = why_off(settings[2], settings[1])
+    check_names(settings[3])
     env = _environment(key, input)._replace(recipe=None if off else settings[2])
     needs = _needs(chain, env, grads)
     if env.requires_grad and not env.options.get("double_backward"):
@@ -77,13 +79,13 @@ def make_program(
             check_attributes(chain, i)
     sources = () if env.options.get("double_backward") else manager.sources(settings[1])
     manager.check_options(settings[0], settings[1])
-    edges = _ask_ops(chain, env, needs, settings)
+    edges = _ask_ops(chain, env, needs, settings, off)
     table = table_for(device) if sources else NO_TABLE
     shapes = _shapes(chain, tensors)
     measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
     given = kwargs or ((),) * len(chain.ops)
     choice = _build(chain, env, sources, measurements, given)
-    return compile_program(chain, choice, env, autocast, measurements, given, off)
+    return compile_program(chain, choice, env, autocast, measurements, given)
 
 
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
@@ -95,15 +97,18 @@ def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     return [described[slice(*span)] for span in chain.param_ranges]
 
 
-def _ask_ops(chain: Chain, env: Environment, needs: Needs, settings: Settings) -> Edges:
+def _ask_ops(
+    chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
+) -> Edges:
     """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
     before = current.values, current.environment, current.recording
     current.values = settings  # an op reads the recipe there; not in force while tracing
     current.environment, current.recording = env, True
     try:
         for op in chain.ops:
-            op.reset_recipe_state(recipe=env.recipe)
-        return find_edges(chain, env, needs)
+            if not matching(op.name, settings[3]):
+                op.reset_recipe_state(recipe=env.recipe)
+        return find_edges(chain, env, needs, off)
     finally:
         current.values, current.environment, current.recording = before
 

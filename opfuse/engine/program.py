@@ -206,7 +206,6 @@ def compile_program(
     autocast: torch.dtype | None,
     measurements: Measurements,
     kwargs: Sequence[tuple[str, ...]],
-    off: str,
 ) -> Program:
     """Turn a choice of fusions, already built, into a program.
 
@@ -217,7 +216,6 @@ def compile_program(
         autocast: The dtype that autocast asks for, or None.
         measurements: Where each pass casts, which gradients it computes, and what was measured.
         kwargs: Names of the keyword arguments given to each op.
-        off: Why the recipe in force quantizes nothing, or ``""``.
     """
     edges, needs = measurements.edges, measurements.needs
     forward, backward = _steps(chain, choice, env, edges, needs)
@@ -239,10 +237,9 @@ def compile_program(
             _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
         before = step
     contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
-    recipe = env.recipe is not None
     plan = FusionPlan(
-        _describe(forward, chain, recipe, off),
-        _describe(backward, chain, recipe, off),
+        _describe(forward, chain, edges),
+        _describe(backward, chain, edges),
         choice.refused,
         measurements.table.digest,
     )
@@ -289,7 +286,7 @@ def _context_values(
             backward_override=getattr(recipe, "backward_override", None),
             prev_op_grad_output_quantizer=_quantizer(edges.backward, i, inside_backward),
             next_op_input_quantizer=_quantizer(edges.forward, i + 1, inside),
-            quantizers=op._quantizers.of(recipe, recording=needs.recorded),
+            quantizers=edges.quantizers[i],
             weights=op._weights if recipe is not None else None,
             owns_grad_output=i in owned,
             may_recompute=i in recomputing,
@@ -395,16 +392,15 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _describe(steps: Sequence[Step], chain: Chain, recipe: bool, off: str) -> tuple[PlanStep, ...]:
+def _describe(steps: Sequence[Step], chain: Chain, edges: Edges) -> tuple[PlanStep, ...]:
     """The steps as report data."""
     rows = []
     for step in steps:
         names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
         casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
         notes = [str(step.measured)] if step.measured else []
-        notes += [op.unquantized for op in step.matched if recipe and op.unquantized]
-        if off and any(op.num_quantizers("forward") for op in step.matched):
-            notes.append(off)
+        whys = [edges.unquantized.get(i, "") for i in range(step.start, step.stop)]
+        notes += dict.fromkeys(whys)
         row = PlanStep(
             names[0] if names else f"Cast[{casts[0][1]}]",
             names,

@@ -7,7 +7,7 @@ quantizers through ``opfuse_quantizer``.
 """
 
 from .formats import QuantizedTensor, Usage
-from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded
+from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded, unchanged
 from .recipe import QuantizerRole, Recipe
 from .weights import WeightCache
 
@@ -23,4 +23,5 @@ __all__ = [
     "WeightCache",
     "dequantize",
     "nothing_recorded",
+    "unchanged",
 ]

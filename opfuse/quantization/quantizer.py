@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .formats import QuantizedTensor, Usage
+from .formats import QuantizedTensor, ScaledTensor, Usage
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 BOTH = Usage(True, True)
@@ -118,6 +118,51 @@ class Quantizer(ABC):
         if recording is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(recording, name)
+
+
+class CalibratingQuantizer(Quantizer):
+    """Shows another quantizer each tensor, so that it records what it sees, and casts nothing.
+
+    Args:
+        quantizer: The other one.
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._recording = quantizer
+        self.pending_names = quantizer.pending_names  # type: ignore[misc]
+
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """See :meth:`Quantizer.quantize`."""
+        if self.pending_names:
+            assert self._recording is not None
+            self._recording.quantize(tensor, ROWWISE)
+        return unchanged(tensor, usage, self)
+
+    def unrecorded(self) -> Quantizer:
+        """Itself: to calibrate is to record, with grad mode off too."""
+        return self
+
+    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
+        """See :meth:`Quantizer.requantize`."""
+        return unchanged(tensor, usage, self)
+
+
+def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> ScaledTensor:
+    """A tensor in the format of quantized ones, its values as they are.
+
+    Args:
+        tensor: The values.
+        usage: Which copies are needed.
+        quantizer: Who stands for it.
+    """
+    values = tensor.detach()
+    matrix = values.reshape(-1, values.shape[-1] if values.ndim else 1)
+    one = torch.ones(1, dtype=torch.float32, device=values.device)
+    columnwise = matrix.t().contiguous() if usage.columnwise else None
+    rowwise = values.contiguous() if usage.rowwise else None
+    return ScaledTensor(values.shape, values.dtype, quantizer, rowwise, columnwise, one)
 
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:

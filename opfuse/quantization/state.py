@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..settings import current
-from .quantizer import Quantizer
+from .names import matching
+from .quantizer import CalibratingQuantizer, Quantizer
 from .recipe import QuantizerRole, Recipe
 
 _KEY = "quantizers."
@@ -45,6 +46,7 @@ class QuantizerStates:
     def __init__(self) -> None:
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
+        self._calibrating: dict[Recipe, dict[str, Quantizer]] = {}
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -82,11 +84,23 @@ class QuantizerStates:
             self._unrecorded[recipe] = {name: q.unrecorded() for name, q in quantizers.items()}
         return self._unrecorded[recipe]
 
+    def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
+        """Those of :meth:`of` that the scope of the recipe leaves; see :class:`opfuse.autocast`."""
+        if recipe is None or matching(op.name, current.skip):
+            return {}
+        if not current.calibrating:
+            return self.of(recipe, recording=recording)
+        if recipe not in self._calibrating:
+            found = self.of(recipe)
+            self._calibrating[recipe] = {n: CalibratingQuantizer(q) for n, q in found.items()}
+        return self._calibrating[recipe]
+
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
         """A quantizer of the recipe in force."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        quantizers = self.of(current.recipe, recording=current.recording or mode == "backward")
+        recording = current.recording or mode == "backward"
+        quantizers = self.serving(op, current.recipe, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     @property
@@ -100,7 +114,8 @@ class QuantizerStates:
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unrecorded": {}}  # a copy stands for other quantizers
+        # a copy stands for other quantizers
+        return {**vars(self), "_unrecorded": {}, "_calibrating": {}}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..settings import current
+from .names import matching
 from .quantizer import Quantizer
 from .recipe import Recipe
 from .state import quantizer_names
@@ -38,14 +39,19 @@ class Block:
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self._ran: dict[Recipe, tuple[dict[Any, None], Any]] = {}
+        self._skips: dict[Recipe, set[tuple[str, ...]]] = {}
+        self._calibrating: set[Recipe] = set()
 
     def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
-        """Remember what runs, with grad mode on.
+        """Remember what runs, with grad mode on or to calibrate.
 
         Raises:
             RuntimeError: The maxima are taken over a group, and nobody prepared the model.
         """
         ran, _ = self._ran.setdefault(recipe, ({}, env))
+        self._skips.setdefault(recipe, set()).add(current.skip)
+        if current.calibrating:
+            self._calibrating.add(recipe)
         for op in ops:
             if self.group is not None and not op._prepared.ops():
                 raise RuntimeError(
@@ -58,19 +64,20 @@ class Block:
     def end(self, *, failed: bool) -> None:
         """Advance the state of what ran; forget what was recorded if there is no advancing.
 
-        There is none after an exception, and with grad mode off.
+        There is none after an exception, and with grad mode off unless the block calibrates.
         """
         for recipe, (ran, env) in self._ran.items():
             if in_backward():
                 continue  # a recomputation: who computes again has kept the state
-            if failed or not torch.is_grad_enabled():
+            records = torch.is_grad_enabled() or recipe in self._calibrating
+            if failed or not records:
                 for op in ran:
                     forward = quantizer_names(op, "forward")
                     for name, quantizer in op._quantizers.of(recipe).items():
                         if name in forward:
                             quantizer.discard()
             else:
-                quantizers = _quantizers(recipe, ran, env)
+                quantizers = _quantizers(recipe, ran, env, self._skips[recipe])
                 with torch.no_grad():
                     recipe.update(quantizers, self.group)
 
@@ -80,16 +87,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _quantizers(recipe: Recipe, ran: Iterable[Any], env: Any) -> list[Quantizer]:
-    """The quantizers with pending state of what ran; of a prepared model those of all its ops."""
+def _quantizers(
+    recipe: Recipe, ran: Iterable[Any], env: Any, skips: set[tuple[str, ...]]
+) -> list[Quantizer]:
+    """The quantizers with pending state of what ran; of a prepared model those of all its ops.
+
+    But for what was skipped throughout.
+    """
     ops: dict[Any, None] = {}
     for op in ran:
-        ops.update(dict.fromkeys(op._prepared.ops() or [op]))
+        found = op._prepared.ops() or [op]
+        ops |= {o: None for o in found if not all(matching(o.name, skip) for skip in skips)}
     before, current.environment = current.environment, env
     try:
         for op in ops:
             op._quantizers.use(op, recipe)
     finally:
         current.environment = before
-    found = [q for op in ops for q in op._quantizers.of(recipe).values()]
-    return [quantizer for quantizer in found if quantizer.pending_names]
+    quantizers = [q for op in ops for q in op._quantizers.of(recipe).values()]
+    return [quantizer for quantizer in quantizers if quantizer.pending_names]

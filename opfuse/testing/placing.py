@@ -14,7 +14,7 @@ from ..engine.edges import Needs
 from ..engine.planner import _ask_ops
 from ..environment import Environment
 from ..op import BasicOperation
-from ..settings import current
+from ..settings import EVERYTHING, current
 from .cases import Case, Op, is_cast, next_width
 from .running import Declined, only
 
@@ -65,7 +65,7 @@ def matched(case: Case) -> tuple[BasicOperation, ...]:
     flags = (True,) * len(basic)
     needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
     with only():
-        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe))
+        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe, *EVERYTHING))
     begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
     view = edges.view(basic, case.subject.passes)
     found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]

@@ -20,7 +20,7 @@ from ..errors import PluginWarning
 from ..fusion import Fusion
 from ..op import FusedOperation
 from ..plugins import manager
-from ..settings import Recorder, current
+from ..settings import EVERYTHING, Recorder, current
 from . import recipes
 from .cases import Built, Case, Subject
 
@@ -48,7 +48,7 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     tables, manager.tables = manager.tables, None  # what was measured here decides nothing
     settings = current.values
     options = tuple(option for option in settings[0] if "." in option[0])
-    current.values = options, recipes.NAME, None
+    current.values = options, recipes.NAME, None, *EVERYTHING
     manager.changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.passes, subject.fusion, False)

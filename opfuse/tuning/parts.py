@@ -86,20 +86,21 @@ def part_program(
     here = slice(of.start, of.stop)
     needs = Needs(False, first, whole.needs.inputs[here], whole.needs.params[here])
     if first == len(of):
-        nothing = tuple((False,) * len(flags) for flags in needs.params)
-        needs = needs._replace(inputs=(False,) * len(of), params=nothing)
+        params = tuple((False,) * len(flags) for flags in needs.params)
+        needs = Needs(False, first, (False,) * len(of), params)
     env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
     autocast = program.autocast
     edges = Edges(  # each on the side of the op that reads it
         _shifted(whole.edges.forward, of.start, of.stop - 1),
         _shifted(whole.edges.backward, of.start, of.stop, first=1),
+        [{k: q.unrecorded() for k, q in qs.items()} for qs in whole.edges.quantizers[here]],
     )
     if exact:
-        env, autocast, edges = env._replace(dtype=torch.float64, recipe=None), None, Edges()
-    measurements = Measurements(env, needs, edges, chain.widths, whole.params[of.start : of.stop])
+        env, autocast = env._replace(dtype=torch.float64, recipe=None), None
+        edges = Edges({}, {}, [{}] * len(of))
+    measurements = Measurements(env, needs, edges, chain.widths, whole.params[here])
     taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
-    names = kwargs[of.start : of.stop]
-    return compile_program(chain, Choice(taken, (), ()), env, autocast, measurements, names, "")
+    return compile_program(chain, Choice(taken, (), ()), env, autocast, measurements, kwargs[here])
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:
@@ -117,8 +118,7 @@ def _moved(step: Step, start: int, chain: Chain, edges: Edges, env: Environment)
     view = edges.view(chain.ops, "joint" if not step.casts else step.passes)
     placed = zip(view.ops, view.places, strict=True)
     moved.matched = tuple(op for op, place in placed if moved.begin <= place < moved.end)
-    told = step.env or env
-    fused = build_step(moved, told._replace(configuration=env.configuration))
+    fused = build_step(moved, (step.env or env)._replace(configuration=env.configuration))
     if fused is None:
         raise RuntimeError("it cannot be built, see the warning")
     return dataclasses.replace(moved, op=fused)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Quantizer, QuantizerRole, Recipe
-from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded
+from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 
 from . import casts, recipes
@@ -366,10 +366,7 @@ class IdentityQuantizer(_Quantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        one = torch.ones(1, dtype=torch.float32, device=tensor.device)
-        columnwise = _as_matrix(tensor).t().contiguous() if usage.columnwise else None
-        rowwise = tensor.contiguous() if usage.rowwise else None
-        return ScaledTensor(tensor.shape, tensor.dtype, self, rowwise, columnwise, one)
+        return unchanged(tensor, usage, self)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

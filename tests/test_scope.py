@@ -1,0 +1,190 @@
+"""Which ops a recipe is for: ``autocast(skip=...)``, and ``calibrating``, which only looks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from rounding import Rounding, RoundingPlugin
+from torch import nn
+
+import opfuse
+from opfuse import ops
+from opfuse.settings import current
+
+RECIPE = Rounding(levels=8)
+STATELESS = Rounding()
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        yield
+    opfuse.plugins.remove(record)
+
+
+def model():
+    torch.manual_seed(0)
+    block = opfuse.Sequential(ops.Linear(8, 8), ops.ReLU(), ops.Linear(8, 8))
+    made = nn.Sequential()
+    made.add_module("block", block)
+    made.add_module("head", opfuse.Sequential(ops.Linear(8, 4)))
+    return opfuse.prepare(made), (4 * torch.randn(4, 8)).requires_grad_()
+
+
+def casts(explanation):
+    rows = explanation.to_dict()
+    return [[len(row["casts"]) for row in rows[name]] for name in ("forward", "backward")]
+
+
+def test_a_skipped_op_is_as_without_a_recipe_in_both_passes():
+    made, x = model()
+    names, parts = ["block.0", "block.2", "head.0"], [*made[0], *made[1]]
+    for skip in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(4)):
+        with opfuse.autocast(STATELESS, skip=skip):
+            y = made(x)
+        got = torch.autograd.grad(y.square().sum(), [x, *made.parameters()])
+        h = x
+        for op in parts:
+            with opfuse.autocast(not {op.name} & {*skip}, recipe=STATELESS):
+                h = op(h)
+        assert torch.equal(y, h)
+        wanted = torch.autograd.grad(h.square().sum(), [x, *made.parameters()])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pattern", ["block", "block.*", "b*", "*"])
+def test_a_pattern_takes_all_below_a_module(pattern):
+    made, x = model()
+    with opfuse.autocast(STATELESS, skip=[pattern]):
+        report = opfuse.explain(made, x)
+    rows = report.to_dict()["forward"]
+    noted = [row["path"] for row in rows if f"skip names it, by '{pattern}'" in row["note"]]
+    assert noted == ["block"] * 2 + ["head"] * (pattern == "*")
+    assert sum(row["op"].startswith("Cast") for row in rows) == (pattern != "*")
+
+
+def test_what_is_skipped_has_no_quantizers():
+    made, x = model()
+    with opfuse.autocast(RECIPE, skip=["head"]):
+        made(x)
+    assert {key.split(".")[0] for key in made.state_dict() if "quantizers" in key} == {"block"}
+
+
+def test_a_name_that_changes_is_looked_at_again():
+    chain, x = opfuse.Sequential(ops.Linear(8, 8, name="first")), torch.randn(4, 8)
+    plain = chain(x)
+    with opfuse.autocast(STATELESS, skip=["first"]):
+        assert torch.equal(chain(x), plain)
+        chain[0].name = "other"
+        assert not torch.equal(chain(x), plain)
+
+
+def test_a_fusion_is_told_no_recipe_where_all_is_skipped():
+    made, x = model()
+    told = []
+
+    def when(ops, env):
+        told.append(env.recipe)
+        return "only asks"
+
+    fusion = opfuse.Fusion((ops.BasicLinear, ops.Bias), opfuse.FusedOperation, when=when)
+    registration = opfuse.register_forward_fusion(fusion)
+    with opfuse.autocast(STATELESS, skip=["head"]):
+        made(x)
+    registration.unregister()
+    assert told == [STATELESS, STATELESS, None]
+
+
+def test_bad_patterns_are_refused():
+    made, _ = model()
+    with pytest.raises(ValueError, match="'hed' matches no op of a prepared model.*'head.0'"):
+        with opfuse.autocast(STATELESS, skip=["head", "hed"]):
+            raise AssertionError
+    for bad in ("head", [made[1]], [None]):
+        with pytest.raises(TypeError, match="autocast: expected a list of patterns as skip, got"):
+            opfuse.autocast(STATELESS, skip=bad)
+    assert current.recipe is None and current.skip == ()  # the refused block left nothing behind
+
+
+def test_an_inner_block_has_its_own_patterns():
+    made, x = model()
+    plain = made[1](x)
+    with opfuse.autocast(STATELESS, skip=["head"]):
+        assert torch.equal(made[1](x), plain)
+        with opfuse.autocast(STATELESS):
+            assert not torch.equal(made[1](x), plain)
+        assert torch.equal(made[1](x), plain)
+
+
+def test_under_compile():
+    made, x = model()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x, skip):
+        with opfuse.autocast(STATELESS, skip=skip):
+            return made(x)
+
+    for skip in (("head",), ("block",), ()):
+        with opfuse.autocast(STATELESS, skip=skip):
+            wanted = made(x)
+        assert torch.equal(run(x, skip), wanted)
+    with pytest.raises(Exception, match="'hed' matches no op"):
+        run(x, ("hed",))
+
+
+# Calibrating
+
+
+def scales(made):
+    return {k: v for k, v in made.state_dict().items() if "quantizers" in k and "recipe" not in k}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_calibrating_gives_the_scales_of_a_quantized_step(grad):
+    (one, x), (other, _) = model(), model()
+    plain = one(x)
+    with torch.set_grad_enabled(grad):
+        with opfuse.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            y = one(x)
+        # what is not quantized differs from what is, in the second linear: so chain by chain
+        assert torch.equal(y, plain)
+    first = [key for key in scales(one) if "input" in key or "weight" in key]
+    with opfuse.autocast(RECIPE):
+        other(x)
+    found, wanted = scales(one), scales(other)
+    assert found.keys() == wanted.keys()
+    for key in first:
+        if key.startswith("block.0") or "weight" in key:
+            assert torch.equal(found[key], wanted[key]), key
+    amax = found["block.2.basic_ops.0.quantizers.0.input.amax"]
+    with opfuse.plugins.using(""):
+        hidden = made_hidden(one, x)
+    assert amax.item() == pytest.approx(hidden.abs().max().item())
+
+
+def made_hidden(made, x):
+    return made[0][1](made[0][0](x)).detach()
+
+
+def test_calibrating_sees_gradients_too_and_changes_none():
+    made, x = model()
+    wanted = torch.autograd.grad(made(x).square().sum(), [x, *made.parameters()])
+    for _ in range(2):
+        with opfuse.autocast(enabled=False, calibrating=True, recipe=RECIPE):
+            y = made(x)
+        got = torch.autograd.grad(y.square().sum(), [x, *made.parameters()])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    amax = scales(made)["head.0.basic_ops.0.quantizers.0.grad_output.amax"]
+    assert amax.item() == pytest.approx((2 * y).abs().max().item()) and amax > 1
+
+
+def test_calibrating_goes_with_skip_and_with_recipes_without_state():
+    made, x = model()
+    with opfuse.autocast(enabled=False, calibrating=True, recipe=RECIPE, skip=["head"]):
+        made(x)
+    assert {key.split(".")[0] for key in scales(made)} == {"block"}
+    with opfuse.autocast(enabled=False, calibrating=True, recipe=STATELESS):
+        assert torch.equal(made(x), made(x))
