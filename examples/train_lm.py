@@ -6,13 +6,19 @@ carries: the help topics of ``pydoc`` and the docstrings of the standard library
 the installed plugins, the unfused run none; both start from the same weights and see the same
 batches, so their losses must agree, and the script fails if they do not.
 
+With ``--recipe`` both runs use the plugins and ``torch.autocast`` to bf16, and the first quantizes
+all linear layers but the last by that recipe. Where the device has no products of such numbers,
+they are emulated. Then the validation losses must be close at the end.
+
     python examples/train_lm.py
+    python examples/train_lm.py --recipe fp8-current
     python examples/train_lm.py --steps 60 --save run.pt
     python examples/train_lm.py --steps 60 --resume run.pt
 """
 
 import argparse
 import ast
+import contextlib
 import math
 import os
 import pathlib
@@ -41,6 +47,14 @@ SIZES = ("batch", "context", "width", "layers", "seed")  # what a checkpoint fix
 HEAD = 32  # features of one attention head
 LEARNING_RATE, WARMUP = 2e-3, 20
 EARLY, EARLY_LIMIT, END_LIMIT = 50, 1e-3, 1e-2  # how closely the losses must agree
+RECIPES = {
+    "fp8-delayed": 1e-2,
+    "fp8-current": 1e-2,
+    "fp8-block": 1e-2,
+    "mxfp8": 1e-2,
+    "nvfp4": 2e-2,
+}
+# ... and the validation losses at the end, with a recipe and without
 
 
 # The model
@@ -145,12 +159,18 @@ def loss_of(logits, targets):
 
 
 class Run:
-    """A model, its optimizer and its order of batches, trained under one selection of plugins."""
+    """A model, its optimizer and its order of batches, trained in one way.
 
-    def __init__(self, args, selection):
+    Args:
+        args: The sizes and the seed; if they name a recipe, ``torch.autocast`` to bf16 is on.
+        selection: Which plugins.
+        recipe: What to quantize by, or None.
+    """
+
+    def __init__(self, args, selection, recipe=None):
         torch.manual_seed(args.seed)
-        self.args, self.selection = args, selection
-        self.model = LanguageModel(args.width, args.layers)
+        self.args, self.selection, self.recipe = args, selection, recipe
+        self.model = opfuse.prepare(LanguageModel(args.width, args.layers))
         self.forward = (
             self.model
             if args.compile == "none"
@@ -162,6 +182,18 @@ class Run:
         self.generator = torch.Generator().manual_seed(args.seed)
         self.losses, self.seconds = [], []
 
+    @contextlib.contextmanager
+    def way(self):
+        """What the forward runs under."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(opfuse.plugins.using(self.selection))
+            if self.args.recipe:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if self.recipe:
+                # the last layer stays as it is, for its rounding errors go straight into the loss
+                stack.enter_context(opfuse.autocast(self.recipe, skip=["head"]))
+            yield
+
     def step(self, text):
         """One optimizer step.
 
@@ -172,9 +204,9 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(number / WARMUP, 1)
         inputs, targets = draw_batch(text, self.args, self.generator)
-        with opfuse.plugins.using(self.selection):
+        with self.way():
             loss = loss_of(self.forward(inputs), targets)
-            loss.backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -193,7 +225,7 @@ class Run:
     def validate(self, text, batches=20):
         """The mean loss over batches that are the same for every run."""
         generator = torch.Generator().manual_seed(0)
-        with opfuse.plugins.using(self.selection):
+        with self.way():
             drawn = [draw_batch(text, self.args, generator) for _ in range(batches)]
             return statistics.fmean(
                 loss_of(self.model(inputs), targets).item() for inputs, targets in drawn
@@ -216,10 +248,7 @@ class Run:
                 kept[storage.data_ptr()] = storage
             return tensor.detach()
 
-        with (
-            opfuse.plugins.using(self.selection),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
-        ):
+        with self.way(), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             self.forward(inputs)
         return sum(storage.nbytes() for storage in kept.values())
 
@@ -292,6 +321,18 @@ def differences(fused, unfused):
     return (fused - unfused).abs() / unfused
 
 
+def close(runs, validation):
+    """Print how far apart both runs end; returns whether the limit of the recipe allows it."""
+    (name, _), (other, _) = runs.items()
+    apart = validation[name] / validation[other] - 1
+    good = abs(apart) <= RECIPES[name]  # false for nan
+    print(
+        f"\nThe validation losses with and without {name} are {'close' if good else 'NOT CLOSE'}: "
+        f"{apart:+.2%} (limit {RECIPES[name]:.0%})"
+    )
+    return good
+
+
 def agree(runs, validation):
     """Print how far apart the losses of both runs are; returns whether the limits allow it."""
     fused, unfused = runs["fused"].losses, runs["unfused"].losses
@@ -344,7 +385,8 @@ def plot(runs, path):
     )
     top.legend()
     for axes in below:
-        apart = differences(runs["fused"].losses, runs["unfused"].losses)
+        one, other = runs.values()
+        apart = differences(one.losses, other.losses)
         axes.plot(
             range(1, len(apart) + 1),
             apart,
@@ -352,14 +394,9 @@ def plot(runs, path):
             lw=1.5,
             label="relative difference of the two",
         )
-        axes.hlines(
-            EARLY_LIMIT,
-            1,
-            min(EARLY, len(apart)),
-            color="k",
-            ls=":",
-            label=f"limit, first {EARLY} steps",
-        )
+        if not one.recipe:
+            label = f"limit, first {EARLY} steps"
+            axes.hlines(EARLY_LIMIT, 1, min(EARLY, len(apart)), color="k", ls=":", label=label)
         axes.set_yscale("symlog", linthresh=1e-8)  # zero has a place
         axes.set(ylim=(0, 10), yticks=[0, 1e-8, 1e-6, 1e-4, 1e-2, 1], ylabel="relative difference")
         axes.legend(loc="upper left", ncols=2, fontsize="small")
@@ -389,7 +426,10 @@ def parse_arguments():
     what = "plugins of the fused run, as in OPFUSE_PLUGINS (--plugins=-a: all but a); None: all"
     parser.add_argument("--plugins", default=selection, metavar="SELECTION", help=what)
     parser.add_argument(
-        "--skip-unfused", action="store_true", help="train the fused run only, and compare nothing"
+        "--recipe", choices=RECIPES, help="quantize by it, and compare with bf16 instead of unfused"
+    )
+    parser.add_argument(
+        "--skip-unfused", action="store_true", help="train the first run only, and compare nothing"
     )
     parser.add_argument(
         "--compile", choices=("none", "inductor"), default="none", help="torch.compile both models"
@@ -419,8 +459,10 @@ def parse_arguments():
         for name, value in checkpoint["settings"].items():
             if getattr(args, name) != value:
                 parser.error(f"--{name} {getattr(args, name)}: {args.resume} was made with {value}")
-        if not args.skip_unfused and "unfused" not in checkpoint["runs"]:
-            parser.error(f"{args.resume} holds no unfused run: add --skip-unfused")
+        for name in names_of(args):
+            if name not in checkpoint["runs"]:
+                held = ", ".join(checkpoint["runs"])
+                parser.error(f"{args.resume} holds no {name} run, only {held}: see --skip-unfused")
     if (
         min(args.steps, args.batch, args.context, args.layers) < 1
         or args.width < 1
@@ -430,41 +472,54 @@ def parse_arguments():
     return args, checkpoint
 
 
+def names_of(args):
+    """What the runs are called: the one that this is about, and the one to compare it with."""
+    names = (args.recipe, "bf16") if args.recipe else ("fused", "unfused")
+    return names[: 1 if args.skip_unfused else 2]
+
+
 def main():
     """Train, compare, report; returns the exit status."""
     args, checkpoint = parse_arguments()
     for folder in (args.out, *([args.save.parent] if args.save else [])):
         folder.mkdir(parents=True, exist_ok=True)  # now, rather than a failure after the training
-    selections = (
-        {"fused": args.plugins} if args.skip_unfused else {"fused": args.plugins, "unfused": ""}
-    )
-    runs = {name: Run(args, selection) for name, selection in selections.items()}
-    for name, run in runs.items():
+    runs = {}
+    for name in names_of(args):
+        selection = "" if name == "unfused" else args.plugins
+        try:
+            runs[name] = Run(args, selection, name if name == args.recipe else None)
+            with runs[name].way():
+                pass
+        except ValueError as error:  # no plugin offers the recipe
+            print(error, file=sys.stderr)
+            return 2
         if checkpoint:
-            run.load(checkpoint["runs"][name])
-    fused = runs["fused"]
+            runs[name].load(checkpoint["runs"][name])
+    name, first = next(iter(runs.items()))
     training, validating = load_text()
-    size = sum(parameter.numel() for parameter in fused.model.parameters())
+    size = sum(parameter.numel() for parameter in first.model.parameters())
     print(
         f"{size:,} parameters; {len(training):,} bytes to train on, "
         f"{len(validating):,} to validate on."
     )
     if not opfuse.plugins.listing():
-        print("No opfuse plugin is installed: the fused run is unfused too.")
+        print("No opfuse plugin is installed: nothing will be fused.")
     train(runs, training, args.steps)
     if args.save:
         save(args.save, runs, args)
 
     inputs, _ = draw_batch(training, args, torch.Generator().manual_seed(0))
-    with opfuse.plugins.using(args.plugins):
-        plan = opfuse.explain(fused.model, inputs)
+    with first.way():
+        plan = opfuse.explain(first.model, inputs)
     (args.out / "plan.txt").write_text(f"{plan.details}\n", encoding="utf-8")
     validation = {name: run.validate(validating) for name, run in runs.items()}
     print(
-        f"\nThe plan of the fused run\n\n{plan}\n\nA sample of the fused run\n\n{fused.generate()}"
+        f"\nThe plan of the {name} run\n\n{plan}\n\n"
+        f"A sample of the {name} run\n\n{first.generate()}"
     )
     table(runs, validation, inputs)
-    good = args.skip_unfused or agree(runs, validation)
+    compare = close if args.recipe else agree
+    good = args.skip_unfused or compare(runs, validation)
     plot(runs, args.out / "loss.png")
     print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan in detail: {args.out / 'plan.txt'}")
     if args.save:

@@ -19,6 +19,7 @@ from .plugins import (
 )
 from .prepare import prepare
 from .quantization import Quantizer, QuantizerRole, Recipe
+from .quantization.watch import watch_quantization
 from .ranks import check_ranks
 from .report.explain import explain
 from .sequential import Sequential
@@ -60,6 +61,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "tune",
+    "watch_quantization",
 ]
 # fmt: on
 

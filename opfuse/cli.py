@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from . import __version__
+from .doctor import as_text, examine
 from .errors import PluginWarning
 from .plugins import manager
 from .records import Selection, is_strict
@@ -226,6 +227,26 @@ def tune_command(
     text = report.details if details else str(report)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)
     if check and report.wrong:
+        sys.exit(1)
+
+
+# Doctor
+
+
+@main.command(short_help="Show versions, devices, tuning tables, and which recipes run here.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def doctor(as_json: bool) -> None:
+    """Show what is installed, what this machine has, and which recipes run on it.
+
+    For each device: the tuning table that counts there, and for each recipe whether its products
+    run natively, emulated or not at all, and why. With OPFUSE_STRICT=1 a plugin that fails makes
+    the exit status 1.
+    """
+    with _quiet_stdout():
+        _listing()  # says what fails
+        found = examine()
+    click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    if is_strict() and found["errors"]:
         sys.exit(1)
 
 

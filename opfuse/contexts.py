@@ -14,6 +14,7 @@ from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
+from .quantization.watch import CALIBRATING
 from .recipes import DEFAULT_RECIPE, check_offered, recipe_of
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
@@ -141,9 +142,16 @@ class autocast(Setting):
         if recipe is None:
             recipe = DEFAULT_RECIPE
         in_force = _offered(recipe) if enabled or calibrating else None
-        super().__init__(2, in_force, patterns, bool(calibrating) and not enabled)
+        observer = CALIBRATING if calibrating and not enabled else None
+        super().__init__(2, in_force, patterns, observer)
         self._weights, self._group = weights, amax_reduction_group
         self._outside: list[tuple[int, str, Block | None]] = []
+
+    def _new_values(self, before: Any) -> Any:
+        *given, observer = self._values
+        if observer is None and before[-1] is not CALIBRATING:
+            observer = before[-1]  # who watches around this block watches in it
+        return (*given, observer)
 
     def __enter__(self) -> None:
         if not is_compiling() and current.block is not None and self._group is not None:

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, TypeVar
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
 
-Settings = tuple[Options, str | None, Any, tuple[str, ...], bool]
-"""Options, plugin selection, recipe (or None), patterns of what it skips, and whether it only
-calibrates: a plain tuple, which ``torch.compile`` can rebuild.
+Settings = tuple[Options, str | None, Any, tuple[str, ...], Any]
+"""Options, plugin selection, recipe (or None), patterns of what it skips, and who observes what it
+quantizes (or None): a plain tuple, which ``torch.compile`` can rebuild.
 """
-EVERYTHING: tuple[tuple[str, ...], bool] = ((), False)
-"""Behind a recipe: it skips nothing and quantizes."""
+EVERYTHING: tuple[tuple[str, ...], Any] = ((), None)
+"""Behind a recipe: it skips nothing, and nobody observes it."""
 
 
 def _options_from_environ() -> Options:
@@ -96,8 +96,8 @@ class ThreadSettings(threading.local):
         return self.values[3]
 
     @property
-    def calibrating(self) -> bool:
-        """Whether the recipe quantizes nothing, and its quantizers only look."""
+    def observer(self) -> Any:
+        """Who sees each tensor that the recipe quantizes, or None."""
         return self.values[4]
 
 

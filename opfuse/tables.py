@@ -29,8 +29,9 @@ from .records import is_strict, normalize
 
 FORMAT = 1
 THRESHOLD = 0.99
-"""A fusion whose speed does not reach this is slower than the separate ops, whatever the noise: to
-refuse one that is as fast costs nothing, and a chain may hold many that each cost a little.
+"""A fusion whose speed, less one standard error, does not reach this counts as slower than the
+separate ops. To refuse one that is as fast costs nothing, and a chain may hold many that each cost
+a little: of those that are as fast, some measure faster by chance.
 """
 
 
@@ -81,7 +82,7 @@ class Measurement:
         """
         if self.wrong:
             return f"measured here, it {self.wrong}"
-        if self.speed >= THRESHOLD:
+        if self.speed - self.noise / 2 >= THRESHOLD:
             return ""
         if trades_time and prefer == "memory" and self.saved_bytes > 0:
             return ""

@@ -1,5 +1,6 @@
 """The command line, as a user's shell runs it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -179,7 +180,7 @@ def test_strict(register, monkeypatch):
 
 @pytest.mark.parametrize("command", [("plugins", "--json"), ("plugins",), ("explain", "x:y")])
 def test_a_malformed_selection(command, monkeypatch):
-    monkeypatch.setattr(settings.current, "values", ((), "a,-b", None))
+    monkeypatch.setattr(settings.current, "values", ((), "a,-b", None, *settings.EVERYTHING))
     result = call(*command)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
@@ -307,6 +308,60 @@ def test_tune_refuses_a_file_that_is_no_table(register, models, tmp_path, monkey
 
 
 # The command itself
+
+
+# doctor
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(opfuse.Recipe):
+    """Says nothing of itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(opfuse.Recipe):
+    """Says where it runs."""
+
+    @classmethod
+    def support(cls, device):
+        return "no", f"there is no product of four bits on {device.type}"
+
+
+class Recipes:
+    """A plugin that offers both."""
+
+    @opfuse.hookimpl
+    def opfuse_recipes(self):
+        return {"plain": Plain, "picky": Picky}
+
+
+def test_doctor(register, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    tables.reload()
+    record = plugins.register(Recipes(), name="many", distribution="many-recipes", version="2")
+    try:
+        text, data = call("doctor").stdout, call("doctor", "--json").stdout
+    finally:
+        plugins.remove(record)
+        tables.reload()
+    assert text.startswith(f"opfuse {opfuse.__version__}, python 3") and "many-recipes 2" in text
+    assert "plugins: many (loaded)" in text and f"{torch.get_num_threads()} threads" in text
+    assert f"no entry, in {tmp_path}" in " ".join(text.split())
+    assert "  picky  no: there is no product of four bits on cpu\n" in text
+    assert "  plain  emulated: it brings no products of its own\n" in text
+    found = json.loads(data)
+    assert found["devices"][0]["recipes"]["picky"]["runs"] == "no" and not found["errors"]
+
+
+def test_doctor_tells_of_plugins_that_fail(register, monkeypatch):
+    record = register(name="broken")
+    record.load = lambda: {}["missing"]
+    result = call("doctor")
+    assert "Warning: " in result.stderr
+    assert (result.exit_code, "broken (failed)" in result.stdout) == (0, True)
+    assert "broken: " in result.stdout and "no plugin in use offers one" in result.stdout
+    monkeypatch.setenv("OPFUSE_STRICT", "1")
+    assert call("doctor").exit_code == 1
 
 
 def test_help_and_version():

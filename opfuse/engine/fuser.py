@@ -359,7 +359,7 @@ def _never_traced(function: Any) -> Any:
 
 def _begin_under_recipe(program: Program) -> None:
     """Refuse what a recipe does not go with; tell the block if the call moves its state."""
-    records = program.advances and (program.recorded or current.calibrating)
+    records = program.advances and (program.recorded or getattr(current.observer, "records", False))
     if program.compiling and records:
         raise RuntimeError(
             f"{program.recipe} has state that advances once per step, which torch.compile does not "

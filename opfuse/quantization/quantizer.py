@@ -89,6 +89,10 @@ class Quantizer(ABC):
             f"starts from the unquantized tensor"
         )
 
+    def describe(self) -> str:
+        """What it makes, in a few words for reports, such as ``"E4M3, one scale"``."""
+        return type(self).__name__
+
     # What is recorded
 
     def discard(self) -> None:
@@ -118,35 +122,6 @@ class Quantizer(ABC):
         if recording is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(recording, name)
-
-
-class CalibratingQuantizer(Quantizer):
-    """Shows another quantizer each tensor, so that it records what it sees, and casts nothing.
-
-    Args:
-        quantizer: The other one.
-    """
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        self._recording = quantizer
-        self.pending_names = quantizer.pending_names  # type: ignore[misc]
-
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
-        """See :meth:`Quantizer.quantize`."""
-        if self.pending_names:
-            assert self._recording is not None
-            self._recording.quantize(tensor, ROWWISE)
-        return unchanged(tensor, usage, self)
-
-    def unrecorded(self) -> Quantizer:
-        """Itself: to calibrate is to record, with grad mode off too."""
-        return self
-
-    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
-        """See :meth:`Quantizer.requantize`."""
-        return unchanged(tensor, usage, self)
 
 
 def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> ScaledTensor:

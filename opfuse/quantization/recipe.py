@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.compiler import is_compiling
 
 if TYPE_CHECKING:
@@ -83,6 +84,19 @@ class Recipe:
         raise NotImplementedError(
             f"{type(self).__name__} has quantizers with pending state, and no update"
         )
+
+    @classmethod
+    def support(cls, device: torch.device) -> tuple[str, str]:
+        """How the recipe runs on a device, for ``opfuse doctor``.
+
+        Args:
+            device: The device.
+
+        Returns:
+            ``"native"``, ``"emulated"`` (products of what the quantized values stand for, in high
+            precision) or ``"no"``; and why, in a few words.
+        """
+        return "emulated", "it brings no products of its own"
 
     def to_json(self, name: str = "") -> str:
         """The recipe as JSON text, by which a checkpoint knows its quantizer state.

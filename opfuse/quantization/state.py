@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..settings import current
 from .names import matching
-from .quantizer import CalibratingQuantizer, Quantizer
+from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
 
 _KEY = "quantizers."
@@ -46,7 +46,6 @@ class QuantizerStates:
     def __init__(self) -> None:
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
-        self._calibrating: dict[Recipe, dict[str, Quantizer]] = {}
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -88,12 +87,11 @@ class QuantizerStates:
         """Those of :meth:`of` that the scope of the recipe leaves; see :class:`opfuse.autocast`."""
         if recipe is None or matching(op.name, current.skip):
             return {}
-        if not current.calibrating:
+        observer = current.observer
+        if observer is None:
             return self.of(recipe, recording=recording)
-        if recipe not in self._calibrating:
-            found = self.of(recipe)
-            self._calibrating[recipe] = {n: CalibratingQuantizer(q) for n, q in found.items()}
-        return self._calibrating[recipe]
+        found = self.of(recipe, recording=recording or observer.records)
+        return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
 
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
         """A quantizer of the recipe in force."""
@@ -114,8 +112,7 @@ class QuantizerStates:
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy stands for other quantizers
-        return {**vars(self), "_unrecorded": {}, "_calibrating": {}}
+        return {**vars(self), "_unrecorded": {}}  # a copy stands for other quantizers
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""

@@ -50,7 +50,7 @@ class Block:
         """
         ran, _ = self._ran.setdefault(recipe, ({}, env))
         self._skips.setdefault(recipe, set()).add(current.skip)
-        if current.calibrating:
+        if current.observer is not None and current.observer.records:
             self._calibrating.add(recipe)
         for op in ops:
             if self.group is not None and not op._prepared.ops():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..engine.plan import FusionPlan
+from ..quantization.planned import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Call:
             compiling; not compared.
         saved_bytes: How many bytes each step of the forward leaves for the backward, parameters
             apart and each storage once; empty without a backward; not compared.
+        quantized: What a recipe does to it; not compared, since its ops have names.
     """
 
     path: str
@@ -35,3 +37,4 @@ class Call:
     cut: str = ""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    quantized: Quantized = dataclasses.field(default=Quantized(), compare=False)

@@ -21,6 +21,7 @@ from ..op import FusedOperation
 from ..overrides import op_class, why_apart
 from ..plugins import manager
 from ..quantization import QuantizedTensor
+from ..quantization.planned import Quantized, quantized_by
 from ..records import Selection
 from ..sequential import Sequential, parts
 from ..settings import Recorder, current
@@ -70,6 +71,7 @@ class Explanation:
         lines = wrap(
             f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}.", "", "  "
         )
+        lines += sum((call.quantized for call in calls), Quantized()).lines(full=False)
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
@@ -82,6 +84,7 @@ class Explanation:
             lines += describe_passes(
                 call.plan, no_grad, why, "  ", full=full, saved_bytes=call.saved_bytes
             )
+            lines += [f"  {line}" for line in call.quantized.lines(full=True) if full]
             for note in call.notes if full else ():
                 lines += wrap(note, "  ", "    ")
         return lines
@@ -97,6 +100,9 @@ class Explanation:
             note, fallback; those of the forward with saved_bytes, None without a backward.
             ``refused``: the candidates not taken,
             each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
+            ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
+            ops), quantized (how many of them), and tensors, each with op, tensor, format, usage,
+            quantizer, where (which step casts it).
         """
         refused = dict.fromkeys(
             (call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused
@@ -113,6 +119,11 @@ class Explanation:
                 for step in c.plan.backward
             ],
             "refused": [_row(refusal, path=path) for path, _, refusal in refused],
+            "quantized": [
+                {"path": c.path, "call": n} | c.quantized.to_dict()
+                for n, c in enumerate(self.calls)
+                if c.quantized.recipe
+            ],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -162,7 +173,8 @@ class _Calls(Recorder):
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
         grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
         self._params = [*map(_storage, given[1][: program.num_params])]
-        self.calls.append((fuser, Call("", "", ops, program.plan, grad_enabled, why)))
+        call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
+        self.calls.append((fuser, call))
 
     def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
         """Keep how much each step leaves for the backward, each storage once."""

@@ -45,8 +45,19 @@ def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
         return BlockQuantizer(dtype, recipe.block(role), power_of_2=not recipe.use_f32_scales)
     if isinstance(recipe, recipes.MXFP8BlockScaling):
         square = recipe.enable_2d_quantization and role.tensor_type == "weight"
-        return MXQuantizer(recipe.fp8_format.dtype(role), square)
+        return MXQuantizer(recipe.fp8_format.dtype(role), square, who=_named(role))
     return None
+
+
+def _named(role: QuantizerRole) -> str:
+    """What errors call a tensor."""
+    op = f"{role.module_type} {role.name!r}" if role.name else f"a {role.module_type or 'tensor'}"
+    return f"the {role.tensor_type or 'value'} of {op}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    """``"E4M3"`` or ``"E5M2"``."""
+    return str(dtype).removeprefix("torch.float8_").removesuffix("fn").upper()
 
 
 def _made_by_a_user(recipe: recipes.CustomRecipe, role: QuantizerRole) -> Quantizer:
@@ -120,6 +131,10 @@ class _TensorQuantizer(_Quantizer):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        return f"{_short(self.dtype)}, one scale"
 
     def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
         codes = casts.cast(tensor, scale, self.dtype).contiguous()
@@ -207,6 +222,10 @@ class DelayedQuantizer(_TensorQuantizer):
         self.amax = nothing_recorded(device)
         self.amax_history = torch.zeros(history, dtype=torch.float32, device=device)
 
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        return f"{super().describe()}, of earlier steps"
+
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         torch.maximum(self.amax, casts.largest(tensor), out=self.amax)
         return self._rescaled(tensor, usage, self.scale.clone())
@@ -287,6 +306,10 @@ class BlockQuantizer(_Quantizer):
     ) -> None:
         self.dtype, self.block, self.power_of_2 = dtype, block, power_of_2
 
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        return f"{_short(self.dtype)}, a scale per {self.block[0]} x {self.block[1]}"
+
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         matrix = _as_matrix(tensor)
         one = self._copy(matrix) if usage.rowwise else (None, None)
@@ -329,10 +352,15 @@ class MXQuantizer(_Quantizer):
     Args:
         dtype: An FP8 dtype.
         square: Whether 32 x 32 values share a scale.
+        who: What errors call the tensor.
     """
 
-    def __init__(self, dtype: torch.dtype, square: bool = False) -> None:
-        self.dtype, self.square = dtype, square
+    def __init__(self, dtype: torch.dtype, square: bool = False, *, who: str = "a tensor") -> None:
+        self.dtype, self.square, self._who = dtype, square, who
+
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         matrix = _as_matrix(tensor)
@@ -342,9 +370,9 @@ class MXQuantizer(_Quantizer):
         ):
             if used and size % 32:
                 raise ValueError(
-                    f"MXFP8 expected a multiple of 32 {side}, got a tensor of shape "
+                    f"MXFP8 expected a multiple of 32 {side}, got {self._who} of shape "
                     f"{tuple(tensor.shape)}: pad it with zeros to {size + -size % 32} {side}, or "
-                    f"leave this op out of the autocast block"
+                    f"leave the op out by autocast(skip=[...])"
                 )
         one = self._copy(matrix) if usage.rowwise else (None, None)
         other = self._copy(matrix.t()) if usage.columnwise else (None, None)
@@ -364,6 +392,10 @@ class MXQuantizer(_Quantizer):
 
 class IdentityQuantizer(_Quantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
+
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        return "unchanged"
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         return unchanged(tensor, usage, self)
