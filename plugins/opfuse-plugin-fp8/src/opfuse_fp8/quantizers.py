@@ -46,6 +46,10 @@ def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
     if isinstance(recipe, recipes.MXFP8BlockScaling):
         square = recipe.enable_2d_quantization and role.tensor_type == "weight"
         return MXQuantizer(recipe.fp8_format.dtype(role), square)
+    if isinstance(recipe, recipes.NVFP4BlockScaling):
+        from . import nvfp4  # whose quantizer is one of these
+
+        return nvfp4.make(recipe, role, device)
     return None
 
 
@@ -100,7 +104,7 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
     """
     if out is None:
         return made
-    if type(out) is not type(made) or (out.shape, out.dtype) != (made.shape, made.dtype):
+    if type(out) is not type(made) or _layout(out) != _layout(made):
         raise ValueError(f"quantize(out=...): expected a place for {made!r}, got {out!r}")
     pairs = list(zip(out.tensors(), made.tensors(), strict=True))
     if any(there is None and new is not None for there, new in pairs):
@@ -109,6 +113,12 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
         if there is not None and new is not None:
             there.copy_(new)
     return out
+
+
+def _layout(made: QuantizedTensor) -> list[Any]:
+    """Shape, dtype, and what else a format says beside its tensors."""
+    apart = (*made.tensor_names, "quantizer")
+    return [getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in apart]
 
 
 class _TensorQuantizer(_Quantizer):
