@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from opfuse import Environment, Quantizer, QuantizerRole, Recipe, hookimpl
 
-from . import nvfp4, quantizers, recipes
+from . import nvfp4, quantizers, recipes, te_checkpoint
 from .nvfp4 import *  # noqa: F403
 from .quantizers import *  # noqa: F403
 from .recipes import *  # noqa: F403
+from .te_checkpoint import *  # noqa: F403
 
-__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__]
+__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
 
 @hookimpl

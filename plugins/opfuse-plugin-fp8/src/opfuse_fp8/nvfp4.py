@@ -18,7 +18,7 @@ from opfuse.quantization.formats import NVFP4Tensor
 from opfuse.quantization.hadamard import mixed
 
 from . import casts
-from .quantizers import _as_matrix, _Quantizer, update_delayed
+from .quantizers import as_matrix, BaseQuantizer, update_delayed
 from .recipes import NVFP4BlockScaling
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
@@ -43,7 +43,7 @@ def make(recipe: NVFP4BlockScaling, role: QuantizerRole, device: Any) -> NVFP4Qu
     return NVFP4Quantizer(square=square, signs=signs, what=what)
 
 
-class NVFP4Quantizer(_Quantizer):
+class NVFP4Quantizer(BaseQuantizer):
     """E2M1 values with an E4M3 scale for each 16, and a float32 scale for the tensor.
 
     Each copy has scales of its own. A block that holds a value that is not finite has the scale
@@ -67,7 +67,7 @@ class NVFP4Quantizer(_Quantizer):
         self.square, self.signs, self.what = square, signs, what
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = _as_matrix(tensor)
+        matrix = as_matrix(tensor)
         self._check(tensor, matrix, usage)
         one = other = _NOTHING
         if usage.rowwise:

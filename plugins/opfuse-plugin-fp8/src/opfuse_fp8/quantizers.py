@@ -82,8 +82,8 @@ class _Refusing(Quantizer):
         raise self._error
 
 
-class _Quantizer(Quantizer):
-    """Writes into ``out`` where that is asked for."""
+class BaseQuantizer(Quantizer):
+    """Writes into ``out`` where that is asked for; ``_make`` quantizes."""
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -121,7 +121,7 @@ def _layout(made: QuantizedTensor) -> list[Any]:
     return [getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in apart]
 
 
-class _TensorQuantizer(_Quantizer):
+class _TensorQuantizer(BaseQuantizer):
     """One scale for the whole tensor.
 
     Args:
@@ -133,7 +133,7 @@ class _TensorQuantizer(_Quantizer):
 
     def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
         codes = casts.cast(tensor, scale, self.dtype).contiguous()
-        transposed = _as_matrix(codes).t().contiguous() if usage.columnwise else None
+        transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         rowwise = codes if usage.rowwise else None
         return ScaledTensor(
             tensor.shape, tensor.dtype, self, rowwise, transposed, scale.reciprocal()
@@ -283,7 +283,7 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         quantizer.discard()
 
 
-class BlockQuantizer(_Quantizer):
+class BlockQuantizer(BaseQuantizer):
     """A scale for each block of 1 x 128 or 128 x 128 values.
 
     Args:
@@ -298,7 +298,7 @@ class BlockQuantizer(_Quantizer):
         self.dtype, self.block, self.power_of_2 = dtype, block, power_of_2
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = _as_matrix(tensor)
+        matrix = as_matrix(tensor)
         one = self._copy(matrix) if usage.rowwise else (None, None)
         other = self._copy(matrix.t()) if usage.columnwise else (None, None)
         data = None if one[0] is None else one[0].reshape(tensor.shape)
@@ -333,7 +333,7 @@ class BlockQuantizer(_Quantizer):
         return codes[:rows, :columns].contiguous(), inverse
 
 
-class MXQuantizer(_Quantizer):
+class MXQuantizer(BaseQuantizer):
     """A power of two for each 32 values along what a product sums over.
 
     Args:
@@ -345,7 +345,7 @@ class MXQuantizer(_Quantizer):
         self.dtype, self.square = dtype, square
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = _as_matrix(tensor)
+        matrix = as_matrix(tensor)
         for used, side, size in (
             (usage.rowwise or self.square, "columns", matrix.shape[1]),
             (usage.columnwise or self.square, "rows", matrix.shape[0]),
@@ -372,15 +372,16 @@ class MXQuantizer(_Quantizer):
         return codes.contiguous(), each.contiguous().view(torch.float8_e8m0fnu)
 
 
-class IdentityQuantizer(_Quantizer):
+class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
         one = torch.ones(1, dtype=torch.float32, device=tensor.device)
-        columnwise = _as_matrix(tensor).t().contiguous() if usage.columnwise else None
+        columnwise = as_matrix(tensor).t().contiguous() if usage.columnwise else None
         rowwise = tensor.contiguous() if usage.rowwise else None
         return ScaledTensor(tensor.shape, tensor.dtype, self, rowwise, columnwise, one)
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
+    """All dimensions but the last together are the rows; without gradients."""
     return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
