@@ -18,7 +18,7 @@ from opfuse.quantization.formats import NVFP4Tensor
 from opfuse.quantization.hadamard import mixed
 
 from . import casts
-from .quantizers import as_matrix, BaseQuantizer, update_delayed
+from .quantizers import BaseQuantizer, as_matrix, update_delayed
 from .recipes import NVFP4BlockScaling
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
