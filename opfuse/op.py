@@ -402,7 +402,9 @@ class BasicOperation(FusibleOperation):
             if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
                 what = "is pickled FP8 state of Transformer Engine, which opfuse does not read"
                 args[-1].append(
-                    f"{prefix}_extra_state {what}: drop the key to load the parameters without it"
+                    f"{prefix}_extra_state {what}: convert the checkpoint with "
+                    f"opfuse_fp8.from_te_extra_state of opfuse-plugin-fp8, or drop the key to load "
+                    f"the parameters without it"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -14,7 +14,7 @@ from .settings import ThreadSettings, current
 DEFAULT_RECIPE = "fp8-delayed"
 """Transformer Engine's default."""
 
-_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
 
 def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:

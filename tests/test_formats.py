@@ -280,6 +280,27 @@ def test_the_first_value_is_in_the_low_nibble():
     assert made.dequantize()[0, :3].tolist() == [0.5, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("signs", [0, 0xD7E8, 0xFFFF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transformed_copy_comes_back(signs, dtype):
+    """The codes are those of mixed rows; the other copy knows nothing of it."""
+    x = torch.randn(64, 32)
+    made, _ = quantized("nvfp4", x)
+    scales = made.columnwise_scale_inv.double().repeat_interleave(16, 1)
+    codes = dataclasses.replace(made, dtype=torch.float64).dequantize(COLUMNWISE).t() / scales
+    codes = (2 * codes / made.columnwise_tensor_scale_inv).round().view(32, 4, 16) / 2
+    bits = [bin(i & j).count("1") for i in range(16) for j in range(16)]
+    hadamard = torch.tensor([(-1.0) ** count for count in bits], dtype=torch.float64).view(16, 16)
+    flips = torch.tensor([-1.0 if signs >> i & 1 else 1.0 for i in range(16)], dtype=torch.float64)
+    undone = ((codes @ hadamard.t()) / 4 * flips).reshape(32, 64) * scales
+    expected = (undone.float() * made.columnwise_tensor_scale_inv).t().to(dtype)
+    mixed = dataclasses.replace(made, columnwise_signs=signs, dtype=dtype)
+    torch.testing.assert_close(mixed.dequantize(COLUMNWISE), expected, rtol=0, atol=0)
+    assert torch.equal(mixed.dequantize(), made.dequantize().to(dtype))
+    for kept in (mixed.without_data(), mixed.only(COLUMNWISE), mixed.rebuild(mixed.tensors())):
+        assert kept.columnwise_signs == signs
+
+
 def test_every_e8m0_scale():
     exponents = torch.arange(255)
     scale = exponents.byte().view(torch.float8_e8m0fnu).view(255, 1)
@@ -487,6 +508,8 @@ WRONG = [
     bad("nvfp4", "columnwise_scale_inv", lambda t: t.t().contiguous(), r"expected shape \(96, 4\)"),
     bad("nvfp4", "columnwise_tensor_scale_inv", lambda t: None, "columnwise_tensor_scale_inv along with"),
     bad("nvfp4", "rowwise_tensor_scale_inv", lambda t: t.half(), "got torch.float16"),
+    bad("nvfp4", "columnwise_signs", lambda t: 1 << 16, "None or 16 bits, got 65536"),
+    bad("nvfp4", "columnwise_signs", lambda t: True, "None or 16 bits, got True"),
     bad("nvfp4", "shape", lambda t: (96, 64), r"for a tensor of shape \(96, 64\): expected shape"),
 ]  # fmt: skip
 

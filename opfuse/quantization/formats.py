@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .hadamard import unmixed
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -334,6 +336,11 @@ class NVFP4Tensor(_TwoCopies):
     whole: the rowwise copy needs a multiple of 16 columns, the columnwise copy a multiple of 16
     rows, as NVFP4 GEMMs do.
 
+    The columnwise copy may hold transformed values: each 16 neighbours times ``diag(signs) @ H /
+    4``, where ``H`` is Sylvester's Hadamard matrix. :meth:`dequantize` undoes that. A GEMM may read
+    two such copies as they are if both have the same signs, since the transform is orthogonal; it
+    refuses a pair of which the signs differ, or of which only one is transformed.
+
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
@@ -344,10 +351,13 @@ class NVFP4Tensor(_TwoCopies):
         columnwise_scale_inv: float8_e4m3fn, ``(columns, rows / 16)``.
         rowwise_tensor_scale_inv: The rowwise copy's second scale: float32, of one element.
         columnwise_tensor_scale_inv: The same for the columnwise copy.
+        columnwise_signs: None: the columnwise copy holds the values as they are. Otherwise they are
+            transformed, and bit ``i`` says whether the ``i``-th of 16 neighbours was negated first.
     """
 
     rowwise_tensor_scale_inv: Tensor | None = None
     columnwise_tensor_scale_inv: Tensor | None = None
+    columnwise_signs: int | None = None
     tensor_names = (
         *_TwoCopies.tensor_names,
         "rowwise_tensor_scale_inv",
@@ -358,7 +368,12 @@ class NVFP4Tensor(_TwoCopies):
     per_byte = 2
 
     def __post_init__(self) -> None:
-        """Refuse tensors that do not fit the shape."""
+        """Refuse signs that are none, and tensors that do not fit the shape."""
+        signs = self.columnwise_signs
+        if signs is not None and not (type(signs) is int and 0 <= signs < 1 << 16):
+            raise ValueError(
+                f"NVFP4Tensor: expected columnwise_signs of None or 16 bits, got {signs!r}"
+            )
         super().__post_init__()
         for way in ("rowwise", "columnwise"):
             _check_scalar(self, f"{way}_tensor_scale_inv")
@@ -368,6 +383,8 @@ class NVFP4Tensor(_TwoCopies):
         return outer, _whole_blocks(self, copy, inner, 16)
 
     def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        if copy == "columnwise" and self.columnwise_signs is not None:
+            values = unmixed(values, self.columnwise_signs)  # exact: sums of 16 small numbers
         values = _times(values, getattr(self, f"{copy}_scale_inv").float(), 16)
         over_all: Tensor = getattr(self, f"{copy}_tensor_scale_inv")
         return values * over_all.reshape(())  # the first product is exact

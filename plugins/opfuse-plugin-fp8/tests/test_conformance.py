@@ -30,3 +30,24 @@ class TestBlocks(QuantizerSuite):
         fp8.MXFP8BlockScaling(enable_2d_quantization=True),
         fp8.CustomRecipe(e4m3, name="e4m3 for all"),
     )
+
+
+class TestFP4(QuantizerSuite):
+    """One bit of mantissa: between 4 and 6 a value may be a sixth of the largest one off."""
+
+    recipes = (
+        fp8.NVFP4BlockScaling(disable_stochastic_rounding=True),
+        fp8.NVFP4BlockScaling(
+            disable_rht=True, disable_2d_quantization=True, disable_stochastic_rounding=True
+        ),
+    )
+    rtol = 2**-2
+    atol = 2**-3
+
+
+class TestDrawnFP4(QuantizerSuite):
+    """Rounded away from the nearest, a value may be twice as far off."""
+
+    recipes = (fp8.NVFP4BlockScaling(), fp8.NVFP4BlockScaling(disable_rht=True))
+    rtol = 2**-2
+    atol = 2**-2

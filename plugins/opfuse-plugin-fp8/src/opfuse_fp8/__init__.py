@@ -1,14 +1,16 @@
-"""FP8 recipes: delayed, current, block and MX scaling, under Transformer Engine's names."""
+"""FP8 and FP4 recipes, under Transformer Engine's names."""
 
 from __future__ import annotations
 
 from opfuse import Environment, Quantizer, QuantizerRole, Recipe, hookimpl
 
-from . import quantizers, recipes
+from . import nvfp4, quantizers, recipes, te_checkpoint
+from .nvfp4 import *  # noqa: F403
 from .quantizers import *  # noqa: F403
 from .recipes import *  # noqa: F403
+from .te_checkpoint import *  # noqa: F403
 
-__all__ = [*recipes.__all__, *quantizers.__all__]
+__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
 
 @hookimpl
@@ -19,6 +21,7 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
         "fp8-current": recipes.Float8CurrentScaling,
         "fp8-block": recipes.Float8BlockScaling,
         "mxfp8": recipes.MXFP8BlockScaling,
+        "nvfp4": recipes.NVFP4BlockScaling,
         "fp8-custom": recipes.CustomRecipe,
     }
 

@@ -45,11 +45,15 @@ def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
         return BlockQuantizer(dtype, recipe.block(role), power_of_2=not recipe.use_f32_scales)
     if isinstance(recipe, recipes.MXFP8BlockScaling):
         square = recipe.enable_2d_quantization and role.tensor_type == "weight"
-        return MXQuantizer(recipe.fp8_format.dtype(role), square, who=_named(role))
+        return MXQuantizer(recipe.fp8_format.dtype(role), square, who=named(role))
+    if isinstance(recipe, recipes.NVFP4BlockScaling):
+        from . import nvfp4  # whose quantizer is one of these
+
+        return nvfp4.make(recipe, role, device)
     return None
 
 
-def _named(role: QuantizerRole) -> str:
+def named(role: QuantizerRole) -> str:
     """What errors call a tensor."""
     op = f"{role.module_type} {role.name!r}" if role.name else f"a {role.module_type or 'tensor'}"
     return f"the {role.tensor_type or 'value'} of {op}"
@@ -89,8 +93,8 @@ class _Refusing(Quantizer):
         raise self._error
 
 
-class _Quantizer(Quantizer):
-    """Writes into ``out`` where that is asked for."""
+class BaseQuantizer(Quantizer):
+    """Writes into ``out`` where that is asked for; ``_make`` quantizes."""
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -111,7 +115,7 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
     """
     if out is None:
         return made
-    if type(out) is not type(made) or (out.shape, out.dtype) != (made.shape, made.dtype):
+    if type(out) is not type(made) or _layout(out) != _layout(made):
         raise ValueError(f"quantize(out=...): expected a place for {made!r}, got {out!r}")
     pairs = list(zip(out.tensors(), made.tensors(), strict=True))
     if any(there is None and new is not None for there, new in pairs):
@@ -122,7 +126,13 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
     return out
 
 
-class _TensorQuantizer(_Quantizer):
+def _layout(made: QuantizedTensor) -> list[Any]:
+    """Shape, dtype, and what else a format says beside its tensors."""
+    apart = (*made.tensor_names, "quantizer")
+    return [getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in apart]
+
+
+class _TensorQuantizer(BaseQuantizer):
     """One scale for the whole tensor.
 
     Args:
@@ -138,7 +148,7 @@ class _TensorQuantizer(_Quantizer):
 
     def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
         codes = casts.cast(tensor, scale, self.dtype).contiguous()
-        transposed = _as_matrix(codes).t().contiguous() if usage.columnwise else None
+        transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         rowwise = codes if usage.rowwise else None
         return ScaledTensor(
             tensor.shape, tensor.dtype, self, rowwise, transposed, scale.reciprocal()
@@ -292,7 +302,7 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         quantizer.discard()
 
 
-class BlockQuantizer(_Quantizer):
+class BlockQuantizer(BaseQuantizer):
     """A scale for each block of 1 x 128 or 128 x 128 values.
 
     Args:
@@ -311,7 +321,7 @@ class BlockQuantizer(_Quantizer):
         return f"{_short(self.dtype)}, a scale per {self.block[0]} x {self.block[1]}"
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = _as_matrix(tensor)
+        matrix = as_matrix(tensor)
         one = self._copy(matrix) if usage.rowwise else (None, None)
         other = self._copy(matrix.t()) if usage.columnwise else (None, None)
         data = None if one[0] is None else one[0].reshape(tensor.shape)
@@ -346,7 +356,7 @@ class BlockQuantizer(_Quantizer):
         return codes[:rows, :columns].contiguous(), inverse
 
 
-class MXQuantizer(_Quantizer):
+class MXQuantizer(BaseQuantizer):
     """A power of two for each 32 values along what a product sums over.
 
     Args:
@@ -363,7 +373,7 @@ class MXQuantizer(_Quantizer):
         return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = _as_matrix(tensor)
+        matrix = as_matrix(tensor)
         for used, side, size in (
             (usage.rowwise or self.square, "columns", matrix.shape[1]),
             (usage.columnwise or self.square, "rows", matrix.shape[0]),
@@ -390,7 +400,7 @@ class MXQuantizer(_Quantizer):
         return codes.contiguous(), each.contiguous().view(torch.float8_e8m0fnu)
 
 
-class IdentityQuantizer(_Quantizer):
+class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
     def describe(self) -> str:
@@ -401,5 +411,6 @@ class IdentityQuantizer(_Quantizer):
         return unchanged(tensor, usage, self)
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
+    """All dimensions but the last together are the rows; without gradients."""
     return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)

@@ -24,24 +24,27 @@ __all__ = [
     "Float8CurrentScaling",
     "Format",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
 ]
 
 _FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
 
 
 class Format(str, Enum):
-    """Which of the two FP8 dtypes a tensor gets.
+    """Which dtype a tensor gets.
 
     ``E4M3`` and ``E5M2``: every tensor gets that one. ``HYBRID``: gradients get E5M2, which has
-    more range, and all others E4M3, which has more precision.
+    more range, and all others E4M3, which has more precision. ``E2M1``: FP4, which
+    :class:`NVFP4BlockScaling` alone knows.
     """
 
+    E2M1 = "E2M1"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
     HYBRID = "HYBRID"
 
     def dtype(self, role: QuantizerRole) -> torch.dtype:
-        """The dtype of a tensor."""
+        """The FP8 dtype of a tensor."""
         is_grad = role.tensor_type == "grad_output"
         e5m2 = self is Format.E5M2 or (self is Format.HYBRID and is_grad)
         return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
@@ -71,6 +74,11 @@ class _FP8Recipe(opfuse.Recipe):
             if field.type == "Format":
                 if not isinstance(value, Format):
                     self._refuse(field.name, f"one of {', '.join(map(str, Format))}", value)
+                if (value is Format.E2M1) != (field.name == "fp4_format"):
+                    fits = "Format.E2M1" if field.name == "fp4_format" else "an FP8 format"
+                    raise ValueError(
+                        f"{type(self).__name__}.{field.name}: expected {fits}, got {value}"
+                    )
                 if value is Format.E5M2:
                     raise ValueError(
                         f"{type(self).__name__}: E5M2 for every tensor has two bits of mantissa, "
@@ -226,6 +234,61 @@ class MXFP8BlockScaling(_FP8Recipe):
 
 
 @dataclasses.dataclass(frozen=True)
+class NVFP4BlockScaling(_FP8Recipe):
+    """FP4 with two levels of scales: an E4M3 number for each 16 values, and one for the tensor.
+
+    Three techniques make it good enough to train with. A weight has one scale for 16 x 16 values,
+    so that both of its copies stand for the same values. Gradients are rounded up or down at
+    random, so that their mean is right. And what the gradient of a weight is computed from is
+    mixed first: a Hadamard transform of each 16 rows spreads outliers.
+
+    Attributes:
+        disable_rht: Whether nothing is mixed.
+        disable_stochastic_rounding: Whether gradients are rounded to the nearest, too.
+        disable_2d_quantization: Whether weights have a scale for each 1 x 16 values, as others do.
+        row_scaled_activation: Only False: the format has one scale for the whole tensor.
+        nvfp4_4over6: Only "none": blocks that are scaled to 4 in place of 6 are not here.
+        nvfp4_4over6_e4m3_use_256: Only "all", since it is about ``nvfp4_4over6``.
+        nvfp4_4over6_err_mode: Only "MAE", since it is about ``nvfp4_4over6``.
+        fp4_format: Only E2M1, the dtype of values.
+        fp8_format: Only E4M3, the dtype of the scales of blocks.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe is."""
+        super().__post_init__()
+        only = {
+            "row_scaled_activation": "the format has one scale for a tensor, none for a row",
+            "nvfp4_4over6": "blocks that are scaled to 4 in place of 6 are not implemented",
+            "nvfp4_4over6_e4m3_use_256": "it changes nothing without nvfp4_4over6",
+            "nvfp4_4over6_err_mode": "it changes nothing without nvfp4_4over6",
+            "fp8_format": "the scales of blocks are E4M3",
+        }
+        for name, why in only.items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default:
+                raise ValueError(
+                    f"NVFP4BlockScaling.{name}: expected {default!s}, got {value!s}: {why}"
+                )
+
+    def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
+        """Count the steps of stochastic rounding, see :meth:`opfuse.Recipe.update`."""
+        from .nvfp4 import update_counting
+
+        update_counting(quantizers, group)
+
+
+@dataclasses.dataclass(frozen=True)
 class CustomRecipe(opfuse.Recipe):
     """Quantizers that a function makes.
 
@@ -258,7 +321,7 @@ class CustomRecipe(opfuse.Recipe):
         return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
 
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
-        """Advance the scales of the delayed quantizers among them."""
-        from .quantizers import update_delayed
+        """Advance the scales of the delayed quantizers among them, and count others' steps."""
+        from .nvfp4 import update_counting
 
-        update_delayed(quantizers, group)
+        update_counting(quantizers, group)

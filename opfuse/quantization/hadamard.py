@@ -1,0 +1,50 @@
+"""The Hadamard transform with random signs, which spreads an outlier over its neighbours.
+
+It is orthogonal: a product that sums over transformed values of both operands is the product of
+the values themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIZE = 16
+"""How many neighbours are mixed."""
+
+
+def mixed(values: Tensor, signs: int) -> Tensor:
+    """Each 16 neighbours times ``diag(signs) @ H / 4``, where ``H`` is Sylvester's matrix.
+
+    The sums are taken in the dtype of ``values``, of numbers 1, then 2, 4 and 8 apart.
+
+    Args:
+        values: Floating point, ``(..., n)``, where ``n`` is a multiple of 16.
+        signs: Bit ``i`` says whether the ``i``-th of 16 neighbours is negated first.
+    """
+    return _sums(values * _signs(values, signs)) * 0.25
+
+
+def unmixed(values: Tensor, signs: int) -> Tensor:
+    """What :func:`mixed` was given: times the transpose of the matrix, which is its inverse.
+
+    Args:
+        values: As there.
+        signs: As there.
+    """
+    return _sums(values) * 0.25 * _signs(values, signs)
+
+
+def _sums(values: Tensor) -> Tensor:
+    found = values
+    for apart in (1, 2, 4, 8):
+        pairs = found.reshape(-1, SIZE // (2 * apart), 2, apart)
+        one, other = pairs[:, :, 0], pairs[:, :, 1]
+        found = torch.stack([one + other, one - other], 2)
+    return found.reshape(values.shape)
+
+
+def _signs(values: Tensor, signs: int) -> Tensor:
+    """1 or -1 for each value; by arithmetic, since a table would be copied to the device."""
+    bit = torch.arange(values.shape[-1], device=values.device) % SIZE
+    return (1 - 2 * ((signs >> bit) & 1)).to(values.dtype)

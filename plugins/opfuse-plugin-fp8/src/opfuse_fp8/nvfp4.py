@@ -1,0 +1,307 @@
+"""The quantizers of NVFP4: two levels of scales, a Hadamard transform, stochastic rounding.
+
+The order of operations is that of Transformer Engine's reference, so codes and scales are the same
+to the bit where it defines them: for finite values, rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opfuse import Quantizer, QuantizerRole
+from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded
+from opfuse.quantization.formats import NVFP4Tensor
+from opfuse.quantization.hadamard import mixed
+
+from . import casts
+from .quantizers import BaseQuantizer, as_matrix, named, update_delayed
+from .recipes import NVFP4BlockScaling
+
+__all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
+
+SIGNS = 0xD7E8
+"""Transformer Engine's signs of the Hadamard transform: bit ``i`` set means -1."""
+
+BLOCK = 16
+MOST, MOST_OF_SCALES = 6.0, 448.0
+_32_BITS = 0xFFFFFFFF
+
+
+def make(recipe: NVFP4BlockScaling, role: QuantizerRole, device: Any) -> NVFP4Quantizer:
+    """A new quantizer for a tensor of a role."""
+    is_weight, is_grad = role.tensor_type == "weight", role.tensor_type == "grad_output"
+    square = is_weight and not recipe.disable_2d_quantization
+    signs = None if is_weight or recipe.disable_rht else SIGNS
+    what = named(role)
+    if is_grad and not recipe.disable_stochastic_rounding:
+        return StochasticNVFP4Quantizer(square=square, signs=signs, what=what, device=device)
+    return NVFP4Quantizer(square=square, signs=signs, what=what)
+
+
+class NVFP4Quantizer(BaseQuantizer):
+    """E2M1 values with an E4M3 scale for each 16, and a float32 scale for the tensor.
+
+    Each copy has scales of its own. A block that holds a value that is not finite has the scale
+    NaN, so that all of it becomes NaN: E2M1 has neither infinity nor NaN.
+
+    Args:
+        square: Whether 16 x 16 values share a scale.
+        signs: None, or of the Hadamard transform of the columnwise copy, see
+            :class:`opfuse.quantization.formats.NVFP4Tensor`.
+        what: Which tensor it casts, for messages.
+    """
+
+    def __init__(
+        self, *, square: bool = False, signs: int | None = None, what: str = "the tensor"
+    ) -> None:
+        if square and signs is not None:
+            raise ValueError(
+                "NVFP4Quantizer: expected signs=None with square=True, since mixed rows have no "
+                f"blocks of 16 x 16 in common with the rowwise copy, got {signs!r}"
+            )
+        self.square, self.signs, self.what = square, signs, what
+
+    def describe(self) -> str:
+        """See :meth:`opfuse.Quantizer.describe`."""
+        mixed_ = ", columns mixed" if self.signs is not None else ""
+        return f"E2M1, a scale per {BLOCK if self.square else 1} x {BLOCK}, and one{mixed_}"
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        matrix = as_matrix(tensor)
+        self._check(tensor, matrix, usage)
+        one = other = _NOTHING
+        if usage.rowwise:
+            one = self._copy(matrix, 0)
+        if usage.columnwise:
+            turned = matrix.t()
+            if self.signs is not None:
+                turned = _mixed_as_it_came(turned.contiguous(), self.signs)
+            other = self._copy(turned, 1)
+        data = one.data
+        if data is not None:
+            data = data.view(*tensor.shape[:-1], tensor.shape[-1] // 2)
+        return NVFP4Tensor(
+            tensor.shape,
+            tensor.dtype,
+            self,
+            rowwise_data=data,
+            rowwise_scale_inv=one.scale_inv,
+            columnwise_data=other.data,
+            columnwise_scale_inv=other.scale_inv,
+            rowwise_tensor_scale_inv=one.tensor_scale_inv,
+            columnwise_tensor_scale_inv=other.tensor_scale_inv,
+            columnwise_signs=self.signs,
+        )
+
+    def _check(self, tensor: Tensor, matrix: Tensor, usage: Usage) -> None:
+        for used, side, size in (
+            (usage.rowwise or self.square, "columns", matrix.shape[1]),
+            (usage.columnwise or self.square, "rows", matrix.shape[0]),
+        ):
+            if used and size % BLOCK:
+                raise ValueError(
+                    f"NVFP4 expected {self.what} to have a multiple of 16 {side}, got a tensor of "
+                    f"shape {tuple(tensor.shape)}, which has {size}: pad it with zeros to "
+                    f"{size + -size % BLOCK} {side}, or leave the op out by autocast(skip=[...])"
+                )
+
+    def _copy(self, matrix: Tensor, which: int) -> _Copy:
+        """The codes and scales of a matrix.
+
+        Args:
+            matrix: The values, blocks along the last dimension.
+            which: 0 for the rowwise copy, 1 for the columnwise one.
+        """
+        rows, columns = matrix.shape
+        tall = BLOCK if self.square else 1
+        blocks = matrix.reshape(rows // tall, tall, columns // BLOCK, BLOCK).float()
+        most = casts.largest(matrix)
+        encode = tensor_scale(most)
+        decode = encode.reciprocal()
+        scale = block_scale(casts.largest(blocks, (1, 3)), encode)
+        scaled = blocks * _encoding(scale, decode)
+        values = self._rounded(scaled.reshape(rows, columns).clamp(-MOST, MOST), most, which)
+        finite = blocks.isfinite().all(3, keepdim=True).all(1, keepdim=True)
+        scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
+        each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
+        return _Copy(packed(values), each.contiguous(), decode)
+
+    def _rounded(self, scaled: Tensor, most: Tensor, which: int) -> Tensor:
+        """Values of E2M1: the nearest, of two the one whose code is even."""
+        step = _step(scaled)
+        return (scaled / step).round() * step
+
+
+class StochasticNVFP4Quantizer(NVFP4Quantizer):
+    """Rounds up or down at random, so that the mean over steps is the value.
+
+    What is drawn follows from torch's seed when the quantizer is made
+    (:func:`torch.initial_seed`), from the number of steps, from the largest magnitude of the
+    tensor, and from the place of a value. Seed and steps are state, so a checkpoint resumes to the
+    bit; torch's own generator is left alone. A cast that is made again in a step draws the same.
+
+    Args:
+        square: As there, and all but the last.
+        signs: See ``square``.
+        what: See ``square``.
+        device: Of its state.
+
+    Attributes:
+        seed: int64, (1,).
+        step: How many updates there were after a cast; int64, (1,).
+        arrived: 0 where there was a cast since the last update, -1 where not; fp32, (1,).
+    """
+
+    state_names = ("seed", "step", "arrived")
+    pending_names = ("arrived",)
+
+    def __init__(
+        self,
+        *,
+        square: bool = False,
+        signs: int | None = None,
+        what: str = "the tensor",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(square=square, signs=signs, what=what)
+        seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+        self.seed = torch.full((1,), seed, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.arrived = nothing_recorded(device)
+
+    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        made = super()._make(tensor, usage)
+        self.arrived.clamp_(min=0)
+        return made
+
+    def advance(self) -> None:
+        """Count a step, if there was a cast. Nothing is read by the host."""
+        self.step.add_(self.arrived >= 0)
+        self.discard()
+
+    def _rounded(self, scaled: Tensor, most: Tensor, which: int) -> Tensor:
+        step = _step(scaled)
+        below = (scaled.abs() / step).floor()
+        up = (scaled.abs() / step - below) > self._drawn(scaled, most, which)
+        return ((below + up) * step).copysign(scaled)
+
+    def _drawn(self, like: Tensor, most: Tensor, which: int) -> Tensor:
+        """Numbers in [0, 1), multiples of 2^-24."""
+        key = _hashed(self.seed & _32_BITS)
+        for part in (self.seed >> 32, self.step, most.view(torch.int32).long()):
+            key = _hashed(key ^ (part & _32_BITS))
+        key = _hashed(key ^ which)
+        place = torch.arange(like.numel(), device=like.device)
+        key = _hashed(key ^ (place >> 32))
+        bits = _hashed(_hashed(key ^ (place & _32_BITS)) ^ key)
+        return ((bits >> 8).float() * 2.0**-24).view(like.shape)
+
+
+class _Copy(NamedTuple):
+    """One of the two copies of a tensor."""
+
+    data: Tensor | None
+    scale_inv: Tensor | None
+    tensor_scale_inv: Tensor | None
+
+
+_NOTHING = _Copy(None, None, None)
+
+
+def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
+    """Advance quantizers by one step: those that draw numbers, and those with delayed scales.
+
+    Args:
+        quantizers: Those of a block.
+        group: The process group over which the largest magnitudes are taken, or None.
+
+    Raises:
+        TypeError: One is of another kind, whose state nobody advances.
+    """
+    others = []
+    for quantizer in quantizers:
+        if isinstance(quantizer, StochasticNVFP4Quantizer):
+            quantizer.advance()
+        else:
+            others.append(quantizer)
+    update_delayed(others, group)
+
+
+# The arithmetic, in an order that decides the bits
+
+
+def tensor_scale(most: Tensor) -> Tensor:
+    """What all values are multiplied by: ``448 * 6 / amax``, 1 where that is of no use.
+
+    Args:
+        most: The largest magnitude, fp32, (1,).
+    """
+    return casts.scale_of(most, MOST_OF_SCALES * MOST, power_of_2=False, if_infinite=casts.FP32_MAX)
+
+
+def block_scale(most: Tensor, encode: Tensor) -> Tensor:
+    """The scales of blocks: ``amax / 6 * encode`` in E4M3.
+
+    Args:
+        most: The largest magnitudes of blocks, fp32.
+        encode: The scale of the tensor.
+    """
+    sixth = torch.ones_like(encode) / torch.full_like(encode, MOST)
+    return (most * (encode * sixth)).clamp(max=MOST_OF_SCALES).to(torch.float8_e4m3fn)
+
+
+def _encoding(scale: Tensor, decode: Tensor) -> Tensor:
+    """What the values of a block are multiplied by: the inverse of both of its scales."""
+    return (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
+
+
+def packed(values: Tensor) -> Tensor:
+    """Two values of E2M1 in a byte, the first in the low half; NaN becomes 0.
+
+    Args:
+        values: fp32, ``(rows, columns)``, each a value of E2M1 or NaN.
+
+    Returns:
+        float4_e2m1fn_x2, ``(rows, columns / 2)``, contiguous.
+    """
+    m = values.abs().nan_to_num(0.0)
+    code = torch.where(m < 2, 2 * m, torch.where(m < 4, m + 2, m / 2 + 4)).to(torch.uint8)
+    code = code | ((values.signbit() & ~values.isnan()).to(torch.uint8) << 3)
+    pairs = code.view(values.shape[0], values.shape[1] // 2, 2)
+    return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
+
+
+def _step(scaled: Tensor) -> Tensor:
+    """How far apart the values of E2M1 are around each of some magnitudes up to 6."""
+    m = scaled.abs()
+    return 0.5 * (1 + (m >= 2).float() + 2 * (m >= 4).float())
+
+
+def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
+    """The transform in fp32, rounded to the dtype of the matrix, finite numbers saturated.
+
+    Where one of 16 neighbours is not finite, all of them become NaN.
+    """
+    wide = matrix.float()
+    # so that no sum overflows; it grows to at most 4 times the largest
+    found = mixed(wide / 16, signs) * 16
+    most = torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
+    groups = wide.reshape(matrix.shape[0], matrix.shape[1] // BLOCK, BLOCK)
+    finite = groups.isfinite().all(-1, keepdim=True).expand(groups.shape).reshape(wide.shape)
+    return torch.where(finite, found.clamp(-most, most), torch.nan).to(matrix.dtype)
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """32 bits from 32 bits, by which each bit depends on every one; int64 in and out.
+
+    The constants are those of Chris Wellons' ``lowbias32``.
+    """
+    numbers = numbers ^ (numbers >> 16)
+    numbers = (numbers * 0x7FEB352D) & _32_BITS
+    numbers = numbers ^ (numbers >> 15)
+    numbers = (numbers * 0x846CA68B) & _32_BITS
+    return numbers ^ (numbers >> 16)

@@ -1,0 +1,305 @@
+"""The state of Transformer Engine's delayed scaling, as opfuse's checkpoints have it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import te_pickle
+from .recipes import DelayedScaling, Format
+
+__all__ = ["from_te_extra_state"]
+
+_KEY = "_extra_state"
+_NAME = "fp8-delayed"
+_FORMATS = {(448.0, 448.0): Format.E4M3, (448.0, 57344.0): Format.HYBRID}
+_MODES = ("forward", "backward", "input", "param", "grad_output")  # the last three: 1.13
+_OP = "saved by an op"
+_TENSORS = ("input", "weight", "grad_output")
+_STATELESS = (
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+)
+
+
+class _Column(NamedTuple):
+    """The state of one tensor."""
+
+    scale: Tensor
+    history: Tensor
+
+
+def from_te_extra_state(
+    state_dict: Mapping[str, Any],
+    *,
+    recipe: DelayedScaling | None = None,
+    names: Mapping[str, str | Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """A checkpoint of Transformer Engine with its state of delayed scaling as opfuse reads it.
+
+    Every ``..._extra_state`` is taken out. Where it has the scales of a linear layer, they come in
+    again as plain tensors under ``...quantizers...``: load the result into the model, and run it
+    under the same recipe to go on with the same scales. Parameters stay as they are.
+
+    Nothing is unpickled. What ``torch.save`` wrote (before Transformer Engine 2.0) is read with
+    ``weights_only=True``. A pickle (since 2.0) is taken apart into its instructions: names in it
+    stay names, and nothing is imported or called. What holds anything else is refused.
+
+    Args:
+        state_dict: The checkpoint, of ``te.ops`` or of modules such as ``te.Linear``.
+        recipe: To which recipe the state belongs; default: the one that the checkpoint names, or
+            where it names none (before 2.0) a ``DelayedScaling`` with its length of history.
+        names: Module of the checkpoint -> which op of your model gets the state of each of its
+            products. Default: ``basic_ops.0`` of the layer of that name, as
+            :class:`opfuse.ops.Linear` has it, for modules, and the op of that name for ``te.ops``.
+            A module with two products, as ``LayerNormMLP``, needs it:
+            ``{"mlp": ["mlp.1.basic_ops.0", "mlp.3.basic_ops.0"]}``.
+
+    Returns:
+        A new dictionary.
+
+    Raises:
+        TypeError: An ``_extra_state`` is neither bytes nor a tensor of them.
+        ValueError: It cannot be read so, belongs to another recipe or op, or ``names`` has a
+            module that the checkpoint has not.
+    """
+    names = dict(names or {})
+    found = {key: value for key, value in state_dict.items() if not _is_extra(key)}
+    seen = set()
+    for key, value in state_dict.items():
+        if _is_extra(key):
+            module = key.removesuffix(_KEY).removesuffix(".")
+            seen.add(module)
+            state = _merged(key, _content(key, value))
+            if state and not _is_stateless(state):
+                found |= _entries(key, state, recipe, _targets(module, state, names), found)
+    if unknown := sorted(names.keys() - seen):
+        raise ValueError(
+            f"from_te_extra_state: names has {unknown[0]!r}, of which the checkpoint has no "
+            f"{_KEY}; it has {', '.join(map(repr, sorted(seen))) or 'none'}"
+        )
+    return found
+
+
+def _is_extra(key: str) -> bool:
+    return key == _KEY or key.endswith(f".{_KEY}")
+
+
+def _content(key: str, value: Any) -> Any:
+    """What an extra state holds; None where that is nothing.
+
+    Raises:
+        ValueError: It is not to be read without running it.
+    """
+    help_ = (
+        "set the state by hand from scale and amax_history of the module's fp8_meta, which "
+        "Transformer Engine gives after loading the checkpoint, or leave the key out"
+    )
+    if isinstance(value, io.BytesIO):
+        try:
+            return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)
+        except Exception as error:
+            # torch wraps what is wrong in advice to load it all the same
+            why = str(error.__context__ or error).partition("\n")[0]
+            raise ValueError(
+                f"{key}: torch.load(weights_only=True) refuses it: {why}; {help_}"
+            ) from error
+    if isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel()):
+        pickled = bytes(value.detach().cpu().flatten().tolist()) if value.numel() else b""
+    elif isinstance(value, bytes | bytearray):
+        pickled = bytes(value)
+    elif value is None:
+        return None
+    else:
+        raise TypeError(
+            f"{key}: expected what Transformer Engine saves, a uint8 tensor or io.BytesIO, "
+            f"got {type(value).__name__}"
+        )
+    try:
+        return te_pickle.read(pickled) if pickled else None
+    except te_pickle.NotReadable as error:
+        raise ValueError(f"{key}: {error}; {help_}") from error
+
+
+def _merged(key: str, content: Any) -> dict[str, Any]:
+    """The scales of an extra state in one dictionary; ``te.ops`` has one for each pass."""
+    if not content:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{key}: expected a dictionary, got {type(content).__name__}")
+    if not any(mode in content for mode in _MODES):
+        return content
+    found: dict[str, Any] = {_OP: True}
+    for mode in _MODES:
+        for name, value in (content.get(mode) or {}).items():
+            both = isinstance(value, Tensor) and name in found
+            found[name] = torch.cat([found[name], value], -1) if both else value
+    return found
+
+
+def _is_stateless(state: dict[str, Any]) -> bool:
+    """Whether it is that of a recipe whose scales follow from the tensors alone."""
+    saved = state.get("recipe")
+    return isinstance(saved, te_pickle.Value) and saved.name.name in _STATELESS
+
+
+def _targets(
+    module: str, state: dict[str, Any], names: Mapping[str, str | Sequence[str]]
+) -> list[str]:
+    """The ops that get the state of a module, in the order of its products."""
+    given = names.get(module)
+    if given is None:
+        return [module if _OP in state else f"{module}.basic_ops.0".removeprefix(".")]
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _entries(
+    key: str,
+    state: dict[str, Any],
+    recipe: DelayedScaling | None,
+    targets: list[str],
+    found: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What goes into the checkpoint for one extra state."""
+    products = _products(key, state)
+    if not products:
+        return {}
+    rows = len(products[0]["input"].history)
+    recipe = _recipe(key, state.get("recipe"), rows) if recipe is None else recipe
+    if recipe.amax_history_len != rows:
+        raise ValueError(
+            f"{key}: expected a history of {recipe.amax_history_len} steps, the amax_history_len "
+            f"of the recipe, got {rows}"
+        )
+    if len(targets) != len(products):
+        module = key.removesuffix(_KEY).removesuffix(".")
+        raise ValueError(
+            f"{key}: it has the scales of {len(products)} products, and the number of ops for "
+            f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}"
+        )
+    made: dict[str, Any] = {}
+    for target, tensors in zip(targets, products, strict=True):
+        made |= _saved(f"{target}." if target else "", tensors, recipe, found)
+    return made
+
+
+def _products(key: str, state: dict[str, Any]) -> list[dict[str, _Column]]:
+    """The state of the tensors of each product, by what a linear layer of opfuse calls them."""
+    forward, backward = _columns(key, state, "fwd"), _columns(key, state, "bwd")
+    if not forward and not backward:
+        return []
+    if _OP not in state:
+        count = len(forward) // 3
+        if not count or (len(forward), len(backward)) != (3 * count, 2 * count):
+            raise ValueError(
+                f"{key}: expected 3 forward and 2 backward scales for each product of a module, "
+                f"got {len(forward)} and {len(backward)}"
+            )
+        columns = [(*forward[3 * i : 3 * i + 2], backward[2 * i]) for i in range(count)]
+        return [dict(zip(_TENSORS, of_one, strict=True)) for of_one in columns]
+    if len(forward) != 2 or len(backward) > 1:
+        raise ValueError(
+            f"{key}: expected the 2 forward scales and 1 backward scale of a linear op, "
+            f"got {len(forward)} and {len(backward)}: leave the key out if the op has no weight"
+        )
+    return [dict(zip(_TENSORS, [*forward, *backward], strict=False))]
+
+
+def _columns(key: str, state: dict[str, Any], way: str) -> list[_Column]:
+    scale, history = state.get(f"scale_{way}"), state.get(f"amax_history_{way}")
+    if scale is None and history is None:
+        return []
+    good = isinstance(scale, Tensor) and isinstance(history, Tensor)
+    if not good or scale.ndim != 1 or history.ndim != 2 or len(scale) != history.shape[1]:
+        raise ValueError(
+            f"{key}: expected scale_{way} of shape (n,) and amax_history_{way} of shape "
+            f"(steps, n), got {_shape(scale)} and {_shape(history)}"
+        )
+    if not (scale.isfinite() & (scale > 0)).all() or not (history >= 0).all():
+        raise ValueError(f"{key}: expected positive scales and maxima, got others in {way}")
+    return [_Column(scale[i : i + 1].float(), history[:, i].float()) for i in range(len(scale))]
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value)
+
+
+def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
+    """The recipe that an extra state names; before 2.0 it names none.
+
+    Raises:
+        ValueError: It is no recipe that opfuse has.
+    """
+    if saved is None:
+        return DelayedScaling(amax_history_len=rows)
+    if not isinstance(saved, te_pickle.Value) or saved.name.name != "DelayedScaling":
+        what = saved.name if isinstance(saved, te_pickle.Value) else repr(saved)
+        raise ValueError(f"{key}: expected the state of DelayedScaling, got that of {what}")
+    fields = {**dataclasses.asdict(DelayedScaling()), **saved.fields}
+    functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
+    if functions:
+        raise ValueError(
+            f"{key}: its recipe has the function {functions[0]}, which is no part of a recipe of "
+            f"opfuse; pass recipe=..."
+        )
+    if any(getattr(fields.get("override_linear_precision"), "given", ())):
+        raise ValueError(
+            f"{key}: its recipe has override_linear_precision, which opfuse has not; "
+            f"pass recipe=..."
+        )
+    try:
+        return DelayedScaling(
+            margin=int(fields["margin"]),
+            fp8_format=_format(fields["fp8_format"]),
+            amax_history_len=int(fields["amax_history_len"]),
+            amax_compute_algo=fields["amax_compute_algo"],
+            scaling_factor_compute_algo=fields["scaling_factor_compute_algo"],
+            reduce_amax=fields["reduce_amax"],
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key}: its recipe is none of opfuse: {error}; pass recipe=..."
+        ) from error
+
+
+def _format(value: Any) -> Format:
+    """A format of FP8, by its name or by its largest numbers forward and backward."""
+    if isinstance(value, Format):
+        return value
+    given = value.given[0] if isinstance(value, te_pickle.Value) and value.given else None
+    if isinstance(given, te_pickle.Value):
+        given = tuple(float(number) for number in given.given)
+    if isinstance(given, str) and given in Format.__members__:
+        return Format[given]
+    if given not in _FORMATS:
+        raise ValueError(f"expected fp8_format to be E4M3 or HYBRID, got {given!r}")
+    return _FORMATS[given]
+
+
+def _saved(
+    prefix: str, tensors: Mapping[str, _Column], recipe: DelayedScaling, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The entries of one op, under a number that is free."""
+    number = 0
+    while any(key.startswith(f"{prefix}quantizers.{number}.") for key in found):
+        number += 1
+    root = f"{prefix}quantizers.{number}."
+    text = recipe.to_json(_NAME).encode()
+    made = {f"{root}recipe": torch.tensor(list(text), dtype=torch.uint8)}
+    device = next(iter(tensors.values())).scale.device
+    nothing = _Column(torch.ones(1), torch.zeros(recipe.amax_history_len))
+    for name in _TENSORS:
+        scale, history = tensors.get(name, nothing)
+        pending = history[:1].clone()  # row 0 is the step that has not ended
+        done = torch.cat([torch.zeros_like(pending), history[1:]])
+        made[f"{root}{name}.scale"] = scale.clone().to(device)
+        made[f"{root}{name}.amax"] = torch.where(pending > 0, pending, -1.0).to(device)
+        made[f"{root}{name}.amax_history"] = done.to(device)
+    return made

@@ -1,0 +1,152 @@
+"""NVFP4 in numpy, from the definition of the format and from nothing of the plugin.
+
+A code is looked up among the eight magnitudes of E2M1 in float64; scales are worked out in float32,
+step by step.
+"""
+
+import exact
+import numpy as np
+
+MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+E4M3 = np.concatenate([exact.positive_values(exact.E4M3), [np.nan]])  # by code, without signs
+
+
+def hadamard():
+    """Sylvester's matrix of 16 rows: the sign is the parity of the bits that two indices share."""
+    numbers = np.arange(16)
+    shared = numbers[:, None] & numbers
+    return np.vectorize(lambda n: -1 if bin(n).count("1") % 2 else 1)(shared).astype(np.float32)
+
+
+def summed(group):
+    """A group of 16 times the matrix, in float32, of numbers 1, then 2, 4 and 8 apart."""
+    found = [np.float32(value) for value in group]
+    for apart in (1, 2, 4, 8):
+        before = list(found)
+        for i in range(16):
+            partner = i ^ apart
+            found[i] = before[i] + before[partner] if i < partner else before[partner] - before[i]
+    return found
+
+
+def transformed(matrix, most, rounded):
+    """Each 16 neighbours of a row transformed; ``rounded`` brings float32 to the input's dtype."""
+    found = np.empty(matrix.shape, np.float32)
+    with np.errstate(all="ignore"):
+        for index in np.ndindex(matrix.shape[0], matrix.shape[1] // 16):
+            here = np.s_[index[0], 16 * index[1] : 16 * index[1] + 16]
+            group = matrix[here].astype(np.float32)
+            if not np.isfinite(group).all():
+                found[here] = np.nan
+                continue
+            sums = summed(group / np.float32(16) * SIGNS)
+            found[here] = np.clip(np.array(sums) / np.float32(4) * np.float32(16), -most, most)
+    return rounded(found)
+
+
+def tensor_scale(most_seen):
+    if most_seen == 0 or not np.isfinite(most_seen):
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        return min(np.float32(2688) / np.float32(most_seen), exact.FP32_MAX)
+
+
+def block_scale(most_seen, encode):
+    """The code of the scale of a block."""
+    with np.errstate(over="ignore"):
+        wanted = np.float32(most_seen) * (encode * (np.float32(1) / np.float32(6)))
+    return exact.encode(np.minimum(np.float32([wanted]), np.float32(448)), exact.E4M3)[0]
+
+
+def nearest(magnitude):
+    """Codes of magnitudes up to 6, of two the even one."""
+    distance = np.abs(MAGNITUDES - magnitude[..., None])
+    best = distance.min(-1, keepdims=True)
+    return np.where(distance == best, np.arange(8) + 100 * (np.arange(8) % 2), 999).min(-1) % 100
+
+
+def drawn(magnitude, draw):
+    """Codes of magnitudes up to 6: up with the probability of the place between two."""
+    below = np.searchsorted(MAGNITUDES, magnitude, side="right") - 1
+    above = np.minimum(below + 1, 7)
+    gap = np.where(above > below, MAGNITUDES[above] - MAGNITUDES[below], 1)
+    return np.where((magnitude - MAGNITUDES[below]) / gap > draw, above, below)
+
+
+def hashed(number):
+    number = int(number)
+    number ^= number >> 16
+    number = number * 0x7FEB352D % 2**32
+    number ^= number >> 15
+    number = number * 0x846CA68B % 2**32
+    return number ^ number >> 16
+
+
+def draws(shape, seed, step, most_seen, which):
+    """The numbers of stochastic rounding."""
+    key = hashed(seed % 2**32)
+    for part in (seed >> 32, step, int(np.float32(most_seen).view(np.uint32)), which):
+        key = hashed(key ^ part)
+    key = hashed(key)  # places beyond 2^32 would come in here
+    places = range(int(np.prod(shape)))
+    bits = [hashed(hashed(key ^ place) ^ key) >> 8 for place in places]
+    return np.array(bits, np.float64).reshape(shape) / 2**24
+
+
+def quantized(matrix, tall=1, draw=None):
+    """The codes 0 to 15, the codes of the scales ``(rows, columns / 16)``, and the tensor's.
+
+    ``draw(most)`` gives the numbers of stochastic rounding.
+    """
+    rows, columns = matrix.shape
+    most = exact.amax(matrix)
+    encode = tensor_scale(most)
+    decode = np.float32(1) / encode
+    codes = np.zeros(matrix.shape, np.uint8)
+    scales = np.zeros((rows, columns // 16), np.uint8)
+    numbers = None if draw is None else draw(most)
+    with np.errstate(all="ignore"):
+        for i in range(0, rows, tall):
+            for j in range(columns // 16):
+                here = np.s_[i : i + tall, 16 * j : 16 * j + 16]
+                block = matrix[here].astype(np.float32)
+                scale = block_scale(exact.amax(block), encode)
+                inverse = np.float32(1) / (np.float32(E4M3[scale]) * decode)
+                scaled = np.clip(block * min(inverse, exact.FP32_MAX), -6, 6)
+                size = np.nan_to_num(np.abs(scaled), nan=0.0).astype(np.float64)
+                found = nearest(size) if draw is None else drawn(size, numbers[here])
+                negative = np.signbit(block) & ~np.isnan(block)
+                codes[here] = np.where(np.isnan(block), 0, found + 8 * negative)
+                scales[i : i + tall, j] = scale if np.isfinite(block).all() else 0x7F
+    return codes, scales, decode
+
+
+def unpacked(data):
+    """Codes from bytes, the first in the low half."""
+    return np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1)
+
+
+def values(codes):
+    """What codes stand for, without scales."""
+    return np.where(codes > 7, -1, 1) * MAGNITUDES[codes & 7]
+
+
+def untransformed(matrix):
+    """The transform undone, in float64."""
+    groups = matrix.reshape(matrix.shape[0], -1, 16)
+    return (groups @ hadamard().T.astype(np.float64) / 4 * SIGNS).reshape(matrix.shape)
+
+
+def block_product(one, other):
+    """``one @ other.T`` of two copies, as the hardware does it: a sum for each block, then scales.
+
+    A copy is what :func:`quantized` gives.
+    """
+    (codes, scales, decode), (codes2, scales2, decode2) = one, other
+    found = np.zeros((codes.shape[0], codes2.shape[0]), np.float64)
+    for block in range(scales.shape[1]):
+        here = np.s_[:, 16 * block : 16 * block + 16]
+        inner = values(codes)[here] @ values(codes2)[here].T
+        found += np.outer(E4M3[scales[:, block]], E4M3[scales2[:, block]]) * inner
+    return found * np.float64(decode) * np.float64(decode2)

@@ -1,0 +1,342 @@
+"""Transformer Engine's state of delayed scaling: every layout is read, to the bit, and nothing runs."""
+
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import opfuse_fp8 as fp8
+import pytest
+import torch
+from opfuse_fp8 import te_pickle
+
+import opfuse
+from opfuse import ops
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import te_layout  # from the folder just added
+
+STEPS = 4
+MOST = {"input": 448, "weight": 448, "grad_output": 57344}
+
+
+class Quantizer:
+    """One of Transformer Engine's, by its formula, in numpy."""
+
+    def __init__(self, most, steps=STEPS):
+        self.most, self.scale = np.float32(most), np.float32(1)
+        self.history = np.zeros(steps, np.float32)
+
+    def step(self, amax):
+        self.history[0] = amax
+        most = self.history.max()
+        if most > 0:
+            self.scale = self.most / most
+        self.history = np.roll(self.history, -1)
+        self.history[0] = 0
+
+    @property
+    def state(self):
+        return float(self.scale), self.history.tolist()
+
+
+def trained(count=3, seed=0):
+    """Input, weight and gradient of a layer after some steps; a half step for the gradient."""
+    generator = np.random.default_rng(seed)
+    made = {name: Quantizer(most) for name, most in MOST.items()}
+    for _ in range(count):
+        for quantizer in made.values():
+            quantizer.step(np.float32(generator.uniform(0.1, 40)))
+    return made
+
+
+def of_module(made):
+    unused = (1.0, [0.0] * STEPS)
+    forward = [made["input"].state, made["weight"].state, unused]
+    return forward, [made["grad_output"].state, unused]
+
+
+def of_op(made):
+    return [made["input"].state, made["weight"].state], [made["grad_output"].state]
+
+
+RECIPE = fp8.DelayedScaling(amax_history_len=STEPS)
+TE_RECIPE = te_layout.DelayedScaling(amax_history_len=STEPS)
+LAYOUTS = {
+    "module 2": lambda made: te_layout.module_2(*of_module(made), TE_RECIPE),
+    "module 1": lambda made: te_layout.module_1(*of_module(made)),
+    "op 2": lambda made: te_layout.op_2(*of_op(made), TE_RECIPE),
+    "op 1": lambda made: te_layout.op_1(*of_op(made)),
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return opfuse.Sequential(ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16))
+
+
+def checkpoint(layout, layers):
+    """Of a model of two linear layers, as Transformer Engine has saved it."""
+    state = dict(model().state_dict())
+    inner = ".basic_ops.0" if layout.startswith("op") else ""
+    for place, made in zip((0, 2), layers, strict=True):
+        state[f"{place}{inner}._extra_state"] = LAYOUTS[layout](made)
+    state["1._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return state
+
+
+def loaded(state):
+    found = model()
+    assert not any(found.load_state_dict(state))
+    return found
+
+
+def quantizers_of(found, place):
+    prefix = f"{place}.basic_ops.0.quantizers.0."
+    return {key.removeprefix(prefix): value for key, value in found.state_dict().items() if key.startswith(prefix)}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_with_the_same_scales(layout):
+    """To the bit, over more steps, beside a run in numpy of the formula."""
+    layers = [trained(seed=seed) for seed in range(2)]
+    state = checkpoint(layout, layers)
+    before = [*state]
+    found = loaded(fp8.from_te_extra_state(state))
+    assert [*state] == before, "the checkpoint is changed"
+    sent = None
+    for seed in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with opfuse.autocast(RECIPE):
+            y = found(x)
+        amaxes = quantizers_of(found, 0)
+        assert amaxes["input.scale"].item() != 1
+        for name in ("input", "weight"):  # of the layer whose input is known
+            source = x if name == "input" else found[0].weight
+            layers[0][name].step(source.detach().abs().max().item())
+            assert amaxes[f"{name}.scale"].item() == layers[0][name].scale, name
+            assert amaxes[f"{name}.amax_history"].tolist() == layers[0][name].history.tolist()
+        if sent is not None:
+            scale = layers[1]["grad_output"]
+            scale.step(sent)
+            assert quantizers_of(found, 2)["grad_output.scale"].item() == scale.scale
+        sent = (2 * y).abs().max().item()
+        y.square().sum().backward()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_entry(layout):
+    made = trained()
+    state = fp8.from_te_extra_state(checkpoint(layout, [made, trained(seed=1)]))
+    assert not any(key.endswith("_extra_state") for key in state)
+    prefix = "0.basic_ops.0.quantizers.0."
+    assert bytes(state[f"{prefix}recipe"].tolist()).decode() == RECIPE.to_json("fp8-delayed")
+    for name, quantizer in made.items():
+        assert state[f"{prefix}{name}.scale"].tolist() == [quantizer.scale]
+        assert state[f"{prefix}{name}.amax"].tolist() == [-1]
+        assert state[f"{prefix}{name}.amax_history"].tolist() == quantizer.history.tolist()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)
+    assert again.keys() == state.keys() and all(
+        torch.equal(again[key], state[key]) for key in state
+    )
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(protocol):
+    """Python has changed its default, and may again."""
+    recipe = te_layout.DelayedScaling(2, te_layout.Format.E4M3, STEPS, "most_recent", None, False)
+    history = torch.arange(12.0).view(STEPS, 3)
+    fields = {"recipe": recipe, "scale_fwd": torch.arange(1.0, 4), "amax_history_fwd": history,
+              "scale_bwd": torch.ones(2), "amax_history_bwd": torch.zeros(STEPS, 2),
+              "extra_fp8_variables": {"a": (1, 2, 3, 4), "b": [1, 1.5, None, True, -(2**40)], "c": "x" * 300}}  # fmt: skip
+    if protocol == 2:
+        with pytest.raises(ValueError, match=r"_codecs.encode, which is no part"):
+            fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})
+        return
+    state = fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})
+    expected = fp8.DelayedScaling(
+        2, fp8.Format.E4M3, amax_history_len=STEPS, amax_compute_algo="most_recent",
+        reduce_amax=False,
+    )  # fmt: skip
+    prefix = "fc.basic_ops.0.quantizers.0."
+    assert bytes(state[f"{prefix}recipe"].tolist()).decode() == expected.to_json("fp8-delayed")
+    assert state[f"{prefix}weight.amax"].item() == 1 and state[f"{prefix}input.amax"].item() == -1
+    assert state[f"{prefix}weight.amax_history"].tolist() == [0, 4, 7, 10]
+
+
+def test_a_module_with_two_products():
+    """Each goes to the op that is named for it; the names of the message are those to pass."""
+    layers = [trained(seed=seed) for seed in range(2)]
+    parts = [of_module(made) for made in layers]
+    forward, backward = (parts[0][i] + parts[1][i] for i in range(2))
+    state = {"mlp._extra_state": te_layout.module_2(forward, backward, TE_RECIPE)}
+    with pytest.raises(ValueError, match=r"scales of 2 products.*names=\{'mlp': \[the op"):
+        fp8.from_te_extra_state(state)
+    names = {"mlp": ["0.basic_ops.0", "2.basic_ops.0"]}
+    found = loaded({**model().state_dict(), **fp8.from_te_extra_state(state, names=names)})
+    with torch.no_grad(), opfuse.autocast(RECIPE):
+        found(torch.randn(8, 16))
+    for place, made in zip((0, 2), layers, strict=True):
+        state = quantizers_of(found, place)
+        assert state["weight.scale"].item() == made["weight"].scale
+        assert state["grad_output.scale"].item() == made["grad_output"].scale
+    with pytest.raises(ValueError, match=r"names has 'fc'.*no _extra_state; it has none"):
+        fp8.from_te_extra_state({}, names={"fc": "0"})
+
+
+def test_beside_what_is_there():
+    """State of another recipe stays, under the number that it has."""
+    found, other, x = model(), fp8.DelayedScaling(margin=1, amax_history_len=2), torch.randn(8, 16)
+    with opfuse.autocast(other):
+        found(x)
+    kept = quantizers_of(found, 0)
+    state = {**found.state_dict(), "0._extra_state": LAYOUTS["module 2"](trained())}
+    again = loaded(fp8.from_te_extra_state(state))
+    with torch.no_grad():
+        for recipe in (other, RECIPE):
+            with opfuse.autocast(recipe):
+                again(x)
+    groups = {}
+    for key, value in again.state_dict().items():
+        if key.startswith("0.basic_ops.0.quantizers."):
+            number, name = key.removeprefix("0.basic_ops.0.quantizers.").split(".", 1)
+            groups.setdefault(number, {})[name] = value
+    by_recipe = {bytes(group["recipe"].tolist()).decode(): group for group in groups.values()}
+    assert len(by_recipe) == 2
+    mine = by_recipe[other.to_json("fp8-delayed")]
+    assert all(torch.equal(mine[name], value) for name, value in kept.items())
+    new = by_recipe[RECIPE.to_json("fp8-delayed")]
+    assert new["input.scale"].item() == trained()["input"].scale
+
+
+def test_another_recipe():
+    state = {"fc._extra_state": LAYOUTS["module 1"](trained())}
+    mine = fp8.DelayedScaling(margin=1, amax_history_len=STEPS)
+    made = fp8.from_te_extra_state(state, recipe=mine)
+    text = bytes(made["fc.basic_ops.0.quantizers.0.recipe"].tolist()).decode()
+    assert text == mine.to_json("fp8-delayed")
+    with pytest.raises(ValueError, match=r"history of 1024 steps, .*got 4"):
+        fp8.from_te_extra_state(state, recipe=fp8.DelayedScaling())
+
+
+def test_a_recipe_without_state_leaves_nothing():
+    """Transformer Engine saved those too, until 2.15."""
+    recipe = te_layout.MXFP8BlockScaling()
+    state = {"fc._extra_state": te_layout.pickled({"recipe": recipe, "extra_fp8_variables": {}}), "w": 1}  # fmt: skip
+    assert fp8.from_te_extra_state(state) == {"w": 1}
+    for nothing in (None, torch.empty(0), te_layout.pickled({}), te_layout.pickled(None)):
+        assert fp8.from_te_extra_state({"_extra_state": nothing}) == {}
+
+
+class Runs:
+    """Would write a file if it were unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("make, says", [
+    (te_layout.pickled, r"fc._extra_state: it calls posix.mkdir, which is no part of the state.*by hand from scale"),
+    (te_layout.saved, r"fc._extra_state: torch.load\(weights_only=True\) refuses it: .*posix.mkdir.*by hand from scale"),
+])  # fmt: skip
+def test_nothing_runs(make, says, tmp_path):
+    path = tmp_path / "made"
+    state = {"recipe": Runs(path), "scale_fwd": torch.ones(3)}
+    with pytest.raises(ValueError, match=says):
+        fp8.from_te_extra_state({"fc._extra_state": make(state)})
+    assert not path.exists()
+    pickle.loads(pickle.dumps(state))  # the test can fail
+    assert path.exists()
+
+
+@pytest.mark.parametrize("text", [
+    b"cos\nsystem\n(S'true'\ntR.",
+    b"\x80\x04cbuiltins\neval\n\x8c\x011\x85R.",
+    b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+    b"\x80\x04cbuiltins\ngetattr\ncos\nsystem\n\x8c\x04name\x86R.",
+    b"\x80\x04ctransformer_engine.common.recipe\nDelayedScaling\n)\x81}\x8c\x01a\x8c\x01bsb\x85R.",
+    b"\x80\x04K\x01K\x01R.", b"\x80\x04K\x01}b.", b"\x80\x04K\x01K\x02K\x03s.", b"\x80\x04h\x07.",
+    b"\x80\x04\x85.", b"\x80\x04]", b"\x80\x04]].", b"\x80\x04t.", b"garbage", b"\x80\x04P7\n.",
+    b"\x80\x04ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x00))tR.",
+])  # fmt: skip
+def test_what_no_state_consists_of(text):
+    """Found by hand: calls, names, instructions out of order, and what is no pickle."""
+    with pytest.raises(te_pickle.NotReadable):
+        te_pickle.read(text)
+
+
+def test_a_tensor_does_not_reach_beyond_its_storage():
+    good = bytearray(te_layout.pickled(torch.zeros(7)).tolist())
+    assert te_pickle.read(bytes(good)).shape == (7,)
+    at = good.index(b"K\x07\x85")
+    good[at + 1] = 8
+    with pytest.raises(te_pickle.NotReadable, match=r"shape \(8,\) is larger than its storage"):
+        te_pickle.read(bytes(good))
+
+
+def broken(**changes):
+    forward, backward = of_module(trained())
+    state = te_pickle.read(bytes(te_layout.module_2(forward, backward, TE_RECIPE).tolist()))
+    fields = {
+        "recipe": TE_RECIPE,
+        **{k: v for k, v in state.items() if isinstance(v, torch.Tensor)},
+    }
+    return te_layout.pickled({**fields, **changes})
+
+
+def overridden():
+    recipe = te_layout.DelayedScaling(amax_history_len=STEPS)
+    recipe.override_linear_precision = te_layout._OverrideLinearPrecision(False, True, True)
+    return broken(recipe=recipe)
+
+
+@pytest.mark.parametrize("value, error, says", [
+    ("text", TypeError, "expected what Transformer Engine saves.*got str"),
+    (torch.ones(3), TypeError, "got Tensor"),
+    (lambda: te_layout.pickled([1]), ValueError, "expected a dictionary, got list"),
+    (lambda: broken(scale_fwd=torch.ones(2)), ValueError, r"scale_fwd of shape \(n,\).*got \(2,\) and \(4, 3\)"),
+    (lambda: broken(scale_bwd=None), ValueError, r"got None and \(4, 2\)"),
+    (lambda: broken(scale_fwd=torch.zeros(3)), ValueError, "positive scales"),
+    (lambda: broken(amax_history_bwd=torch.full((4, 2), torch.nan)), ValueError, "positive scales"),
+    (lambda: broken(scale_fwd=torch.ones(2), amax_history_fwd=torch.ones(4, 2)), ValueError, "3 forward and 2 backward scales.*got 2 and 2"),
+    (lambda: broken(recipe=te_layout.SomethingNew()), ValueError, "state of DelayedScaling, got that of .*SomethingNew"),
+    (lambda: broken(recipe="delayed"), ValueError, "got that of 'delayed'"),
+    (lambda: broken(recipe=te_layout.DelayedScaling(fp8_format=te_layout.Format.E5M2)), ValueError, "E4M3 or HYBRID"),
+    (lambda: broken(recipe=te_layout.DelayedScaling(amax_compute_algo="mean", amax_history_len=4)), ValueError, "none of opfuse: .*got 'mean'"),
+    (lambda: broken(recipe=te_layout.DelayedScaling(amax_compute_algo=max, amax_history_len=4)), ValueError, "has the function builtins.max, which"),
+    (lambda: overridden(), ValueError, "has override_linear_precision, which"),
+    (lambda: broken(recipe=te_layout.DelayedScaling(amax_history_len=5)), ValueError, "history of 5 steps, .*got 4"),
+    (lambda: te_layout.op_2(of_op(trained())[0][:1], of_op(trained())[1], TE_RECIPE), ValueError, "2 forward scales.*got 1 and 1"),
+], ids=lambda value: None)  # fmt: skip
+def test_what_is_refused(value, error, says):
+    value = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+    with pytest.raises(error, match=rf"fc._extra_state: .*{says}"):
+        fp8.from_te_extra_state({"fc._extra_state": value})
+
+
+def test_an_old_checkpoint_file_is_loaded_with_weights_only(tmp_path):
+    """A file of before 2.0 holds ``io.BytesIO``, which has to be named as safe."""
+    script = """
+import io, sys, torch, opfuse_fp8
+torch.serialization.add_safe_globals([io.BytesIO])
+state = opfuse_fp8.from_te_extra_state(torch.load(sys.argv[1], weights_only=True))
+assert "fc.basic_ops.0.quantizers.0.input.scale" in state
+"""
+    file = tmp_path / "checkpoint.pt"
+    torch.save({"fc._extra_state": LAYOUTS["module 1"](trained())}, file)
+    subprocess.run([sys.executable, "-c", script, str(file)], check=True)
+
+
+def test_without_it_the_message_says_so():
+    state = checkpoint("op 2", [trained(), trained()])
+    with pytest.raises(RuntimeError, match=r"0._extra_state is .*opfuse_fp8.from_te_extra_state"):
+        model().load_state_dict(state)
