@@ -43,6 +43,7 @@ class QuantizerStates:
     """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
 
     def __init__(self) -> None:
+        self.own: dict[str, Quantizer] = {}  # without state, whatever the recipe
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
         self._recipe_names: dict[Recipe, str] = {}
@@ -74,8 +75,8 @@ class QuantizerStates:
             recipe: The recipe, or None.
             recording: Those that record what they see; else :meth:`Quantizer.unrecorded` ones.
         """
-        quantizers = {} if recipe is None else self._by_recipe.get(recipe, {})
-        if recording or not quantizers:
+        quantizers = self.own if recipe is None else self._by_recipe.get(recipe) or self.own
+        if recording or quantizers is self.own or not quantizers:
             return quantizers
         assert recipe is not None
         if recipe not in self._unrecorded:
