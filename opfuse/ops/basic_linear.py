@@ -356,9 +356,7 @@ def quantized_operands(
     quantized = ctx.requires_grad and override is None  # so is the backward
     x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
     usage = Usage(True, quantized and dgrad)
-    weights = [
-        ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)
-    ]
+    weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
     if ctx.requires_grad:
         read = _read_by_backward(override)
         saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
