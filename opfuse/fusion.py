@@ -88,6 +88,8 @@ class Fusion:
             contiguous or not, and tell it in ``env.contiguous``.
         trades_time: It saves memory and takes time for it. It is used under the option
             ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
+        needs_recipe: It is of use under a quantization recipe only. Without one it is not looked
+            for, and no report names it.
         casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
             then is of the ops alone; without it, a pattern fits where its casts stand, and a joint
             fusion, whose pattern is of the ops alone, is not used where there are any.
@@ -107,6 +109,7 @@ class Fusion:
     needs_rows: bool = False
     needs_contiguity: bool = False
     trades_time: bool = False
+    needs_recipe: bool = False
     casts: bool = False
 
     def __post_init__(self) -> None:

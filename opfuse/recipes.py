@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from .environment import Environment
 from .errors import PluginWarning
@@ -13,6 +14,9 @@ from .settings import ThreadSettings, current
 
 DEFAULT_RECIPE = "fp8-delayed"
 """Transformer Engine's default."""
+
+CACHE_RECIPE = "fp8-current"
+"""How an activation keeps its input with ``cache_quantized_input``; as Transformer Engine does."""
 
 _FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
@@ -108,6 +112,18 @@ def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) 
     )
 
 
+def cache_quantizers(op: Any) -> dict[str, Quantizer]:
+    """What casts the input of an op that is kept in FP8; nothing, and a warning, if that is off."""
+    try:
+        recipe = recipe_of(CACHE_RECIPE)
+    except ValueError as error:
+        raise ValueError(f"{type(op).__name__}(cache_quantized_input=True): {error}") from None
+    if why_off(recipe, current.selection):
+        return {}
+    role = QuantizerRole("activation", "input", op.name)
+    return {"cached": new_quantizer(recipe, role, current.environment)}
+
+
 def _owners(recipe: Recipe) -> list[PluginRecord]:
     return [r for r in manager.records if type(recipe) in r.recipes.values()]
 
@@ -129,4 +145,5 @@ def _offered() -> str:
 
 
 ThreadSettings.quantizer = staticmethod(new_quantizer)
+ThreadSettings.cache_quantizers = staticmethod(cache_quantizers)
 ThreadSettings.recipe_name = staticmethod(recipe_name)

@@ -58,6 +58,8 @@ class ThreadSettings(threading.local):
         quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
             its own here.
         recipe_name: ``recipe_name(recipe)`` says what a recipe is registered as; likewise.
+        cache_quantizers: ``cache_quantizers(op)`` gives what casts an input that is kept in FP8;
+            likewise.
     """
 
     values: Settings = (
@@ -74,6 +76,7 @@ class ThreadSettings(threading.local):
     environment: Any = None
     quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
     recipe_name: ClassVar[Any] = staticmethod(_class_name)
+    cache_quantizers: ClassVar[Any] = staticmethod(_no_quantizer)
 
     @property
     def options(self) -> Options:

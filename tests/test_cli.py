@@ -324,7 +324,7 @@ class Picky(opfuse.Recipe):
 
     @classmethod
     def support(cls, device):
-        return "no", f"there is no product of four bits on {device.type}"
+        return "cannot run", f"there is no product of four bits on {device.type}"
 
 
 class Recipes:
@@ -347,10 +347,10 @@ def test_doctor(register, tmp_path, monkeypatch):
     assert text.startswith(f"opfuse {opfuse.__version__}, python 3") and "many-recipes 2" in text
     assert "plugins: many (loaded)" in text and f"{torch.get_num_threads()} threads" in text
     assert f"no entry, in {tmp_path}" in " ".join(text.split())
-    assert "  picky  no: there is no product of four bits on cpu\n" in text
+    assert "  picky  cannot run: there is no product of four bits on cpu\n" in text
     assert "  plain  emulated: it brings no products of its own\n" in text
     found = json.loads(data)
-    assert found["devices"][0]["recipes"]["picky"]["runs"] == "no" and not found["errors"]
+    assert found["devices"][0]["recipes"]["picky"]["runs"] == "cannot run" and not found["errors"]
 
 
 def test_doctor_tells_of_plugins_that_fail(register, monkeypatch):

@@ -192,6 +192,8 @@ class _Finder:
         """Where a fusion could be; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
+        if self.env.recipe is None and getattr(source.fusion, "needs_recipe", False):
+            return
         if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
             source.warn("a joint fusion makes its casts itself, its pattern must not name Cast")
             return

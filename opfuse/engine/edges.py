@@ -102,8 +102,9 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         off: Why nothing serves the recipe in force, or ``""``.
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
+    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
     if env.recipe is None:
-        return Edges({}, {}, ({},) * len(chain.ops), unquantized if off else {})
+        return Edges({}, {}, serving, unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
     forward: dict[int, Cast] = {}
     backward: dict[int, Cast] = {}
@@ -124,7 +125,6 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
             forward.pop(i, None)
         if op_class(op) is Quantize and i in backward:
             backward.pop(i + 1, None)
-    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
     return Edges(forward, backward, serving, unquantized)
 
 

@@ -162,7 +162,7 @@ def _begin(
     except IndexError:  # another thread was quicker
         ctxs = pool.new()
     tensors = func_ctx.saved_tensors
-    if program.recipe is not None:
+    if program.saves_quantized:
         tensors = rebuilt(tensors, func_ctx.quantized)
     for index, start, stop in program.saved.ranges:
         ctxs[index].saved_tensors = tensors[start:stop]

@@ -106,8 +106,8 @@ def _ask_ops(
     current.environment, current.recording = env, True
     try:
         for op in chain.ops:
-            if not matching(op.name, settings[3]):
-                op.reset_recipe_state(recipe=env.recipe)
+            skipped = matching(op.name, settings[3])
+            op.reset_recipe_state(recipe=None if skipped else env.recipe)
         return find_edges(chain, env, needs, off)
     finally:
         current.values, current.environment, current.recording = before

@@ -96,6 +96,7 @@ class Program:
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
         env: Where it runs.
+        saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
         advances: Whether a quantizer records what moves its state.
         gradient_channels: The extra outputs that feed a channel through which a gradient comes
@@ -129,6 +130,7 @@ class Program:
         self.forward, self.backward = map(tuple, steps)
         first_backward, self.recorded = needs.first_backward, needs.recorded
         self.env, self.recipe, self.compiling = env, env.recipe, env.compiling
+        self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad, self.autocast = env.requires_grad, autocast
         self.double_backward = bool(env.options.get("double_backward"))
         known = torch.amp.is_autocast_available(env.device.type)

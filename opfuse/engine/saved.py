@@ -51,7 +51,7 @@ def leave(
         return
     if program.leaves_more:
         _leave_more(func_ctx, program, ctxs, tensors, saved)
-    if program.recipe is not None:
+    if program.saves_quantized:
         func_ctx.quantized = _unpack_quantized(saved)
     if extras is not None:
         extras.refuse_overwritten(x, saved)

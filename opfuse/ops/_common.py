@@ -112,7 +112,6 @@ class WithLaterArguments(BasicOperation):
         "rng_state_tracker_function": "tensor parallelism",
         "sequence_parallel": "sequence parallelism",
         "userbuffers_options": "overlapped communication",
-        "cache_quantized_input": "caching a quantized input",
         "single_grouped_weight": "one parameter for all groups",
         "single_grouped_bias": "one parameter for all groups",
         "delay_wgrad_compute": "a later gradient of the weights",

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from ..op import BasicOperation
 from ..op_context import OperationContext
+from ..quantization import ROWWISE, Recipe, dequantize
+from ..settings import current
 from ._blocks import blocks, dispatch_modes, in_blocks
-from ._common import Grads, PassThrough, WithLaterArguments, cast, wide, widen
+from ._common import Grads, PassThrough, cast, wide, widen
 
 _SHORTCUTS = {
     "value_and_derivative": ("value", "derivative"),
@@ -49,7 +51,7 @@ _COMMON = frozenset(vars(PassThrough()))
 """The attributes that every op has."""
 
 
-class Activation(WithLaterArguments):
+class Activation(BasicOperation):
     """An elementwise function. A subclass gives :meth:`value` and :meth:`derivative`; that is all.
 
     Takes and gives a tensor of any shape, in the compute dtype. Half precision is computed in fp32.
@@ -69,10 +71,15 @@ class Activation(WithLaterArguments):
             itself, has False.
 
     Args:
-        cache_quantized_input: False; True comes with a later release.
+        cache_quantized_input: Keep the input for the backward in FP8, with one scale for the tensor,
+            as the recipe named "fp8-current" casts it; with a recipe in force or without. The
+            gradient of the input then comes from the cast one, and so does the output where it is
+            computed again: less memory, and less precise. The output of the forward is as without.
 
     Raises:
-        NotImplementedError: ``cache_quantized_input=True``.
+        TypeError: ``cache_quantized_input`` is no bool.
+        ValueError: In a call with ``cache_quantized_input``, no installed plugin offers
+            "fp8-current".
     """
 
     gated: ClassVar[bool] = False
@@ -84,6 +91,7 @@ class Activation(WithLaterArguments):
     differentiable = True
     casts_input = True
     _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set anew
+    _caches: bool = False
     _in_parts: ClassVar[bool] = True  # whether the formulas are known to take any rows of an input
     _numbers: tuple[tuple[str, Any], ...] = ()
     _numbers_as_of: int | None = None
@@ -108,7 +116,21 @@ class Activation(WithLaterArguments):
                 type.__setattr__(cls, name, vars(base)[name])
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
+        super().__init__()
+        if not isinstance(cache_quantized_input, bool):
+            what = f"a bool as cache_quantized_input, got {cache_quantized_input!r}"
+            raise TypeError(f"{type(self).__name__} expected {what}")
+        self._caches = cache_quantized_input
+
+    @property
+    def cache_quantized_input(self) -> bool:
+        """Whether the input is kept in FP8."""
+        return self._caches
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""
+        super().reset_recipe_state(recipe=recipe)
+        self._quantizers.own = current.cache_quantizers(self) if self._caches else {}
 
     def _constructed(self) -> None:
         super()._constructed()
@@ -271,20 +293,32 @@ class Activation(WithLaterArguments):
     def operand(self, ctx: Any, input_: Tensor) -> Tensor:
         """The input in ``ctx.dtype``; leaves on ``ctx`` what the backward needs.
 
-        Fusions may call it too.
+        Fusions may call it too. With ``cache_quantized_input`` that is a quantized tensor.
         """
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
-            ctx.to_save = (x if ctx.input_requires_grad else None,)
+            kept: Any = x if ctx.input_requires_grad else None
+            if self._caches and kept is not None and ctx.quantizers:
+                kept = ctx.quantizers["cached"](x, ROWWISE)
+            ctx.to_save = (kept,)
             if self._numbers:
                 ctx.numbers = self.numbers_of()
         return x
+
+    @staticmethod
+    def saved_input(ctx: Any) -> Tensor | None:
+        """The input that :meth:`operand` left, as a plain tensor; None where it left none.
+
+        For the op itself, and for fusions of the backward.
+        """
+        (x,) = ctx.saved_tensors
+        return x if type(x) is Tensor else dequantize(x)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """The gradient of the input; overwrites ``grad_output`` where it may."""
-        (x,) = ctx.saved_tensors  # type: ignore[misc]
+        x = self.saved_input(ctx)
         if x is None:
             return None, ()
         if grad_output.dtype is not x.dtype:
@@ -354,7 +388,6 @@ class GELU(Activation):
 
     Raises:
         ValueError: ``approximate`` is neither.
-        NotImplementedError: ``cache_quantized_input=True``.
     """
 
     deterministic = True

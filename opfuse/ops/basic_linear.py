@@ -35,9 +35,9 @@ class BasicLinear(WithLaterArguments):
     has shape ``(out_features, in_features)`` and starts as ``torch.nn.Linear``'s does: uniform
     within ``1 / sqrt(in_features)`` of zero (Kaiming, He et al. 2015, with slope ``sqrt(5)``).
 
-    Under a quantization recipe, input and weight are quantized and the product is that of the
-    dequantized values; the gradients are products of dequantized values too, as the recipe's
-    ``backward_override`` says.
+    Under a quantization recipe, input and weight are quantized, and so are the gradients, as the
+    recipe's ``backward_override`` says. The products are emulated: they multiply what the quantized
+    tensors stand for, sum in fp32, and round once. A fusion may multiply in the hardware.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -174,13 +174,26 @@ class BasicLinear(WithLaterArguments):
         recipe = current.recipe
         if recipe is not None and recipe.backward_override == "high_precision":
             return None
-        return super().get_input_quantizer()
+        return BasicOperation.get_input_quantizer(self)  # ParallelLinear has it too
 
     # The operation itself
 
     @staticmethod
+    def quantized_operands(
+        ctx: OperationContext, input_: Tensor | QuantizedTensor
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Input and weight of the product as the recipe's quantizers cast them, for the forward.
+
+        Leaves on ``ctx`` what the backward needs: without a ``backward_override`` the columnwise
+        copies of both. For the op itself, and for fusions of the forward that multiply quantized
+        tensors, where ``ctx.quantizers`` has some.
+        """
+        x, (weight,) = quantized_operands(ctx, input_, ("weight",))
+        return x, weight
+
+    @staticmethod
     def operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
-        """Input and weight of the product in ``ctx.dtype``.
+        """Input and weight of the product in ``ctx.dtype``; under a recipe what they stand for.
 
         Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
         that multiply in another way.
@@ -188,7 +201,8 @@ class BasicLinear(WithLaterArguments):
         (weight,) = ctx.params
         dtype = ctx.dtype
         if ctx.quantizers:
-            return _quantized_operands(ctx, input_)
+            x, w = BasicLinear.quantized_operands(ctx, input_)  # type: ignore[assignment]
+            return x.dequantize().to(dtype or x.dtype), w.dequantize().to(dtype or x.dtype)
         x: Any = input_
         kept = w = weight
         if dtype is not None:
@@ -218,6 +232,11 @@ class BasicLinear(WithLaterArguments):
 
         The weight is saved as it is where ``ctx.saves_params``.
         """
+        x: Any
+        w: Any
+        if ctx.quantizers:
+            x, w = BasicLinear.quantized_operands(ctx, input_)
+            return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
         x, w = BasicLinear.operands(ctx, input_)
         return F.linear(x, w)
 
@@ -229,7 +248,8 @@ class BasicLinear(WithLaterArguments):
         Autograd casts them at the end.
         """
         if ctx.quantizers:
-            return _quantized_backward(ctx, grad_output, *ctx.saved_tensors)  # type: ignore[misc]
+            dx, grads = quantized_backward(ctx, grad_output, [self.out_features])
+            return dx, grads
         x, w = BasicLinear.saved_operands(ctx)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
@@ -321,38 +341,68 @@ def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
     return dy_rows.t().mm(x_rows)
 
 
-def _quantized_operands(
-    ctx: OperationContext, input_: Tensor | QuantizedTensor
-) -> tuple[Tensor, Tensor]:
-    """The operands as they come out of quantization; saves them quantized, or as they were."""
-    (weight,), dtype, override = ctx.params, ctx.dtype or input_.dtype, ctx.backward_override
-    (wgrad,), dgrad = ctx.param_requires_grad, ctx.input_requires_grad
+def quantized_operands(
+    ctx: OperationContext, input_: Tensor | QuantizedTensor, names: Sequence[str]
+) -> tuple[QuantizedTensor, list[QuantizedTensor]]:
+    """The operands as they are quantized; saves them so, or as they were.
+
+    Args:
+        ctx: The context of a linear whose first parameters are its weights.
+        input_: The input.
+        names: The names of the weights' quantizers.
+    """
+    params, wants = ctx.params[: len(names)], ctx.param_requires_grad[: len(names)]
+    override, wgrad, dgrad = ctx.backward_override, any(wants), ctx.input_requires_grad
     quantized = ctx.requires_grad and override is None  # so is the backward
     x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
-    w = ctx.quantized_weight(Usage(True, quantized and dgrad))
+    usage = Usage(True, quantized and dgrad)
+    weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
     if ctx.requires_grad:
-        saved_x: Any = x.only(_read_by_backward(override))
-        saved_w: Any = w.only(_read_by_backward(override))
+        read = _read_by_backward(override)
+        saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
         if override == "high_precision":
-            saved_x, saved_w = dequantize(input_).to(dtype), weight.to(dtype)
-        ctx.save_for_backward(saved_x if wgrad else None, saved_w if dgrad else None)
-    return x.dequantize().to(dtype), w.dequantize().to(dtype)
+            dtype = ctx.dtype or x.dtype
+            saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
+        kept = wgrad, *[dgrad] * len(names)
+        ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
+    return x, weights
 
 
-def _quantized_backward(
-    ctx: OperationContext, grad_output: Tensor | QuantizedTensor, x: Any, w: Any
-) -> tuple[Tensor | None, Grads]:
-    """The gradients from quantized operands; a recipe may say that the gradient is not one."""
-    dtype, usage = grad_output.dtype, _read_by_backward(ctx.backward_override)
+def quantized_backward(
+    ctx: OperationContext, grad_output: Tensor | QuantizedTensor, sizes: Sequence[int]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The gradients of the input and of each weight, from what :func:`quantized_operands` saved.
+
+    Where the recipe has no override, the gradient is quantized too, and the products are exact but
+    for the rounding of their result. Else they are those of plain tensors in the compute dtype.
+
+    Args:
+        ctx: The context of the backward.
+        grad_output: The gradient of the output, quantized or not.
+        sizes: The output features of each weight.
+    """
+    x, *weights = ctx.saved_tensors  # type: ignore[misc]
+    dtype, override = ctx.dtype or grad_output.dtype, ctx.backward_override
     dy: Any = grad_output
-    if ctx.backward_override is None:
-        dy = ctx.quantizers["grad_output"](dy, Usage(w is not None, x is not None))
-    dx = dw = None
-    if w is not None:
-        dx = dequantize(dy) @ dequantize(w, usage).to(dtype)
+    if override is None:
+        dy = ctx.quantizers["grad_output"](dy, Usage(weights[0] is not None, x is not None))
+    read = _read_by_backward(override)
+
+    def plain(tensor: Any, usage: Usage) -> Tensor:
+        if override is None:
+            return tensor.widened(usage)  # type: ignore[no-any-return]
+        return dequantize(tensor, usage).to(dtype)
+
+    dx, grads = None, (None,) * len(sizes)
+    if weights[0] is not None:
+        parts = plain(dy, ROWWISE).split(sizes, -1)
+        first, *more = [part @ plain(w, read) for part, w in zip(parts, weights, strict=True)]
+        dx = sum(more, first).to(dtype)
     if x is not None:
-        dw = _grad_weight(dequantize(dy, COLUMNWISE), dequantize(x, usage).to(dtype))
-    return dx, (dw,)
+        parts, x = plain(dy, COLUMNWISE).split(sizes, -1), plain(x, read)
+        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
+        grads = tuple([_grad_weight(dy, x).to(dtype) if wanted else None for dy, wanted in wants])
+    return dx, grads
 
 
 def _read_by_backward(override: str | None) -> Usage:

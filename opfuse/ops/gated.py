@@ -31,14 +31,13 @@ class GatedActivation(Activation):
     :meth:`linear_value` and :meth:`linear_derivative` of the other half.
 
     Args:
-        cache_quantized_input: False; True comes with a later release.
+        cache_quantized_input: As for :class:`Activation`.
         glu_interleave_size: How many features of each half alternate; None: the halves are
             contiguous. Fixed.
 
     Raises:
         ValueError: ``glu_interleave_size`` is less than 1; in a call, features that do not split
             evenly.
-        NotImplementedError: ``cache_quantized_input=True``.
     """
 
     gated: ClassVar[bool] = True

@@ -13,11 +13,12 @@ from ..fusible import ParamSource
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overrides import hook_dicts, hook_kinds, op_class
-from ..quantization import Recipe
+from ..quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..quantization.state import quantizer_names
 from ._blocks import writes_out
 from ._common import Grads, check_shapes, rows_of
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, kept_weights
+from .basic_linear import BasicLinear, kept_weights, quantized_backward, quantized_operands
 from .linear import Linear
 from .pointwise import Identity
 
@@ -40,8 +41,11 @@ class ParallelLinear(BasicOperation):
     has the state dict ``gate_proj.weight``, ``gate_proj.bias``, ``up_proj.weight``,
     ``up_proj.bias``. The linears are its submodules, but it does not call them: one with hooks or a
     ``forward`` of its own is refused. They may have biases or not, each for itself. All parameters
-    have one dtype, that of the input, except under ``torch.autocast``. A quantization recipe is
-    refused.
+    have one dtype, that of the input, except under ``torch.autocast``.
+
+    Under a quantization recipe the input is quantized once, each weight by itself, and the gradient
+    of the output as a whole. With biases the op casts that gradient itself, since the gradients of
+    the biases come from what was not cast. See :class:`BasicLinear` for the products.
 
     Attributes:
         sizes: ``out_features`` of each linear.
@@ -58,7 +62,6 @@ class ParallelLinear(BasicOperation):
             reads its parameters from another module, or accumulates into ``main_grad``.
             In a call, a weight or a bias of another shape than when the op was made, or a bias that
             was not there then.
-        RuntimeError: In a call under a quantization recipe.
     """
 
     keeps_rows = True
@@ -178,30 +181,55 @@ class ParallelLinear(BasicOperation):
         """The sizes."""
         return f"in_features={self.in_features}, sizes={self.sizes}, biased={self.biased}"
 
-    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Refuse a recipe, since this op quantizes nothing.
+    # Quantizers
 
-        Raises:
-            RuntimeError: There is a recipe.
-        """
-        if recipe is not None:
-            what = f"ParallelLinear does not quantize, and {type(recipe).__name__} asks for it"
-            raise RuntimeError(f"{what}: run it outside of opfuse.autocast, or use Linear")
+    def num_quantizers(self, mode: str) -> int:
+        """In forward the input's and one for each weight, in backward the gradient's."""
+        return 1 + len(self.sizes) if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """Input and weights of a linear layer, or the gradient of its output."""
+        tensors = ["input", *["weight"] * len(self.sizes)] if mode == "forward" else ["grad_output"]
+        return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
+
+    get_input_quantizer = BasicLinear.get_input_quantizer
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The gradient's; None where the op quantizes it itself, since there are biases."""
+        return None if any(self.biased) else super().get_grad_output_quantizer()
 
     # The operation itself
 
+    def quantized_operands(
+        self, ctx: OperationContext, input_: Tensor | QuantizedTensor
+    ) -> tuple[QuantizedTensor, list[QuantizedTensor], list[Tensor | None]]:
+        """Input and weights as the recipe's quantizers cast them, and biases as they are.
+
+        See :meth:`BasicLinear.quantized_operands`.
+        """
+        check_shapes(self, ctx.params, self._shapes)
+        names = quantizer_names(self, "forward")[1:]
+        rest = iter(ctx.params[len(names) :])
+        biases = [next(rest) if has_bias else None for has_bias in self.biased]
+        return *quantized_operands(ctx, input_, names), biases
+
     def operands(
-        self, ctx: OperationContext, input_: Tensor
+        self, ctx: OperationContext, input_: Tensor | QuantizedTensor
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Input, weights and biases in ``ctx.dtype``; a bias that is not there is None.
 
-        Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
+        Under a recipe the first two are what their quantized values stand for. Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
         that multiply in another way.
 
         Raises:
             ValueError: A weight or a bias has another shape than when the op was made.
         """
-        x, params, count = input_, ctx.params, len(self.sizes)
+        params, count, dtype = ctx.params, len(self.sizes), ctx.dtype or input_.dtype
+        if ctx.quantizers:
+            of_x, of_weights, biases = self.quantized_operands(ctx, input_)
+            plain = [tensor.dequantize().to(dtype) for tensor in (of_x, *of_weights)]
+            return plain[0], plain[1:], [b if b is None else b.to(dtype) for b in biases]
+        x: Any = input_
         check_shapes(self, params, self._shapes)
         kept: Sequence[Tensor] = params[:count]
         if ctx.dtype is not None:
@@ -223,8 +251,14 @@ class ParallelLinear(BasicOperation):
             return x, [weight.to(ctx.dtype) for weight in weights]
         return x, weights
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
         """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
+        if ctx.quantizers:
+            x, weights, biases = self.quantized_operands(ctx, input_)
+            wide = x.widened()
+            given = [bias if bias is None else bias.to(wide.dtype) for bias in biases]
+            y = self.product(wide, [weight.widened() for weight in weights], given)
+            return y.to(ctx.dtype or x.dtype)
         return self.product(*self.operands(ctx, input_))
 
     def product(
@@ -243,10 +277,11 @@ class ParallelLinear(BasicOperation):
                 torch.addmm(bias, rows, weight.t(), out=place)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor | None, Grads]:  # type: ignore[override]
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
+        if ctx.quantizers:
+            dx, of_weights = quantized_backward(ctx, grad_output, self.sizes)
+            return dx, (*of_weights, *self.bias_grads(ctx, grad_output))
         x, weights = self.saved_operands(ctx)
         parts = self.parts_of(ctx, grad_output)
         dx = None
@@ -274,10 +309,18 @@ class ParallelLinear(BasicOperation):
             parts: See :meth:`parts_of`.
             of_weight: Makes the gradient of a weight out of its part.
         """
-        needs = iter(ctx.param_requires_grad)
-        grads = [of_weight(dy) if next(needs) else None for dy in parts]
+        wants = zip(parts, ctx.param_requires_grad, strict=False)
+        grads = [of_weight(dy) if wanted else None for dy, wanted in wants]
+        return (*grads, *self._sums(ctx, parts))
+
+    def bias_grads(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the biases that need one, from a gradient that is not quantized."""
+        return self._sums(ctx, self.parts_of(ctx, grad_output)) if any(self.biased) else ()
+
+    def _sums(self, ctx: OperationContext, parts: Sequence[Tensor]) -> Sequence[Tensor | None]:
         biased = [dy for dy, has_bias in zip(parts, self.biased, strict=True) if has_bias]
-        return (*grads, *[dy.sum(0) if next(needs) else None for dy in biased])
+        wants = zip(biased, ctx.param_requires_grad[len(parts) :], strict=True)
+        return [dy.sum(0) if wanted else None for dy, wanted in wants]
 
 
 def _named(modules: Modules) -> dict[str, nn.Module]:

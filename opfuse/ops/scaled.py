@@ -57,6 +57,8 @@ class ScaledActivation(ExtraTensorOperation):
             )
         if name := overridden(activation, Activation, "op_forward", "op_backward"):
             self._refuse(activation, f"overrides {name}")
+        if activation.cache_quantized_input:
+            self._refuse(activation, "has cache_quantized_input=True")
         self.activation = activation
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self.feature_ratio = activation.feature_ratio

@@ -133,6 +133,15 @@ class QuantizedTensor(ABC):
             ValueError: ``usage`` does not name exactly one copy, or that copy is missing.
         """
 
+    def widened(self, usage: Usage = _ROWWISE) -> Tensor:
+        """The values before they are rounded to ``dtype``: in float32, or float64 if it is that.
+
+        What a product is emulated with; arguments and errors as for :meth:`dequantize`.
+        """
+        wide = copy.copy(self)
+        wide.dtype = torch.promote_types(self.dtype, torch.float32)
+        return wide.dequantize(usage)
+
     def __repr__(self) -> str:
         here = [
             f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

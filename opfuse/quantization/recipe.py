@@ -94,7 +94,7 @@ class Recipe:
 
         Returns:
             ``"native"``, ``"emulated"`` (products of what the quantized values stand for, in high
-            precision) or ``"no"``; and why, in a few words.
+            precision) or ``"cannot run"``; and why, in a few words.
         """
         return "emulated", "it brings no products of its own"
 

@@ -44,6 +44,7 @@ class QuantizerStates:
     """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
 
     def __init__(self) -> None:
+        self.own: dict[str, Quantizer] = {}  # without state, whatever the recipe
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
         self._recipe_names: dict[Recipe, str] = {}
@@ -75,8 +76,8 @@ class QuantizerStates:
             recipe: The recipe, or None.
             recording: Those that record what they see; else :meth:`Quantizer.unrecorded` ones.
         """
-        quantizers = {} if recipe is None else self._by_recipe.get(recipe, {})
-        if recording or not quantizers:
+        quantizers = self.own if recipe is None else self._by_recipe.get(recipe) or self.own
+        if recording or quantizers is self.own or not quantizers:
             return quantizers
         assert recipe is not None
         if recipe not in self._unrecorded:
@@ -85,10 +86,10 @@ class QuantizerStates:
 
     def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """Those of :meth:`of` that the scope of the recipe leaves; see :class:`opfuse.autocast`."""
-        if recipe is None or matching(op.name, current.skip):
-            return {}
         observer = current.observer
-        if observer is None:
+        if recipe is None or matching(op.name, current.skip):
+            return self.own
+        if observer is None or recipe not in self._by_recipe:
             return self.of(recipe, recording=recording)
         found = self.of(recipe, recording=recording or observer.records)
         return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}

@@ -91,7 +91,7 @@ class BackwardActivation(_Fused):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         first, ctx, (op, _) = basic_op_ctxs[0], basic_op_ctxs[-1], self._last
-        (x,) = ctx.saved_tensors  # type: ignore[misc]
+        x = op.saved_input(ctx)
         if x is None:
             return None, self._nothing, self._nothing
         needs_sums = self._has_bias and first.param_requires_grad[0]

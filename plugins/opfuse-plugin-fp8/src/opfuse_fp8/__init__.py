@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from opfuse import Environment, Quantizer, QuantizerRole, Recipe, hookimpl
+from typing import Any
+
+from opfuse import Environment, Fusion, Quantizer, QuantizerRole, Recipe, hookimpl
 
 from . import nvfp4, quantizers, recipes, te_checkpoint
+from .hardware import support
 from .nvfp4 import *  # noqa: F403
 from .quantizers import *  # noqa: F403
 from .recipes import *  # noqa: F403
 from .te_checkpoint import *  # noqa: F403
 
-__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
+__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__, "support"]
 
 
 @hookimpl
@@ -32,3 +35,25 @@ def opfuse_quantizer(
 ) -> Quantizer | None:
     """A quantizer for a tensor under one of the recipes."""
     return quantizers.make(recipe, role, None if env is None else env.device)
+
+
+@hookimpl
+def opfuse_forward_fusions() -> list[Fusion]:
+    """Linears whose products run in FP8, and activations that are computed again."""
+    from . import memory, products
+
+    return [*products.FORWARD, *memory.FORWARD]
+
+
+@hookimpl
+def opfuse_backward_fusions() -> list[Fusion]:
+    """The backward of linears, in FP8."""
+    from . import products
+
+    return products.BACKWARD
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """Whether products run in FP8: where that pays, wherever PyTorch can, or nowhere."""
+    return {"fp8.products": "auto"}

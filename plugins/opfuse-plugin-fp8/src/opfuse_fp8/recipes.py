@@ -90,6 +90,13 @@ class _FP8Recipe(opfuse.Recipe):
                 f"has no op; expected False"
             )
 
+    @classmethod
+    def support(cls, device: torch.device) -> tuple[str, str]:
+        """How the recipe runs on a device, see :meth:`opfuse.Recipe.support`."""
+        from .hardware import Hardware, how  # which knows these recipes
+
+        return how(cls, Hardware.of(device))
+
     def _refuse(self, name: str, expected: str, value: Any) -> None:
         raise TypeError(f"{type(self).__name__}.{name}: expected {expected}, got {value!r}")
 

@@ -88,6 +88,8 @@ def _unfit(ops: Sequence[Any]) -> str | None:
         name = op_class(op).__name__
         if isinstance(op, RMSNorm) and len(op.normalized_shape) > 1:
             return f"{name} normalizes over {len(op.normalized_shape)} dimensions, it takes one"
+        if getattr(op, "cache_quantized_input", False):
+            return f"{name} keeps its input in FP8, and compiled code keeps it as it is"
         if op.feature_ratio is None and not isinstance(op, (RMSNorm, Bias)):
             return f"{name} does not declare its feature_ratio"
     return Reads(ops).refusal

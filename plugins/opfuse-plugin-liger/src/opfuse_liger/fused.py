@@ -105,7 +105,7 @@ class BackwardGLU(FusedOperation):
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **given: Any) -> Any:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         (ctx,), op = basic_op_ctxs, self.basic_ops[0]
-        (x,) = ctx.saved_tensors
+        x = op.saved_input(ctx)
         if x is None or not kernels.takes(grad_output, x):
             return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
         grads = kernels.swiglu_grads if isinstance(op, SwiGLU) else kernels.geglu_grads

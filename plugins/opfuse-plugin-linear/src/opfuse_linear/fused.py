@@ -183,8 +183,8 @@ class ForwardLinearBiasActivation(_WithEpilogue):
 
     def fuser_recompute(self, basic_op_ctxs: Ctxs) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
-        (x,) = basic_op_ctxs[-1].saved_tensors  # type: ignore[misc]
         act: Any = self.basic_ops[-1]
+        x = act.saved_input(basic_op_ctxs[-1])
         if "numbers" in act.context_names:
             act = act.with_numbers(basic_op_ctxs[-1].numbers)
         y: Tensor = act.forward_value(x)

@@ -20,6 +20,7 @@ from opfuse import (
     Subclasses,
 )
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
+from opfuse.quantization import dequantize
 
 from . import formulas
 
@@ -138,7 +139,9 @@ class MLP(FusedOperation):
 
     def _gradients(self, ctx: Any, dy: Tensor, with_output: bool) -> tuple[Tensor, Tensor | None]:
         """The gradient of the activation's input, and its output again, as matrices."""
-        op, z = self._ops[self._act], formulas.rows_of(ctx.saved_tensors[0])
+        op = self._ops[self._act]
+        saved, *_ = ctx.saved_tensors  # what the norm needs comes after it
+        z = formulas.rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
         if self._kernel is not None and _takes(dy, z):
             return self._kernel(dy, z, numbers, with_output)

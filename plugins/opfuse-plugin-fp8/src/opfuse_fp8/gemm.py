@@ -1,0 +1,152 @@
+"""PyTorch's scaled matrix product over the formats of :mod:`opfuse.quantization.formats`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from opfuse.quantization import QuantizedTensor, Usage
+from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+
+DEPTH = 16
+"""What the size that a product sums over has to be a multiple of on a GPU; zeros fill it up."""
+
+MX_ROWS, MX_SCALES = 128, 4
+"""A tile of MX scales, as tensor cores read them."""
+
+
+class Operand(NamedTuple):
+    """A copy of a quantized tensor as a matrix whose last dimension is summed over.
+
+    Attributes:
+        data: The codes, ``(outer, inner)``.
+        scale: As its format has it.
+        kind: How it is scaled.
+    """
+
+    data: Tensor
+    scale: Tensor
+    kind: ScalingType
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, usage: Usage) -> Operand:
+        """The copy that ``usage`` names; per-tensor codes that lack it are transposed here.
+
+        Raises:
+            TypeError: The format is none that PyTorch multiplies.
+            ValueError: The copy is missing.
+        """
+        way, data = ("rowwise" if usage.rowwise else "columnwise"), None
+        data = getattr(tensor, f"{way}_data", None)
+        columns = tensor.shape[-1] if tensor.shape else 1
+        rows = tensor.shape[:-1].numel()
+        if isinstance(tensor, ScaledTensor):
+            if data is None:
+                other: Any = tensor.columnwise_data if usage.rowwise else tensor.rowwise_data
+                outer = (columns, rows) if usage.rowwise else (rows, columns)
+                data = None if other is None else other.reshape(outer).t().contiguous()
+            scale, kind = tensor.scale_inv, ScalingType.TensorWise
+        elif isinstance(tensor, (BlockScaledTensor, MXTensor)):
+            scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x32
+            if isinstance(tensor, BlockScaledTensor):
+                wide = tensor.block[0] > 1
+                kind = ScalingType.BlockWise128x128 if wide else ScalingType.BlockWise1x128
+        else:
+            raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
+        if data is None or scale is None:
+            raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
+        return cls(data.reshape((rows, columns) if usage.rowwise else (columns, rows)), scale, kind)
+
+    def outer(self, start: int, stop: int) -> Operand:
+        """Some of the rows."""
+        scale = self.scale
+        if self.kind is ScalingType.BlockWise1x128:
+            scale = scale[:, start:stop].contiguous()
+        elif self.kind is ScalingType.BlockWise1x32:
+            scale = scale[start:stop]
+        return self._replace(data=self.data[start:stop], scale=scale)
+
+    def inner(self, start: int, stop: int) -> Operand:
+        """Some of what is summed over; blocks are to be whole, but for the last of all."""
+        scale = self.scale
+        if self.kind is ScalingType.BlockWise1x128:
+            scale = scale[start // 128 : -(-stop // 128)]
+        elif self.kind is ScalingType.BlockWise1x32:
+            scale = scale[:, start // 32 : stop // 32]
+        return self._replace(data=self.data[:, start:stop].contiguous(), scale=scale)
+
+    def filled(self) -> Operand:
+        """With codes of zero up to a multiple of :data:`DEPTH`; blocks of scales cover them."""
+        short = -self.data.shape[1] % DEPTH
+        if not short:
+            return self
+        codes = F.pad(self.data.view(torch.uint8), (0, short))
+        return self._replace(data=codes.view(self.data.dtype))
+
+    def given_scale(self) -> Tensor:
+        """The scale as ``scaled_mm`` takes it."""
+        if self.kind is ScalingType.TensorWise:
+            return self.scale
+        return swizzled(self.scale) if self.kind is ScalingType.BlockWise1x32 else self.scale.t()
+
+
+def multiply(
+    left: Operand,
+    right: Operand,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """``left @ right.T``, summed in fp32 and rounded once.
+
+    Args:
+        left: ``(m, k)``.
+        right: ``(n, k)``.
+        dtype: Of the result.
+        bias: ``(n,)``, of that dtype.
+        fast: Whether a Hopper GPU may sum with fewer bits.
+
+    Returns:
+        ``(m, n)``.
+    """
+    left, right = left.filled(), right.filled()
+    mx = left.kind is ScalingType.BlockWise1x32
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if mx else SwizzleType.NO_SWIZZLE
+    return F.scaled_mm(
+        left.data,
+        right.data.t(),
+        left.given_scale(),
+        left.kind,
+        right.given_scale(),
+        right.kind,
+        swizzle,
+        swizzle,
+        bias=bias,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """MX scales in the order in which tensor cores read them.
+
+    Tiles of 128 rows and 4 scales follow each other, row after row of tiles; those that jut out are
+    filled with zeros. In a tile, scale ``c`` of row ``r`` is number ``16 (r % 32) + 4 (r // 32) +
+    c``.
+
+    Args:
+        scale: ``(rows, scales)``, of one byte each.
+
+    Returns:
+        A flat tensor of the same dtype.
+    """
+    rows, columns = scale.shape
+    room = F.pad(scale.view(torch.uint8), (0, -columns % MX_SCALES, 0, -rows % MX_ROWS))
+    down, across = room.shape[0] // MX_ROWS, room.shape[1] // MX_SCALES
+    tiles = room.view(down, 4, 32, across, MX_SCALES).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scale.dtype)

@@ -1,0 +1,256 @@
+"""Linears whose products run in FP8: the fused ops, and where they may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
+from opfuse.ops import BasicLinear, Bias, ParallelLinear
+from opfuse.quantization import COLUMNWISE, ROWWISE, Usage
+
+from . import hardware, recipes
+from .gemm import DEPTH, Operand, multiply
+
+Ctxs = list[OperationContext]
+
+AUTO, NATIVE, EMULATED = "auto", "native", "emulated"
+"""Values of the option ``fp8.products``."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Product(FusedOperation):
+    """Knows whether the hardware may sum the forward's products with fewer bits."""
+
+    grad_input = "fresh"
+    _fast = _adds_bias = False
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        # as Transformer Engine: the forward of per-tensor scales, and no backward
+        self._fast = hardware.kind_of(type(env.recipe)) == "tensor"
+        self._adds_bias = not _bias_apart(env)
+
+
+class ForwardProduct(_Product):
+    """Linear [+ bias]: the codes are multiplied, and the bias is added in the product."""
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        linear, *biased = basic_op_ctxs
+        x, weight = BasicLinear.quantized_operands(linear, input_)
+        dtype = linear.dtype or x.dtype
+        bias = biased[0].params[0].to(dtype) if biased else None
+        left, right = Operand.of(x, ROWWISE), Operand.of(weight, ROWWISE)
+        y = multiply(left, right, dtype, bias=bias, fast=self._fast)
+        return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
+
+
+class ForwardParallelProduct(_Product):
+    """Linears side by side: a product of codes for each, and one copy to join them."""
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        op: Any = self.basic_ops[0]
+        ctx = basic_op_ctxs[0]
+        x, weights, biases = op.quantized_operands(ctx, input_)
+        dtype, left = ctx.dtype or x.dtype, Operand.of(x, ROWWISE)
+        parts = []
+        for weight, bias in zip(weights, biases, strict=True):
+            inside = bias is not None and self._adds_bias  # else it is added before the rounding
+            made = torch.float32 if bias is not None and not inside else dtype
+            given = bias.to(dtype) if inside else None
+            right = Operand.of(weight, ROWWISE)
+            part = multiply(left, right, made, bias=given, fast=self._fast)
+            parts.append(part if bias is None or inside else part.add_(bias).to(dtype))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return y.view(*x.shape[:-1], y.shape[1]), ((),)
+
+
+class BackwardProduct(_Product):
+    """The backward of a linear: products of codes for the gradients of input and weight."""
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        op: Any = self.basic_ops[0]
+        dx, grads = gradients(basic_op_ctxs[0], grad_output, [op.out_features])
+        return dx, (grads,), ((),)
+
+
+class BackwardParallelProduct(_Product):
+    """The same of linears side by side: the gradients of the input are added up in fp32."""
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        op: Any = self.basic_ops[0]
+        ctx = basic_op_ctxs[0]
+        dx, grads = gradients(ctx, grad_output, op.sizes)
+        return dx, ((*grads, *op.bias_grads(ctx, grad_output)),), ((),)
+
+
+def gradients(
+    ctx: Any, grad_output: Any, sizes: Sequence[int]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The gradients of the input and of each weight, from what the forward left.
+
+    Args:
+        ctx: The context of the linear in the backward.
+        grad_output: The gradient of its output, quantized or not.
+        sizes: The output features of each weight.
+    """
+    x, *weights = ctx.saved_tensors
+    dgrad, wgrad = weights[0] is not None, x is not None
+    dtype = ctx.dtype or grad_output.dtype
+    dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    spans = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    dx, grads, alone = None, [None] * len(sizes), len(sizes) == 1
+    if dgrad:
+        left = Operand.of(dy, ROWWISE)
+        wide = dtype if alone else torch.float32
+        for span, weight in zip(spans, weights, strict=True):
+            part = left if alone else left.inner(*span)
+            product = multiply(part, Operand.of(weight, COLUMNWISE), wide)
+            dx = product if dx is None else dx.add_(product)
+        assert dx is not None
+        dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
+    if wgrad:
+        left, right = Operand.of(dy, COLUMNWISE), Operand.of(x, COLUMNWISE)
+        parts = [left if alone else left.outer(*span) for span in spans]
+        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
+        grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
+    return dx, tuple(grads)
+
+
+# Where they may stand
+
+
+def forward_runs(ops: Any, env: Environment) -> bool | str:
+    """Whether a forward product runs in FP8, or the sentence that says why it is emulated."""
+    return _emulated(ops, env) or (_bias_apart(env) if len(ops) > 1 else "") or True
+
+
+def backward_runs(ops: Any, env: Environment) -> bool | str:
+    """The same of a backward."""
+    recipe: Any = env.recipe
+    if recipe is not None and (override := recipe.backward_override):
+        return f"backward_override={override!r}: the backward multiplies plain tensors"
+    if (why := _emulated(ops, env)) or env.device.type != "cuda":
+        return why or True
+    kind, format_of_gradients = hardware.kind_of(type(recipe)), recipe.fp8_format
+    if kind != "tensor" and format_of_gradients is recipes.Format.HYBRID:
+        return (
+            "emulated: PyTorch multiplies blocks of E4M3, and Format.HYBRID has gradients in E5M2"
+        )
+    return True
+
+
+def _emulated(ops: Any, env: Environment) -> str:
+    """Why the products of a linear are emulated; empty: they are not."""
+    name, here = type(env.recipe).__name__, hardware.Hardware.where(env)
+    wanted = env.options.get("fp8.products", AUTO)
+    if wanted not in (AUTO, NATIVE, EMULATED):
+        return f"the option fp8.products expected 'auto', 'native' or 'emulated', got {wanted!r}"
+    kind = "" if env.recipe is None else hardware.kind_of(type(env.recipe))
+    if not kind:
+        return f"emulated: this plugin does not know what {name} quantizes to"
+    if wanted == EMULATED:
+        return "emulated, as the option fp8.products says"
+    why = hardware.why_no_gemm(kind, here)
+    # PyTorch multiplies FP8 codes on a CPU too, but not in FP8
+    on_cpu = here.device == "cpu" and kind == "tensor"
+    if why and not (on_cpu and (wanted == NATIVE or env.measured is not None)):
+        return f"emulated: {why}"
+    if env.dtype not in DTYPES:
+        return f"emulated: an FP8 GEMM does not give {str(env.dtype)[6:]}"
+    return "" if on_cpu else _does_not_fit(ops[0], kind, env)
+
+
+def _does_not_fit(op: Any, kind: str, env: Environment) -> str:
+    """Which dimension of a linear no GEMM takes on a GPU, as a sentence."""
+    who, sizes = type(op).__name__, getattr(op, "sizes", (op.out_features,))
+    for what, size in (("in_features", op.in_features), *[("out_features", s) for s in sizes]):
+        if size % DEPTH:
+            pad = size + -size % DEPTH
+            return (
+                f"emulated: an FP8 GEMM takes {what} that are a multiple of 16, and {who} has "
+                + (f"{size}: pad it to {pad}")
+            )
+    if kind == "block":
+        if env.row_alignment < 4:
+            return "emulated: blocks of 128 are multiplied where the rows are a multiple of 4"
+        if any(size % 128 for size in sizes[:-1]):
+            return (
+                f"emulated: the {who} splits a block of 128 of the gradient, its sizes are {sizes}"
+            )
+        recipe: Any = env.recipe
+        if len(sizes) > 1 and recipe.grad_block_scaling_dim == 2:
+            return "emulated: a gradient in blocks of 128 x 128 is not split into its linears"
+    return ""
+
+
+def _bias_apart(env: Environment) -> str:
+    """Why a bias is added by itself; empty: a product adds it."""
+    if env.dtype is torch.float32:
+        return "" if env.device.type == "cpu" else "an FP8 GEMM adds no bias to a result in float32"
+    if hardware.kind_of(type(env.recipe)) != "tensor":
+        return "the bias goes into products of tensors with one scale only"
+    return ""
+
+
+_FIRST = 50
+"""The priority: what a recipe is for goes before what saves a pass over memory."""
+
+FORWARD = [
+    Fusion(
+        (BasicLinear, Optional(Bias)),
+        ForwardProduct,
+        forward_runs,
+        lambda ops, env: float(len(ops)),
+        priority=_FIRST,
+        name="fp8 linear+bias",
+        needs_row_alignment=True,
+        needs_recipe=True,
+    ),
+    Fusion(
+        (ParallelLinear,),
+        ForwardParallelProduct,
+        forward_runs,
+        1.0,
+        priority=_FIRST,
+        name="fp8 parallel linear",
+        needs_row_alignment=True,
+        needs_recipe=True,
+    ),
+]
+
+BACKWARD = [
+    Fusion(
+        (BasicLinear,),
+        BackwardProduct,
+        backward_runs,
+        1.0,
+        priority=_FIRST,
+        name="fp8 linear",
+        needs_row_alignment=True,
+        needs_recipe=True,
+    ),
+    Fusion(
+        (ParallelLinear,),
+        BackwardParallelProduct,
+        backward_runs,
+        1.0,
+        priority=_FIRST,
+        name="fp8 parallel linear",
+        needs_row_alignment=True,
+        needs_recipe=True,
+    ),
+]

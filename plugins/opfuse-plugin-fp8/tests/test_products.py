@@ -1,0 +1,439 @@
+"""Products in FP8: what they compute, how they call PyTorch, where they stand, and what is said elsewhere."""
+
+import math
+import re
+
+import opfuse_fp8 as fp8
+import pytest
+import torch
+from opfuse_fp8 import gemm, hardware, products
+from torch.nn.functional import ScalingType, SwizzleType
+
+import opfuse
+from opfuse import QuantizerRole, ops
+from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32}
+"""The recipes, and what the sizes of their tensors are multiples of."""
+NATIVE = {"fp8.products": "native"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+H100 = hardware.Hardware("cuda", (9, 0), "sm_90", (12, 9))
+
+
+def decoded(scale, kind, swizzle, outer, inner):
+    """The scale of each value of a matrix ``(outer, inner)``, by PyTorch's text about its layout."""
+    if kind is ScalingType.TensorWise:
+        assert scale.numel() == 1 and scale.dtype is torch.float32
+        return scale.double().reshape(1, 1).expand(outer, inner)
+    blocks = math.ceil(inner / (32 if kind is ScalingType.BlockWise1x32 else 128))
+    if kind is ScalingType.BlockWise1x128:
+        assert scale.shape == (outer, blocks) and scale.stride(0) == 1
+        assert blocks == 1 or scale.stride(1) == outer
+        return scale.double().repeat_interleave(128, 1)[:, :inner]
+    if kind is ScalingType.BlockWise128x128:
+        wide, down = 4 * math.ceil(blocks / 4), math.ceil(outer / 128)
+        assert scale.shape == (wide, down) and scale.stride(0) == 1
+        assert down == 1 or scale.stride(1) == wide
+        each = scale.t().double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return each[:outer, :inner]
+    assert swizzle is SwizzleType.SWIZZLE_32_4_4 and scale.is_contiguous()
+    across = math.ceil(blocks / 4)
+    assert scale.numel() == 128 * math.ceil(outer / 128) * 4 * across
+    flat, each = scale.flatten().double(), torch.empty(outer, blocks, dtype=torch.float64)
+    for r in range(outer):
+        for c in range(blocks):
+            tile = (r // 128) * across + c // 4
+            each[r, c] = flat[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4]
+    return each.repeat_interleave(32, 1)
+
+
+class ScaledMM:
+    """Stands in for ``scaled_mm`` of a GPU: refuses what that refuses, and computes in fp64."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, **given):
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        kinds = {kind_a, kind_b}
+        if kinds != {ScalingType.TensorWise}:
+            assert a.dtype is b.dtype is E4M3 and not given["use_fast_accum"]
+            assert kinds != {ScalingType.BlockWise128x128}
+        assert {a.dtype, b.dtype} != {E5M2}
+        (m, k), n, bias = a.shape, b.shape[1], given["bias"]
+        assert bias is None or bias.dtype is given["output_dtype"] is not torch.float32
+        assert k % 16 == 0 and n % 16 == 0
+        left = a.double() * decoded(scale_a, kind_a, swizzle_a, m, k)
+        right = b.t().double() * decoded(scale_b, kind_b, swizzle_b, n, k)
+        self.calls.append((kind_a, kind_b, given["use_fast_accum"]))
+        return (left @ right.t() + (0 if bias is None else bias.double())).to(given["output_dtype"])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The products of a GPU, all of them, on the CPU."""
+    stand_in = ScaledMM()
+    monkeypatch.setattr(gemm.F, "scaled_mm", stand_in)
+    monkeypatch.setattr(hardware, "why_no_gemm", lambda kind, here: "")
+    return stand_in
+
+
+def on_cpu(recipe):
+    return recipe in ("fp8-delayed", "fp8-current")
+
+
+def linears(kind, inputs, outputs, bias, dtype=torch.float32):
+    torch.manual_seed(0)
+    if kind == "linear":
+        return opfuse.Sequential(ops.Linear(inputs, outputs, bias=bias)).to(dtype)
+    named = {"gate": ops.Linear(inputs, outputs, bias=bias), "up": ops.BasicLinear(inputs, outputs)}
+    return opfuse.Sequential(ops.ParallelLinear(named)).to(dtype)
+
+
+def stands_for(recipe, role, tensor):
+    """Both copies of a quantized tensor in fp64, before they are rounded to a compute dtype."""
+    quantizer = fp8.make(fp8.opfuse_recipes()[recipe](), QuantizerRole("linear", role), "cpu")
+    made = quantizer.quantize(tensor.detach(), BOTH)
+    return made.widened(ROWWISE).double(), made.widened(COLUMNWISE).double()
+
+
+def expected(recipe, model, x, dy):
+    """Output and gradients in fp64, from the quantized tensors: of the input, weights and biases."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = {n.rpartition(".")[0]: p for n, p in model.named_parameters() if n.endswith("bias")}
+    names = [n.rpartition(".")[0] for n, _ in model.named_parameters() if n.endswith("weight")]
+    xr, xc = (t.reshape(-1, x.shape[-1]) for t in stands_for(recipe, "input", x))
+    dr, dc = (t.reshape(-1, dy.shape[-1]) for t in stands_for(recipe, "grad_output", dy))
+    plain = dy.double().reshape(-1, dy.shape[-1])
+    y, dx, dw, db, start = [], 0, [], [], 0
+    for name, weight in zip(names, weights, strict=True):
+        here = slice(start, start + weight.shape[0])
+        wr, wc = stands_for(recipe, "weight", weight)
+        bias = biases.get(name)
+        y.append(xr @ wr.T + (0 if bias is None else bias.detach().double()))
+        dx = dx + dr[:, here] @ wc
+        dw.append(dc[:, here].T @ xc)
+        if bias is not None:
+            db.append(plain[:, here].sum(0))
+        start = here.stop
+    return torch.cat(y, -1).view(dy.shape), dx.view(x.shape), dw, db
+
+
+def run(model, x, dy, recipe, mode="native", selection="fp8"):
+    """Output and gradients: of the input, of the weights, of the biases."""
+    params = dict(model.named_parameters())
+    order = sorted(params, key=lambda name: name.endswith("bias"))
+    leaf = x.clone().requires_grad_()
+    with opfuse.plugins.using(selection), opfuse.options(**{"fp8.products": mode}):
+        with opfuse.autocast(recipe):
+            y = model(leaf)
+        grads = torch.autograd.grad(y, [leaf, *[params[name] for name in order]], dy)
+    return [y.detach(), *grads]
+
+
+def fusions(model, x, recipe, mode="native"):
+    """The fusions of the plan, forward and backward, and the sentences about those refused."""
+    with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.products": mode}):
+        with opfuse.autocast(recipe):
+            data = opfuse.explain(model, x.clone().requires_grad_()).to_dict()
+    taken = [row["fusion"] for name in ("forward", "backward") for row in data[name]]
+    return [name for name in taken if name], {row["reason"] for row in data["refused"]}
+
+
+def data(shape, features, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*shape, generator=generator).to(dtype)
+    return x, torch.randn(*shape[:-1], features, generator=generator).to(dtype)
+
+
+def close(mine, truth, rtol):
+    error = (mine.double() - truth).abs() <= rtol * (truth.abs() + truth.abs().max() / 4)
+    assert error.all()
+
+
+def check(got, right, dtype, depth):
+    """Exact but for the order of the sums in fp32, and one rounding of the result."""
+    y, dx, dw, db = right
+    eps = torch.finfo(dtype).eps / 2
+    for mine, truth in zip(got, [y, dx, *dw, *db], strict=True):
+        assert mine.dtype is dtype and mine.shape == truth.shape
+        if truth.numel():
+            atol = 2**-22 * depth * truth.abs().max().item()
+            torch.testing.assert_close(mine.double(), truth, rtol=eps * 1.01, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+def test_products_of_codes_on_a_cpu(recipe, kind, bias, dtype):
+    """PyTorch's own, and those that are emulated, by one reference; odd shapes too."""
+    for shape in ((3, 7), (1, 7), (127, 33), (2, 3, 7), (7,), (2, 1, 2, 7), (0, 7)):
+        model = linears(kind, shape[-1], 5, bias, dtype)
+        x, dy = data(shape, 5 if kind == "linear" else 10, dtype)
+        right = expected(recipe, model, x, dy)
+        if kind == "linear" and bias:  # one by one, the product is rounded before the bias comes
+            check(run(model, x, dy, recipe), right, dtype, 128)
+            continue
+        for mode in ("native", "emulated"):
+            check(
+                run(linears(kind, shape[-1], 5, bias, dtype), x, dy, recipe, mode),
+                right,
+                dtype,
+                128,
+            )
+
+
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_of_a_gpu(gpu, recipe, kind):
+    """Every layout, with blocks that are not whole, as a GPU would get it."""
+    least = 32 if recipe == "mxfp8" else 16
+    for rows, inputs, outputs in ((least, 64, 128), (96, 160, 288 if kind == "linear" else 128)):
+        rows = rows if recipe == "mxfp8" else rows + 4  # zeros fill up what is summed over
+        for bias in (False, True):
+            model = linears(kind, inputs, outputs, bias, torch.bfloat16)
+            x, dy = data(
+                (rows, inputs), outputs if kind == "linear" else 2 * outputs, torch.bfloat16
+            )
+            right = expected(recipe, model, x, dy)
+            got = run(model, x, dy, recipe)
+            if kind == "linear" and bias and not on_cpu(recipe):  # the bias comes after a rounding
+                close(got[0], right[0], 2**-7)
+                got[0] = right[0].to(torch.bfloat16)
+            check(got, right, torch.bfloat16, 512)
+            taken, _ = fusions(model, x, recipe)
+            assert len(taken) == 2 and all(name.startswith("fp8") for name in taken)
+
+
+def test_sums_of_fewer_bits_are_of_a_forward_with_one_scale(gpu):
+    for recipe, fast in (("fp8-current", True), ("fp8-delayed", True), ("fp8-block", False)):
+        gpu.calls.clear()
+        model = linears("linear", 64, 32, False)
+        run(model, *data((16, 64), 32, torch.float32), recipe)
+        assert [call[2] for call in gpu.calls] == [fast, False, False]
+    one, two = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    assert [call[:2] for call in gpu.calls] == [(one, two), (one, two), (one, one)]
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "both"])
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+def test_only_what_is_needed_is_multiplied(gpu, kind, frozen):
+    model = linears(kind, 32, 16, True, torch.bfloat16)
+    x, dy = data((16, 32), 16 if kind == "linear" else 32, torch.bfloat16)
+    first = next(iter(model.parameters()))
+    first.requires_grad_(frozen == "input")
+    x.requires_grad_(frozen == "weight")
+    with opfuse.plugins.using("fp8"), opfuse.options(**NATIVE), opfuse.autocast("fp8-current"):
+        y = model(x)
+    count = 1 if kind == "linear" else 2
+    assert len(gpu.calls) == count
+    wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
+    grads = torch.autograd.grad(y, wanted, dy)
+    assert all(grad.isfinite().all() for grad in grads)
+    more = {"input": count, "weight": 2 * count - 1, "both": count - 1}[frozen]
+    assert len(gpu.calls) == count + more
+    with torch.no_grad(), opfuse.plugins.using("fp8"), opfuse.autocast("fp8-current"):
+        with opfuse.options(**NATIVE):
+            assert torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_real_widths(recipe, request):
+    if not on_cpu(recipe):
+        request.getfixturevalue("gpu")
+    model = linears("linear", 1024, 1056, False, torch.bfloat16)
+    x, dy = data((32, 1024), 1056, torch.bfloat16)
+    check(run(model, x, dy, recipe), expected(recipe, model, x, dy), torch.bfloat16, 2048)
+
+
+def test_swizzled_scales_by_their_formula():
+    rows, columns = 130, 6
+    scale = torch.arange(rows * columns).remainder(251).to(torch.uint8).view(rows, columns)
+    got = gemm.swizzled(scale.view(torch.float8_e8m0fnu))
+    assert got.dtype is torch.float8_e8m0fnu and got.numel() == 256 * 8
+    flat, expected_sum = got.view(torch.uint8), 0
+    for r in range(rows):
+        for c in range(columns):
+            place = 512 * (r // 128 * 2 + c // 4) + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4
+            assert flat[place] == scale[r, c]
+            expected_sum += int(scale[r, c])
+    assert int(flat.long().sum()) == expected_sum  # all others are zero
+
+
+def test_what_is_no_operand():
+    quantizer = fp8.CurrentQuantizer(E4M3)
+    made = quantizer.quantize(torch.randn(4, 32), ROWWISE)
+    assert torch.equal(
+        gemm.Operand.of(made, COLUMNWISE).data.float(), made.rowwise_data.float().t()
+    )
+    block = fp8.BlockQuantizer(E4M3, (1, 128)).quantize(torch.randn(4, 32), ROWWISE)
+    with pytest.raises(ValueError, match="a product needs the columnwise copy, got <BlockScaled"):
+        gemm.Operand.of(block, COLUMNWISE)
+    with pytest.raises(TypeError, match="no product of Tensor"):
+        gemm.Operand.of(torch.randn(4, 4), ROWWISE)
+
+
+# Where they stand
+
+
+def environment(recipe, device="cuda", dtype=torch.bfloat16, **given):
+    known = {"capability": (9, 0), "architecture": "sm_90"} if device == "cuda" else {}
+    known |= {"row_alignment": 128, "requires_grad": True}
+    made = fp8.opfuse_recipes()[recipe]() if isinstance(recipe, str) else recipe
+    return opfuse.Environment(
+        torch.device(device), dtype=dtype, recipe=made, **{"capability": None, **known, **given}
+    )
+
+
+LINEAR, ODD, BIAS = ops.BasicLinear(64, 32), ops.BasicLinear(64, 40), ops.Bias(32)
+HYBRID = fp8.Float8BlockScaling(fp8_format=fp8.Format.HYBRID)
+OVERRIDE = fp8.Float8CurrentScaling(backward_override="dequantized")
+SIDE = ops.ParallelLinear([ops.Linear(64, 48), ops.Linear(64, 128)])
+
+
+@pytest.fixture
+def cuda_13(monkeypatch):
+    monkeypatch.setattr(hardware, "_built_with", lambda: (13, 0))
+
+
+@pytest.mark.parametrize(
+    "ops_, env, says",
+    [
+        ((LINEAR,), environment("fp8-current"), None),
+        ((LINEAR, BIAS), environment("fp8-delayed"), None),
+        ((LINEAR,), environment("fp8-current", row_alignment=1), None),
+        ((LINEAR,), environment("fp8-block"), None),
+        ((LINEAR,), environment("mxfp8", capability=(10, 0), architecture="sm_100"), None),
+        ((LINEAR,), environment("fp8-current", architecture="gfx950"), None),
+        ((LINEAR,), environment("fp8-current", "cpu", measured=math.inf), None),
+        ((LINEAR,), environment("fp8-current", "cpu"), "emulated: no FP8 GEMM on cpu"),
+        ((LINEAR,), environment("fp8-block", "cpu", measured=1.5), "no FP8 GEMM on cpu"),
+        ((LINEAR,), environment("mxfp8"), "on sm_100 and sm_103, and this is sm_90"),
+        ((LINEAR,), environment("fp8-current", architecture="gfx942"), "another encoding"),
+        ((LINEAR,), environment("fp8-current", dtype=torch.float64), "does not give float64"),
+        ((ODD,), environment("fp8-current"), "BasicLinear has 40: pad it to 48"),
+        ((LINEAR,), environment("fp8-block", row_alignment=2), "rows are a multiple of 4"),
+        ((LINEAR, BIAS), environment("fp8-block"), "tensors with one scale only"),
+        ((LINEAR, BIAS), environment("fp8-current", dtype=torch.float32), "no bias to a result"),
+        ((SIDE,), environment("fp8-block"), r"splits a block of 128 of the gradient.*\(48, 128\)"),
+        (
+            (LINEAR,),
+            environment("fp8-current", options={"fp8.products": "emulated"}),
+            "as the option fp8.products says",
+        ),
+        (
+            (LINEAR,),
+            environment("fp8-current", options={"fp8.products": "fast"}),
+            "expected 'auto', 'native' or 'emulated', got 'fast'",
+        ),
+        (
+            (LINEAR,),
+            environment(fp8.CustomRecipe(lambda role: None, name="made up in test_products")),
+            "does not know what CustomRecipe quantizes to",
+        ),
+    ],
+    ids=str,
+)
+def test_where_a_forward_runs(cuda_13, ops_, env, says):
+    answer = products.forward_runs(ops_, env)
+    assert answer is True if says is None else found_in(says, answer)
+
+
+def found_in(pattern, text):
+    return isinstance(text, str) and re.search(pattern, text)
+
+
+def test_where_a_backward_runs(cuda_13):
+    said = [
+        products.backward_runs((LINEAR,), environment(recipe))
+        for recipe in ("fp8-current", "fp8-block", HYBRID, OVERRIDE)
+    ]
+    assert said[:2] == [True, True]
+    assert "Format.HYBRID has gradients in E5M2" in said[2]
+    assert "backward_override='dequantized'" in said[3]
+
+
+def test_the_plan_says_what_is_emulated_and_why():
+    model = linears("linear", 32, 16, True)
+    x, _ = data((4, 32), 16, torch.float32)
+    taken, said = fusions(model, x, "fp8-current", "auto")
+    assert not taken and said & {"emulated: no FP8 GEMM on cpu"}
+    taken, _ = fusions(model, x, "fp8-current")
+    assert taken == ["fp8 linear+bias", "fp8 linear"]
+    with opfuse.plugins.using("fp8"):  # nothing about it without a recipe
+        plain = opfuse.explain(model, x.clone().requires_grad_()).to_dict()
+    assert not plain["refused"]
+
+
+def test_a_product_goes_before_what_saves_a_pass():
+    model = linears("linear", 32, 16, True)
+    x, _ = data((4, 32), 16, torch.float32)
+    with opfuse.options(**NATIVE), opfuse.autocast("fp8-current"):
+        rows = opfuse.explain(model, x).to_dict()["forward"]
+    assert [row["fusion"] for row in rows if row["fusion"]] == ["fp8 linear+bias"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_with_autocast_and_a_reused_weight(recipe):
+    """The dtype is autocast's; weights cast once serve several calls."""
+    model = linears("linear", 32, 16, True)
+    x, _ = data((2, 3, 32), 16, torch.bfloat16)
+    runs = []
+    for mode in ("native", "emulated"):
+        with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.products": mode}):
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                with opfuse.autocast("fp8-current"):
+                    y = model(x.float())
+                with opfuse.autocast("fp8-current", weights="cached"):
+                    assert torch.equal(model(x.float()), y)
+        assert y.dtype is torch.bfloat16
+        runs.append(y)
+    close(runs[0], runs[1].double(), 2**-7)
+
+
+def test_under_compile():
+    torch._dynamo.reset()
+    model = linears("linear", 32, 16, True)
+    x, dy = data((4, 32), 16, torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    recipe = fp8.Float8CurrentScaling()
+    got, right = run(compiled, x, dy, recipe), run(model, x, dy, recipe)
+    assert all(torch.equal(one, other) for one, other in zip(got, right, strict=True))
+
+
+# How each recipe runs
+
+
+@pytest.mark.parametrize(
+    "here, native",
+    [
+        ("cpu", ()),
+        (hardware.Hardware("cuda", (8, 0), "sm_80", (12, 9)), ()),
+        (hardware.Hardware("cuda", (8, 9), "sm_89", (12, 9)), ("fp8-delayed", "fp8-current")),
+        (H100, ("fp8-delayed", "fp8-current", "fp8-block")),
+        (H100._replace(cuda=(12, 6)), ("fp8-delayed", "fp8-current")),
+        (H100._replace(cuda=(11, 8)), ()),
+        (
+            hardware.Hardware("cuda", (10, 0), "sm_100", (12, 9)),
+            ("fp8-delayed", "fp8-current", "mxfp8"),
+        ),
+        (hardware.Hardware("cuda", (12, 0), "sm_120", (12, 9)), ("fp8-delayed", "fp8-current")),
+        (hardware.Hardware("cuda", (9, 4), "gfx942"), ()),
+        (hardware.Hardware("cuda", (9, 5), "gfx950"), ("fp8-delayed", "fp8-current")),
+        (hardware.Hardware("cuda", (9, 0), "gfx90a"), ()),
+    ],
+    ids=str,
+)
+def test_how_each_recipe_runs(here, native):
+    found = fp8.support(here)
+    assert found.keys() == fp8.opfuse_recipes().keys()
+    assert {name for name, (how, _) in found.items() if how == "native"} == {*native}
+    others = [said for name, said in found.items() if name not in native]
+    assert all(said.how == "emulated" and said.why for said in others)
+
+
+def test_where_no_recipe_runs():
+    for how, why in fp8.support("mps").values():
+        assert (how, why) == ("cannot run", "PyTorch has no FP8 dtypes on mps")
