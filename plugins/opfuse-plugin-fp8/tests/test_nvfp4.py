@@ -128,6 +128,21 @@ def test_the_mean_over_steps_is_the_value():
     assert abs(means[recipe] + 0.3) < 0.006  # 48,000 draws: 5 standard deviations
 
 
+@pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE], ids=["rowwise", "columnwise"])
+def test_the_error_of_a_gradient_averages_out(usage):
+    """Also through the transform; what stays is the rounding of the scales of blocks."""
+    dy = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    recipe, left = fp8.NVFP4BlockScaling(), {}
+    for how in (PLAIN, recipe):
+        made = quantizer(how, "grad_output")
+        errors = []
+        for _ in range(100):
+            errors.append(made.quantize(dy, usage).dequantize(usage) - dy)
+            recipe.update([made] if made.pending_names else [], None)
+        left[how] = torch.stack(errors).mean(0).norm() / errors[0].norm()
+    assert left[PLAIN] == pytest.approx(1, abs=1e-5) and left[recipe] < 0.2
+
+
 def test_every_draw_is_its_own():
     """Places, steps, copies, seeds, layers and shapes differ; draws are spread over [0, 1)."""
 
