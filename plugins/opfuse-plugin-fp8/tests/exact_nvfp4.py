@@ -83,10 +83,10 @@ def hashed(number):
     return number ^ number >> 16
 
 
-def draws(shape, seed, step, most_seen, which):
+def draws(shape, seed, step, which):
     """The numbers of stochastic rounding."""
     key = hashed(seed % 2**32)
-    for part in (seed >> 32, step, int(np.float32(most_seen).view(np.uint32)), which):
+    for part in (seed >> 32, step, which, *shape):
         key = hashed(key ^ part)
     key = hashed(key)  # places beyond 2^32 would come in here
     places = range(int(np.prod(shape)))
@@ -97,7 +97,7 @@ def draws(shape, seed, step, most_seen, which):
 def quantized(matrix, tall=1, draw=None):
     """The codes 0 to 15, the codes of the scales ``(rows, columns / 16)``, and the tensor's.
 
-    ``draw(most)`` gives the numbers of stochastic rounding.
+    ``draw`` has the numbers of stochastic rounding.
     """
     rows, columns = matrix.shape
     most = exact.amax(matrix)
@@ -105,7 +105,6 @@ def quantized(matrix, tall=1, draw=None):
     decode = np.float32(1) / encode
     codes = np.zeros(matrix.shape, np.uint8)
     scales = np.zeros((rows, columns // 16), np.uint8)
-    numbers = None if draw is None else draw(most)
     with np.errstate(all="ignore"):
         for i in range(0, rows, tall):
             for j in range(columns // 16):
@@ -115,7 +114,7 @@ def quantized(matrix, tall=1, draw=None):
                 inverse = np.float32(1) / (np.float32(E4M3[scale]) * decode)
                 scaled = np.clip(block * min(inverse, exact.FP32_MAX), -6, 6)
                 size = np.nan_to_num(np.abs(scaled), nan=0.0).astype(np.float64)
-                found = nearest(size) if draw is None else drawn(size, numbers[here])
+                found = nearest(size) if draw is None else drawn(size, draw[here])
                 negative = np.signbit(block) & ~np.isnan(block)
                 codes[here] = np.where(np.isnan(block), 0, found + 8 * negative)
                 scales[i : i + tall, j] = scale if np.isfinite(block).all() else 0x7F

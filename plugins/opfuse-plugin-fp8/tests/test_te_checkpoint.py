@@ -245,8 +245,8 @@ class Runs:
 
 
 @pytest.mark.parametrize("make, says", [
-    (te_layout.pickled, r"fc._extra_state: it calls posix.mkdir, which is no part of the state.*by hand from scale"),
-    (te_layout.saved, r"fc._extra_state: torch.load\(weights_only=True\) refuses it: .*posix.mkdir.*by hand from scale"),
+    (te_layout.pickled, r"fc._extra_state: it calls (posix|nt).mkdir, which is no part of the state.*by hand from scale"),
+    (te_layout.saved, r"fc._extra_state: torch.load\(weights_only=True\) refuses it: .*(posix|nt).mkdir.*by hand from scale"),
 ])  # fmt: skip
 def test_nothing_runs(make, says, tmp_path):
     path = tmp_path / "made"

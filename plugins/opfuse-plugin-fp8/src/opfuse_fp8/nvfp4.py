@@ -6,6 +6,7 @@ to the bit where it defines them: for finite values, rounded to the nearest.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,9 @@ def make(recipe: NVFP4BlockScaling, role: QuantizerRole, device: Any) -> NVFP4Qu
     signs = None if is_weight or recipe.disable_rht else SIGNS
     what = named(role)
     if is_grad and not recipe.disable_stochastic_rounding:
-        return StochasticNVFP4Quantizer(square=square, signs=signs, what=what, device=device)
+        return StochasticNVFP4Quantizer(
+            square=square, signs=signs, what=what, name=role.name, device=device
+        )
     return NVFP4Quantizer(square=square, signs=signs, what=what)
 
 
@@ -124,13 +127,13 @@ class NVFP4Quantizer(BaseQuantizer):
         decode = encode.reciprocal()
         scale = block_scale(casts.largest(blocks, (1, 3)), encode)
         scaled = blocks * _encoding(scale, decode)
-        values = self._rounded(scaled.reshape(rows, columns).clamp(-MOST, MOST), most, which)
+        values = self._rounded(scaled.reshape(rows, columns).clamp(-MOST, MOST), which)
         finite = blocks.isfinite().all(3, keepdim=True).all(1, keepdim=True)
         scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
         each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
         return _Copy(packed(values), each.contiguous(), decode)
 
-    def _rounded(self, scaled: Tensor, most: Tensor, which: int) -> Tensor:
+    def _rounded(self, scaled: Tensor, which: int) -> Tensor:
         """Values of E2M1: the nearest, of two the one whose code is even."""
         step = _step(scaled)
         return (scaled / step).round() * step
@@ -139,15 +142,19 @@ class NVFP4Quantizer(BaseQuantizer):
 class StochasticNVFP4Quantizer(NVFP4Quantizer):
     """Rounds up or down at random, so that the mean over steps is the value.
 
-    What is drawn follows from torch's seed when the quantizer is made
-    (:func:`torch.initial_seed`), from the number of steps, from the largest magnitude of the
-    tensor, and from the place of a value. Seed and steps are state, so a checkpoint resumes to the
-    bit; torch's own generator is left alone. A cast that is made again in a step draws the same.
+    What is drawn follows from a seed, the number of steps, the shape of the tensor and the place of
+    a value, and not from the values: what differs in its last bit, since it was computed by a
+    fusion, is rounded alike. The seed is torch's (:func:`torch.initial_seed`) when the quantizer is
+    made, mixed with the name of the layer: layers draw numbers of their own where
+    :func:`opfuse.prepare` has given them names, and otherwise all the same. Seed and steps are
+    state, so a checkpoint resumes to the bit; torch's own generator is left alone. A cast that is
+    made again in a step draws the same.
 
     Args:
         square: As there, and all but the last.
         signs: See ``square``.
         what: See ``square``.
+        name: Of the layer.
         device: Of its state.
 
     Attributes:
@@ -165,10 +172,11 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         square: bool = False,
         signs: int | None = None,
         what: str = "the tensor",
+        name: str = "",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(square=square, signs=signs, what=what)
-        seed = torch.initial_seed() & 0x7FFFFFFFFFFFFFFF
+        seed = (torch.initial_seed() + (zlib.crc32(name.encode()) << 20)) & 0x7FFFFFFFFFFFFFFF
         self.seed = torch.full((1,), seed, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.arrived = nothing_recorded(device)
@@ -183,18 +191,17 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         self.step.add_(self.arrived >= 0)
         self.discard()
 
-    def _rounded(self, scaled: Tensor, most: Tensor, which: int) -> Tensor:
+    def _rounded(self, scaled: Tensor, which: int) -> Tensor:
         step = _step(scaled)
         below = (scaled.abs() / step).floor()
-        up = (scaled.abs() / step - below) > self._drawn(scaled, most, which)
+        up = (scaled.abs() / step - below) > self._drawn(scaled, which)
         return ((below + up) * step).copysign(scaled)
 
-    def _drawn(self, like: Tensor, most: Tensor, which: int) -> Tensor:
+    def _drawn(self, like: Tensor, which: int) -> Tensor:
         """Numbers in [0, 1), multiples of 2^-24."""
         key = _hashed(self.seed & _32_BITS)
-        for part in (self.seed >> 32, self.step, most.view(torch.int32).long()):
+        for part in (self.seed >> 32, self.step, which, *like.shape):
             key = _hashed(key ^ (part & _32_BITS))
-        key = _hashed(key ^ which)
         place = torch.arange(like.numel(), device=like.device)
         key = _hashed(key ^ (place >> 32))
         bits = _hashed(_hashed(key ^ (place & _32_BITS)) ^ key)

@@ -182,7 +182,8 @@ def _entries(
         module = key.removesuffix(_KEY).removesuffix(".")
         raise ValueError(
             f"{key}: it has the scales of {len(products)} products, and the number of ops for "
-            f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}"
+            f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}, or leave the "
+            f"key out if it is no linear layer"
         )
     made: dict[str, Any] = {}
     for target, tensors in zip(targets, products, strict=True):
