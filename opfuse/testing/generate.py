@@ -287,7 +287,8 @@ def make_chains(
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
-    for elements, recipe in _structures_and_recipes(pattern, recipes):
+    always = getattr(subject.fusion, "needs_recipe", False)
+    for elements, recipe in _structures_and_recipes(pattern, recipes, always):
         reason: str | None = "no op could be made; tell how with `makers`"
         for dtype, (rows, width) in itertools.product(
             DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
@@ -327,11 +328,14 @@ def make_chains(
 
 
 def _structures_and_recipes(
-    pattern: Sequence[Any], recipes: Sequence[Recipe]
+    pattern: Sequence[Any], recipes: Sequence[Recipe], always: bool
 ) -> Iterator[tuple[list[Any], Recipe | None]]:
-    """The structures of a pattern; one with a cast once for each recipe, or there is none."""
+    """The structures of a pattern; one with a cast once for each recipe, or there is none.
+
+    ``always``: once for each recipe, since the fusion is of use under one only.
+    """
     for elements in structures(pattern):
-        casts = any(built_in.Cast in classes_of(element) for element in elements)
+        casts = always or any(built_in.Cast in classes_of(element) for element in elements)
         yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
 
 

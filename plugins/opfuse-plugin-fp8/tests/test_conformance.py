@@ -1,9 +1,28 @@
-"""The quantizers against the contract."""
+"""The quantizers and the fusions against the contract."""
 
 import opfuse_fp8 as fp8
+import pytest
 import torch
 
-from opfuse.testing import QuantizerSuite
+import opfuse
+from opfuse.testing import FusionSuite, QuantizerSuite
+
+OF_A_GPU = "most refusals are of a GPU: test_products has an environment for each"
+
+
+class TestConformance(FusionSuite):
+    plugin = "fp8"
+    limits = {  # noqa: RUF012  # the kit's
+        f"{name}: refusals": OF_A_GPU
+        for name in ("fp8 linear+bias", "fp8 parallel linear", "fp8 linear")
+    }
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_gpu(self, request):
+        """Products run in FP8 on a CPU too; there alone they refuse something."""
+        wanted = "auto" if request.node.name.endswith("-refusals]") else "native"
+        with opfuse.options(**{"fp8.products": wanted}):
+            yield
 
 
 def e4m3(role):
