@@ -126,9 +126,8 @@ class Program:
         row_facts: tuple[str, ...],
     ) -> None:
         self.chain, self.plan, self.measurements = chain, plan, measurements
-        needs = measurements.needs
+        self.recorded, first_backward, *_ = measurements.needs
         self.forward, self.backward = map(tuple, steps)
-        first_backward, self.recorded = needs.first_backward, needs.recorded
         self.env, self.recipe, self.compiling = env, env.recipe, env.compiling
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad, self.autocast = env.requires_grad, autocast

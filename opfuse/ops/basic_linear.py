@@ -14,15 +14,8 @@ from torch.nn import functional as F
 from ..fusible import ParamSource
 from ..op import BasicOperation
 from ..op_context import OperationContext
-from ..quantization import (
-    COLUMNWISE,
-    ROWWISE,
-    QuantizedTensor,
-    Quantizer,
-    QuantizerRole,
-    Usage,
-    dequantize,
-)
+from ..quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..quantization.products import quantized_backward, quantized_operands
 from ..settings import current
 from ._common import Grads, WithLaterArguments, check_size, shows
 from ._reading import tensor_of
@@ -200,10 +193,11 @@ class BasicLinear(WithLaterArguments):
         """
         (weight,) = ctx.params
         dtype = ctx.dtype
-        if ctx.quantizers:
-            x, w = BasicLinear.quantized_operands(ctx, input_)  # type: ignore[assignment]
-            return x.dequantize().to(dtype or x.dtype), w.dequantize().to(dtype or x.dtype)
         x: Any = input_
+        if ctx.quantizers:
+            pair = BasicLinear.quantized_operands(ctx, x)
+            x, w = [tensor.dequantize().to(dtype or x.dtype) for tensor in pair]
+            return x, w
         kept = w = weight
         if dtype is not None:
             x, w = x.to(dtype), weight.to(dtype)
@@ -232,13 +226,10 @@ class BasicLinear(WithLaterArguments):
 
         The weight is saved as it is where ``ctx.saves_params``.
         """
-        x: Any
-        w: Any
-        if ctx.quantizers:
-            x, w = BasicLinear.quantized_operands(ctx, input_)
-            return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
-        x, w = BasicLinear.operands(ctx, input_)
-        return F.linear(x, w)
+        if not ctx.quantizers:
+            return F.linear(*BasicLinear.operands(ctx, input_))
+        x, w = BasicLinear.quantized_operands(ctx, input_)
+        return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor
@@ -248,8 +239,7 @@ class BasicLinear(WithLaterArguments):
         Autograd casts them at the end.
         """
         if ctx.quantizers:
-            dx, grads = quantized_backward(ctx, grad_output, [self.out_features])
-            return dx, grads
+            return quantized_backward(ctx, grad_output, (self.out_features or 0,))
         x, w = BasicLinear.saved_operands(ctx)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
@@ -339,72 +329,3 @@ def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
 def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
     dy_rows, x_rows = [tensor.unsqueeze(0).flatten(0, -2) for tensor in (grad_output, x)]
     return dy_rows.t().mm(x_rows)
-
-
-def quantized_operands(
-    ctx: OperationContext, input_: Tensor | QuantizedTensor, names: Sequence[str]
-) -> tuple[QuantizedTensor, list[QuantizedTensor]]:
-    """The operands as they are quantized; saves them so, or as they were.
-
-    Args:
-        ctx: The context of a linear whose first parameters are its weights.
-        input_: The input.
-        names: The names of the weights' quantizers.
-    """
-    params, wants = ctx.params[: len(names)], ctx.param_requires_grad[: len(names)]
-    override, wgrad, dgrad = ctx.backward_override, any(wants), ctx.input_requires_grad
-    quantized = ctx.requires_grad and override is None  # so is the backward
-    x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
-    usage = Usage(True, quantized and dgrad)
-    weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
-    if ctx.requires_grad:
-        read = _read_by_backward(override)
-        saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
-        if override == "high_precision":
-            dtype = ctx.dtype or x.dtype
-            saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
-        kept = wgrad, *[dgrad] * len(names)
-        ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
-    return x, weights
-
-
-def quantized_backward(
-    ctx: OperationContext, grad_output: Tensor | QuantizedTensor, sizes: Sequence[int]
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """The gradients of the input and of each weight, from what :func:`quantized_operands` saved.
-
-    Where the recipe has no override, the gradient is quantized too, and the products are exact but
-    for the rounding of their result. Else they are those of plain tensors in the compute dtype.
-
-    Args:
-        ctx: The context of the backward.
-        grad_output: The gradient of the output, quantized or not.
-        sizes: The output features of each weight.
-    """
-    x, *weights = ctx.saved_tensors  # type: ignore[misc]
-    dtype, override = ctx.dtype or grad_output.dtype, ctx.backward_override
-    dy: Any = grad_output
-    if override is None:
-        dy = ctx.quantizers["grad_output"](dy, Usage(weights[0] is not None, x is not None))
-    read = _read_by_backward(override)
-
-    def plain(tensor: Any, usage: Usage) -> Tensor:
-        if override is None:
-            return tensor.widened(usage)  # type: ignore[no-any-return]
-        return dequantize(tensor, usage).to(dtype)
-
-    dx, grads = None, (None,) * len(sizes)
-    if weights[0] is not None:
-        parts = plain(dy, ROWWISE).split(sizes, -1)
-        first, *more = [part @ plain(w, read) for part, w in zip(parts, weights, strict=True)]
-        dx = sum(more, first).to(dtype)
-    if x is not None:
-        parts, x = plain(dy, COLUMNWISE).split(sizes, -1), plain(x, read)
-        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
-        grads = tuple([_grad_weight(dy, x).to(dtype) if wanted else None for dy, wanted in wants])
-    return dx, grads
-
-
-def _read_by_backward(override: str | None) -> Usage:
-    """Which copies of input and weight the backward reads: its own, or those of the forward."""
-    return COLUMNWISE if override is None else ROWWISE

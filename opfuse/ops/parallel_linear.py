@@ -14,11 +14,12 @@ from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overrides import hook_dicts, hook_kinds, op_class
 from ..quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..quantization.products import quantized_backward, quantized_operands
 from ..quantization.state import quantizer_names
 from ._blocks import writes_out
 from ._common import Grads, check_shapes, rows_of
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, kept_weights, quantized_backward, quantized_operands
+from .basic_linear import BasicLinear, kept_weights
 from .linear import Linear
 from .pointwise import Identity
 
@@ -218,8 +219,9 @@ class ParallelLinear(BasicOperation):
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Input, weights and biases in ``ctx.dtype``; a bias that is not there is None.
 
-        Under a recipe the first two are what their quantized values stand for. Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
-        that multiply in another way.
+        Under a recipe the first two are what their quantized values stand for. Leaves on ``ctx``
+        what the backward needs. For the op itself, and for fusions of the forward that multiply in
+        another way.
 
         Raises:
             ValueError: A weight or a bias has another shape than when the op was made.
@@ -277,7 +279,7 @@ class ParallelLinear(BasicOperation):
                 torch.addmm(bias, rows, weight.t(), out=place)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
-    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor | None, Grads]:  # type: ignore[override]
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor | None, Grads]:
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
         if ctx.quantizers:
             dx, of_weights = quantized_backward(ctx, grad_output, self.sizes)

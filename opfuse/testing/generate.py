@@ -287,7 +287,9 @@ def make_chains(
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
-    for elements, recipe in _structures_and_recipes(pattern, recipes):
+    casts = getattr(subject.fusion, "names_casts", False)
+    always = getattr(subject.fusion, "needs_recipe", False) and not casts
+    for elements, recipe in _structures_and_recipes(pattern, recipes, always):
         reason: str | None = "no op could be made; tell how with `makers`"
         for dtype, (rows, width) in itertools.product(
             DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
@@ -301,8 +303,11 @@ def make_chains(
                     placed(base, ops, 2 * width - 1)
                     for ops in chains(elements, 2 * width - 1, makers)[:1]
                 ]
-                plain.append(accepted[0])
                 again, last = elements is last, elements  # under another recipe
+                quantized += _quantized(accepted[0], elements, makers, recipes)
+                if again and always:  # it casts nothing: one recipe is like the other
+                    break
+                plain.append(accepted[0])
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
                     odd.append(accepted[0].with_(shared=False))
                 every += accepted[:1] if again else accepted
@@ -313,7 +318,6 @@ def make_chains(
                     for width in (() if again else widths)
                     for case in _as_in_models(accepted[0], elements, makers, width)
                 ]
-                quantized += _quantized(accepted[0], elements, makers, recipes)
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
@@ -327,11 +331,14 @@ def make_chains(
 
 
 def _structures_and_recipes(
-    pattern: Sequence[Any], recipes: Sequence[Recipe]
+    pattern: Sequence[Any], recipes: Sequence[Recipe], always: bool
 ) -> Iterator[tuple[list[Any], Recipe | None]]:
-    """The structures of a pattern; one with a cast once for each recipe, or there is none."""
+    """The structures of a pattern; one with a cast once for each recipe, or there is none.
+
+    ``always``: once for each recipe, since the fusion is of use under one only.
+    """
     for elements in structures(pattern):
-        casts = any(built_in.Cast in classes_of(element) for element in elements)
+        casts = always or any(built_in.Cast in classes_of(element) for element in elements)
         yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
 
 

@@ -231,14 +231,14 @@ def offered() -> Iterator[None]:
 
 
 def recipes_for(plugin: str) -> tuple[Recipe, ...]:
-    """The recipes that a plugin is held to: its own, with their defaults, then those of the kit."""
-    own = [
-        cls
-        for record in manager.records
-        if record.answers_to(plugin)
-        for cls in dict.fromkeys(record.recipes.values())
-    ]
-    return tuple(cls() for cls in (*own, *TOYS))
+    """The recipes that a plugin is held to: its own that have defaults, then those of the kit."""
+    records = [record for record in manager.records if record.answers_to(plugin)]
+    own = dict.fromkeys(cls for record in records for cls in record.recipes.values())
+    made = []
+    for cls in (*own, *TOYS):
+        with contextlib.suppress(TypeError):  # it needs arguments
+            made.append(cls())
+    return tuple(made)
 
 
 def variants(recipe: Recipe) -> Iterator[Recipe]:

@@ -1,5 +1,6 @@
 """Activations: third-party ones, edges of the formulas, halves and interleaving, helpers for fusions."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, plugins
 
 ELEMENTWISE = [ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU]
 GATED = [
@@ -220,11 +221,32 @@ def test_situglu_is_bounded():
 
 
 @pytest.mark.parametrize("op", [*ELEMENTWISE, *GATED])
-def test_arguments_of_later_releases(op):
-    op(cache_quantized_input=False)
-    text = rf"{op.__name__}: cache_quantized_input=True .* comes with a later release"
-    with pytest.raises(NotImplementedError, match=text):
-        op(cache_quantized_input=True)
+def test_an_input_is_kept_as_the_recipe_of_that_name_casts_it(register, op):
+    rounding = pytest.importorskip("rounding")
+    x = torch.randn(3, 8, requires_grad=True)
+    cached = op(cache_quantized_input=True)
+    assert cached.cache_quantized_input and not op().cache_quantized_input
+    text = rf"{op.__name__}\(cache_quantized_input=True\): no plugin offers a recipe 'fp8-current'"
+    with plugins.isolated(), pytest.raises(ValueError, match=text):
+        cached(x)
+    with pytest.raises(TypeError, match="a bool as cache_quantized_input, got 1"):
+        op(cache_quantized_input=1)
+    plugin = rounding.RoundingPlugin()
+    offered = {"opfuse_recipes": lambda self: {"fp8-current": rounding.Rounding}}
+    offering = type("Offering", (), {n: opfuse.hookimpl(f) for n, f in offered.items()})()
+    register(plugin, name="rounding"), register(offering, name="offering")
+    rounded = rounding.round_to(x.detach()).requires_grad_()
+    for model in (cached, opfuse.Sequential(ops.Identity(), cached), copy.deepcopy(cached)):
+        y = model(x)
+        assert torch.equal(y, op()(x))
+        dy = torch.randn_like(y)
+        (got,) = torch.autograd.grad(y, x, dy)
+        (right,) = torch.autograd.grad(op()(rounded), rounded, dy)
+        assert torch.equal(got, right)
+    with pytest.raises(RuntimeError, match="cache_quantized_input=True, which would not run"):
+        ops.ScaledActivation(cached)
+    with pytest.raises(AttributeError):
+        cached.cache_quantized_input = False
 
 
 @pytest.mark.parametrize("op", SCALED)

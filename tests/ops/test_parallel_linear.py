@@ -443,17 +443,53 @@ def test_shapes_that_do_not_fit_are_refused_in_reading():
         ops.ParallelLinear.reading({"a": nn.ReLU()})
 
 
-def test_a_recipe_is_refused(register, make):
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_under_a_recipe(register, make, kind, shape, override):
+    """Input, each weight and the gradient are quantized; a bias and its gradient are not."""
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
-    chain, x = opfuse.Sequential(make("bias")), torch.randn(3, 6)
-    with opfuse.autocast(recipe=rounding.Rounding(step=0.25)):
-        with pytest.raises(
-            RuntimeError, match="ParallelLinear does not quantize, and Rounding asks for it"
-        ):
-            chain(x)
-        with opfuse.autocast(enabled=False):
-            chain(x)
+    op, cast = make(kind), rounding.round_to
+    x, dy = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], op.out_features)
+    with opfuse.autocast(recipe=rounding.Rounding(step=0.25, backward_override=override)):
+        y = opfuse.Sequential(op)(x)
+    params = dict(op.named_parameters())
+    got = torch.autograd.grad(y, [x, *params.values()], dy)
+    names = list(dict.fromkeys(name.partition(".")[0] for name in params))
+    weights = [params[f"{name}.weight"].detach().double() for name in names]
+    biases = [params.get(f"{name}.bias") for name in names]
+    rows, of_y = x.detach().double().view(-1, 6), dy.double().view(-1, op.out_features)
+    cast_x, cast_weights = cast(rows), [cast(weight) for weight in weights]
+    parts = [cast_x @ weight.T for weight in cast_weights]
+    sums = [p if b is None else p + b.double() for p, b in zip(parts, biases, strict=True)]
+    torch.testing.assert_close(y.double(), torch.cat(sums, -1).view(y.shape), rtol=1e-5, atol=1e-5)
+    if override != "high_precision":
+        rows, weights = cast_x, cast_weights
+    of_parts = (cast(of_y) if override is None else of_y).split(op.sizes, -1)
+    expected = {f"{n}.weight": d.T @ rows for n, d in zip(names, of_parts, strict=True)}
+    plain = of_y.split(op.sizes, -1)
+    expected |= {f"{n}.bias": d.sum(0) for n, d in zip(names, plain, strict=True)}
+    dx = sum(d @ weight for d, weight in zip(of_parts, weights, strict=True)).view(x.shape)
+    for mine, right in zip(got, [dx, *[expected[name] for name in params]], strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_quantizers_have_a_name_for_each_weight(register, make):
+    rounding = pytest.importorskip("rounding")
+    register(rounding.RoundingPlugin())
+    op, x = make("some"), torch.randn(3, 6, requires_grad=True)
+    for frozen in ("0.weight", "1.weight"):
+        dict(op.named_parameters())[frozen].requires_grad_(False)
+        with opfuse.autocast(recipe=rounding.Rounding(levels=8)):
+            y = op(x)
+        wanted = [param for param in op.parameters() if param.requires_grad]
+        grads = torch.autograd.grad(y.sum(), [x, *wanted])
+        assert [grad.shape for grad in grads] == [t.shape for t in (x, *wanted)]
+    states = [key for key in op.state_dict() if key.endswith(".updates")]
+    names = [key.split(".")[-2] for key in states]
+    assert names == ["input", "weight0", "weight1", "weight2", "grad_output"]
+    assert [op.state_dict()[key].item() for key in states[:4]] == [2] * 4
 
 
 @pytest.mark.parametrize("way", ["held", "reading"])

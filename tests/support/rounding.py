@@ -54,7 +54,7 @@ class RoundingQuantizer(opfuse.Quantizer):
 
     def rounded(self, tensor, step, usage):
         data = (tensor.float() / step).round()
-        turned = data.flatten(0, -2).t().contiguous() if usage.columnwise else None
+        turned = data.unsqueeze(0).flatten(0, -2).t().contiguous() if usage.columnwise else None
         return ScaledTensor(
             tensor.shape,
             tensor.dtype,

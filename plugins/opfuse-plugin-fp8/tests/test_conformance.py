@@ -1,9 +1,22 @@
-"""The quantizers against the contract."""
+"""The quantizers and the fusions against the contract."""
 
 import opfuse_fp8 as fp8
+import pytest
 import torch
 
-from opfuse.testing import QuantizerSuite
+import opfuse
+from opfuse.testing import FusionSuite, QuantizerSuite
+
+
+class TestConformance(FusionSuite):
+    plugin = "fp8"
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_gpu(self, request):
+        """Products run in FP8 on a CPU too; there alone they refuse something."""
+        wanted = "auto" if request.node.name.endswith("-refusals]") else "native"
+        with opfuse.options(**{"fp8.products": wanted}):
+            yield
 
 
 def e4m3(role):

@@ -45,7 +45,8 @@ def recomputes(ops: Any, env: Environment) -> bool | str:
     if not env.requires_grad:
         return "no backward follows, for which something would be kept"
     if not act.deterministic:
-        return f"{type(act).__name__} does not declare itself deterministic, and would be computed again"
+        who = type(act).__name__
+        return f"{who} does not declare itself deterministic, and would be computed again"
     if env.compiling:
         return "torch.compile merges what is computed twice, so that nothing less would be kept"
     return True

@@ -140,17 +140,23 @@ def forward_runs(ops: Any, env: Environment) -> bool | str:
 
 def backward_runs(ops: Any, env: Environment) -> bool | str:
     """The same of a backward."""
+    return _plain_backward(env) or _emulated(ops, env) or _two_formats(env) or True
+
+
+def _plain_backward(env: Environment) -> str:
+    """Why a backward has nothing quantized to multiply; empty: it has."""
+    override = None if env.recipe is None else env.recipe.backward_override
+    if override is None:
+        return ""
+    return f"backward_override={override!r}: the backward multiplies plain tensors"
+
+
+def _two_formats(env: Environment) -> str:
+    """Why gradients are not multiplied with what they are; empty: they are."""
     recipe: Any = env.recipe
-    if recipe is not None and (override := recipe.backward_override):
-        return f"backward_override={override!r}: the backward multiplies plain tensors"
-    if (why := _emulated(ops, env)) or env.device.type != "cuda":
-        return why or True
-    kind, format_of_gradients = hardware.kind_of(type(recipe)), recipe.fp8_format
-    if kind != "tensor" and format_of_gradients is recipes.Format.HYBRID:
-        return (
-            "emulated: PyTorch multiplies blocks of E4M3, and Format.HYBRID has gradients in E5M2"
-        )
-    return True
+    if hardware.kind_of(type(recipe)) == "tensor" or recipe.fp8_format is recipes.Format.E4M3:
+        return ""
+    return "emulated: blocks are multiplied in E4M3, and Format.HYBRID has gradients in E5M2"
 
 
 def _emulated(ops: Any, env: Environment) -> str:

@@ -418,6 +418,13 @@ def _plain_linear(ops: Any, env: Environment) -> bool | str:
     )
 
 
+def _exact(ops: Any, env: Environment) -> bool | str:
+    """Under a recipe the operands of a product are in fp32; what they stand for is not rounded."""
+    if env.recipe is None or env.dtype in (torch.float32, torch.float64):
+        return True
+    return _plain_linear(ops, env)
+
+
 def _recomputes(env: Environment) -> bool:
     wanted: bool = env.options.get("linear.recompute", False)
     return wanted
@@ -447,6 +454,8 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
 
 def _activation_fits(ops: Any, env: Environment) -> bool | str:
     """Of a forward: whether a Triton product takes the activation, or a library's does."""
+    if (exact := _exact(ops, env)) is not True:
+        return exact
     refused = choice.refusal(ops, env)
     apart = _with_activation(ops, env) if refused else True
     return apart if apart is True or env.device.type == "cpu" else f"{apart}; {refused}"
@@ -499,7 +508,7 @@ _ACT = Subclasses(Activation)
 
 FORWARD = [
     Fusion((BasicLinear,), ForwardLinear, _alone_pays, name="linear"),
-    Fusion((BasicLinear, Bias), ForwardLinearBias, name="linear+bias"),
+    Fusion((BasicLinear, Bias), ForwardLinearBias, _exact, name="linear+bias"),
     Fusion(
         (BasicLinear, Optional(Bias), _ACT),
         ForwardLinearBiasActivation,
@@ -513,8 +522,18 @@ FORWARD = [
         _activation_fits,
         name="parallel linear+activation",
     ),
-    Fusion((BasicLinear, Optional(Bias), AddExtraInput), ForwardLinearAdd, name="linear+bias+add"),
-    Fusion((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearAdd, name="linear+scale+add"),
+    Fusion(
+        (BasicLinear, Optional(Bias), AddExtraInput),
+        ForwardLinearAdd,
+        _exact,
+        name="linear+bias+add",
+    ),
+    Fusion(
+        (BasicLinear, ConstantScale, AddExtraInput),
+        ForwardLinearAdd,
+        _exact,
+        name="linear+scale+add",
+    ),
 ]
 
 BACKWARD = [

@@ -1,0 +1,86 @@
+"""The products of a linear under a recipe, emulated: what quantized tensors stand for, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import QuantizedTensor, Usage
+from .quantizer import COLUMNWISE, ROWWISE, dequantize
+
+
+def quantized_operands(
+    ctx: Any, input_: Tensor | QuantizedTensor, names: Sequence[str]
+) -> tuple[QuantizedTensor, list[QuantizedTensor]]:
+    """The operands as they are quantized; saves them so, or as they were.
+
+    Args:
+        ctx: The context of a linear whose first parameters are its weights.
+        input_: The input.
+        names: The names of the weights' quantizers.
+    """
+    params, wants = ctx.params[: len(names)], ctx.param_requires_grad[: len(names)]
+    override, wgrad, dgrad = ctx.backward_override, any(wants), ctx.input_requires_grad
+    quantized = ctx.requires_grad and override is None  # so is the backward
+    x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
+    usage = Usage(True, quantized and dgrad)
+    weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
+    if ctx.requires_grad:
+        read = _read_by_backward(override)
+        saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
+        if override == "high_precision":
+            dtype = ctx.dtype or x.dtype
+            saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
+        kept = wgrad, *[dgrad] * len(names)
+        ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
+    return x, weights
+
+
+def quantized_backward(
+    ctx: Any, grad_output: Tensor | QuantizedTensor, sizes: Sequence[int]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The gradients of the input and of each weight, from what :func:`quantized_operands` saved.
+
+    Where the recipe has no override, the gradient is quantized too, and the products are exact but
+    for the rounding of their result. Else they are those of plain tensors in the compute dtype.
+
+    Args:
+        ctx: The context of the backward.
+        grad_output: The gradient of the output, quantized or not.
+        sizes: The output features of each weight.
+    """
+    x, *weights = ctx.saved_tensors
+    dtype, override = ctx.dtype or grad_output.dtype, ctx.backward_override
+    dy: Any = grad_output
+    if override is None:
+        dy = ctx.quantizers["grad_output"](dy, Usage(weights[0] is not None, x is not None))
+    read = _read_by_backward(override)
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).flatten(0, -2)
+
+    def plain(tensor: Any, usage: Usage) -> Tensor:
+        if override is None:
+            wide: Tensor = tensor.widened(usage)
+            return wide
+        return dequantize(tensor, usage).to(dtype)
+
+    dx: Tensor | None = None
+    grads: list[Tensor | None] = [None] * len(sizes)
+    if weights[0] is not None:
+        parts = torch.split_with_sizes(plain(dy, ROWWISE), sizes, -1)
+        first, *more = [part @ plain(w, read) for part, w in zip(parts, weights, strict=True)]
+        dx = sum(more, first).to(dtype)
+    if x is not None:
+        parts, x = torch.split_with_sizes(plain(dy, COLUMNWISE), sizes, -1), plain(x, read)
+        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
+        grads = [rows(dy).t().mm(rows(x)).to(dtype) if wanted else None for dy, wanted in wants]
+    return dx, tuple(grads)
+
+
+def _read_by_backward(override: str | None) -> Usage:
+    """Which copies of input and weight the backward reads: its own, or those of the forward."""
+    return COLUMNWISE if override is None else ROWWISE
