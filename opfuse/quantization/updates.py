@@ -91,5 +91,5 @@ def _quantizers(recipe: Recipe, ran: Iterable[Any], env: Any) -> list[Quantizer]
             op._quantizers.use(op, recipe)
     finally:
         current.environment = before
-    found = [q for op in ops for q in op._quantizers.of(recipe).values()]
-    return [quantizer for quantizer in found if quantizer.pending_names]
+    found = {id(q): q for op in ops for q in op._quantizers.of(recipe).values()}  # ops may share
+    return [quantizer for quantizer in found.values() if quantizer.pending_names]
