@@ -151,8 +151,7 @@ class Program:
         self.leaves_more = self.has_extras or any(map(bool, more))
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self.called_before = _called_before(chain, contexts)
-        self.advances = _advances(contexts)
+        self.called_before, self.advances = _called_before(chain, contexts), _advances(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:

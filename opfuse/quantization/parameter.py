@@ -175,10 +175,13 @@ class QuantizedParameter(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        parts = self.quantized.tensors()
+        shell = self.quantized._over((None,) * len(parts))
+        # pickle knows few dtypes of one byte
+        stored = [None if part is None else (as_bytes(part), part.dtype) for part in parts]
         extra = {k: v for k, v in vars(self).items() if k not in ("quantized", "recipe")}
-        extra["gathered"] = ""
-        given = self.quantized, self.recipe, self.shape, self.requires_grad
-        return _rebuild, (*given, isinstance(self, nn.Parameter), extra)
+        given = shell, stored, self.recipe, self.shape, self.requires_grad
+        return _rebuild, (*given, isinstance(self, nn.Parameter), extra | {"gathered": ""})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = zip(self.quantized.tensor_names, self.quantized.tensors(), strict=True)
@@ -256,7 +259,7 @@ def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
     if param.numel() == there.shape.numel():
         values = values.reshape(there.shape)
     else:  # it shows the first of them
-        whole = QuantizedParameter(there, param.recipe).dequantize(values.dtype)
+        whole = _values(QuantizedParameter(there, param.recipe)).to(values.dtype)
         whole.view(-1)[: param.numel()] = values.reshape(-1)
         values = whole
     place_state(there.quantizer, param.device)
@@ -273,6 +276,8 @@ def _overwrite(there: QuantizedTensor, made: QuantizedTensor) -> None:
             raise RuntimeError(f"expected {name} of a quantized parameter, got {made!r}")
         if new is not into:
             as_bytes(into).copy_(as_bytes(new))
+            if not into.is_inference():  # inside of a dispatch torch does not count this itself
+                torch.autograd.graph.increment_version(into)
 
 
 def as_bytes(part: Tensor) -> Tensor:
@@ -303,7 +308,8 @@ def _like_parameter(
 
 
 def _rebuild(
-    quantized: QuantizedTensor,
+    shell: QuantizedTensor,
+    stored: list[Any],
     recipe: Recipe,
     shape: torch.Size,
     requires_grad: bool,
@@ -311,7 +317,8 @@ def _rebuild(
     extra: dict[str, Any],
 ) -> Any:
     """Undo a pickle."""
-    made: Any = QuantizedParameter(quantized, recipe, shape)
+    parts = [None if part is None else part[0].view(part[1]) for part in stored]
+    made: Any = QuantizedParameter(shell._over(parts), recipe, shape)
     made = nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
     vars(made).update(extra)
     return made
@@ -357,7 +364,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 def _clone(func: Any, args: Any, kwargs: Any) -> Any:
     """Memory of its own; new values are quantized as here, but are recorded nowhere."""
     param = args[0]
-    made = param.quantized._over([part and part.clone() for part in param.quantized.tensors()])
+    parts = [None if part is None else part.clone() for part in param.quantized.tensors()]
+    made = param.quantized._over(parts)
     made.quantizer = made.quantizer.unrecorded()
     return QuantizedParameter(made, param.recipe, param.shape)
 
@@ -379,14 +387,14 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Codes and scales as they are, if they are of the same kind; else values."""
     into, source = args[:2]
     if not isinstance(into, QuantizedParameter):
-        return func(into, source.dequantize(), *args[2:], **kwargs)
+        return func(into, _values(source), *args[2:], **kwargs)
     if not isinstance(source, QuantizedParameter):
         return into.requantize_(source)
     whole = into.shape == into.quantized.shape and source.shape == source.quantized.shape
     if whole and into.recipe == source.recipe and alike(into.quantized, source.quantized):
         _overwrite(into.quantized, source.quantized)
         return into
-    return into.requantize_(source.dequantize())
+    return into.requantize_(_values(source))
 
 
 def alike(one: QuantizedTensor, other: QuantizedTensor) -> bool:
