@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..settings import current
-from .parameter import QuantizedParameter, alike, held_by, new_parameter, settled
-from .recipe import Recipe
+from .formats import QuantizedTensor, Usage
+from .parameter import QuantizedParameter, alike, held_by, place_state
+from .quantizer import BOTH, ROWWISE
+from .recipe import QuantizerRole, Recipe
 from .state import quantizer_names, roles
 
 _KEY = "quantized."
@@ -46,6 +48,41 @@ def quantize_parameters(op: Any) -> None:
             param, asked.recipe, role, preserve=asked.preserve, requires_grad=param.requires_grad
         )
         op.register_parameter(name, made)
+
+
+def new_parameter(
+    values: Tensor, recipe: Recipe, role: QuantizerRole, *, preserve: bool, requires_grad: bool
+) -> QuantizedParameter:
+    """A Parameter that lives quantized.
+
+    The state of its quantizer fits the values at once: a scale that follows from earlier maxima
+    begins with theirs.
+
+    Args:
+        values: Its values.
+        recipe: The recipe.
+        role: What the tensor is.
+        preserve: Whether to keep the values on the CPU.
+        requires_grad: Whether it gets a gradient.
+    """
+    quantizer = current.quantizer(recipe, role, None)
+    place_state(quantizer, values.device)
+    usage = BOTH if torch.is_grad_enabled() else ROWWISE
+    with torch.no_grad():
+        made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
+    param: Any = nn.Parameter(made, requires_grad)
+    if preserve:
+        param._init_val = values.detach().cpu().clone()
+    return param  # type: ignore[no-any-return]
+
+
+def settled(quantizer: Any, recipe: Recipe, values: Tensor, usage: Usage) -> QuantizedTensor:
+    """Values as a quantizer casts them whose state has seen them before."""
+    if quantizer.pending_names:
+        quantizer.quantize(values, usage)
+        recipe.update([quantizer], None)
+    made: QuantizedTensor = quantizer.quantize(values, usage)
+    return made
 
 
 def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..settings import current
 from . import sharding
 from .formats import QuantizedTensor, Usage
-from .quantizer import BOTH, ROWWISE, Quantizer
-from .recipe import QuantizerRole, Recipe
+from .quantizer import ROWWISE, Quantizer
+from .recipe import Recipe
 
 _aten = torch.ops.aten
 _WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -483,41 +482,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 
 # The parameters of ops
-
-
-def new_parameter(
-    values: Tensor, recipe: Recipe, role: QuantizerRole, *, preserve: bool, requires_grad: bool
-) -> QuantizedParameter:
-    """A Parameter that lives quantized.
-
-    The state of its quantizer fits the values at once: a scale that follows from earlier maxima
-    begins with theirs.
-
-    Args:
-        values: Its values.
-        recipe: The recipe.
-        role: What the tensor is.
-        preserve: Whether to keep the values on the CPU.
-        requires_grad: Whether it gets a gradient.
-    """
-    quantizer = current.quantizer(recipe, role, None)
-    place_state(quantizer, values.device)
-    usage = BOTH if torch.is_grad_enabled() else ROWWISE
-    with torch.no_grad():
-        made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
-    param: Any = nn.Parameter(made, requires_grad)
-    if preserve:
-        param._init_val = values.detach().cpu().clone()
-    return param  # type: ignore[no-any-return]
-
-
-def settled(quantizer: Any, recipe: Recipe, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them whose state has seen them before."""
-    if quantizer.pending_names:
-        quantizer.quantize(values, usage)
-        recipe.update([quantizer], None)
-    made: QuantizedTensor = quantizer.quantize(values, usage)
-    return made
 
 
 def held_by(op: Any) -> dict[str, QuantizedParameter]:

@@ -2,7 +2,8 @@
 
 A rank holds a shard: some of the rows, quantized by themselves. Codes and scales of shards are
 those of the whole where no block has rows of two shards. Where one has, or where one scale is for
-the whole tensor, each rank sends its values, and the whole is quantized from these.
+the whole tensor, each rank sends its values, and the whole is quantized from these. Shards that are
+cut along another dimension than the first are plain, and nothing here sees them.
 """
 
 from __future__ import annotations
@@ -32,17 +33,8 @@ def to_gather(
     Returns:
         Tensors that are put together along their first dimension; and what the receiver needs to
         know.
-
-    Raises:
-        RuntimeError: The shards are not cut along the first dimension.
     """
     there: QuantizedTensor = shard.quantized
-    if there.shape[1:] != outer[1:]:
-        raise RuntimeError(
-            f"FSDP2 expected to cut a quantized parameter along its first dimension, got a shard "
-            f"of shape {tuple(there.shape)} of one of shape {tuple(outer)}: leave "
-            f"shard_placement_fn out for it"
-        )
     why = _why_values(there, ranks, outer, shard.wanted)
     if why:
         values = there.dequantize().to(dtype or there.dtype)
