@@ -3,6 +3,7 @@
 import copy
 import io
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -318,3 +319,22 @@ def test_copies_of_a_model_have_quantizers_of_their_own():
         twin[0].weight.mul_(8)
     assert twin[0].weight.quantizer.amax > 4 * model[0].weight.quantizer.amax
     assert same(codes(model), before)
+
+
+def test_the_page_holds(capsys):
+    """Its blocks need this plugin, so they run here."""
+    page = pathlib.Path(__file__).parents[3] / "docs" / "quantized-parameters.md"
+    text, namespace = page.read_text(encoding="utf-8"), {}
+    blocks = re.findall(r"^```(py|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["py", "text", "py"]
+    torch.manual_seed(0)
+    for kind, block in blocks:
+        if kind == "py":
+            exec(block, namespace)
+        else:
+            assert capsys.readouterr().out == block
+    model, masters = namespace["model"], namespace["masters"]
+    assert not torch.equal(model[0].weight.detach() + 0, masters[0].detach())
+    torch.testing.assert_close(
+        model[0].weight.detach() + 0, masters[0].detach(), rtol=0.07, atol=1e-3
+    )
