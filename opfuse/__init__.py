@@ -1,7 +1,7 @@
 """opfuse: fuse chains of PyTorch operations, forward and backward, with every fusion a plugin."""
 
 from . import ops, plugins
-from .contexts import autocast, checkpoint_contexts, options
+from .contexts import autocast, checkpoint_contexts, options, quantized_model_init
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
 from .environment import Environment
@@ -57,6 +57,7 @@ __all__ = [
     "options",
     "plugins",
     "prepare",
+    "quantized_model_init",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

@@ -11,11 +11,12 @@ from torch.compiler import is_compiling
 from .engine.fuser import OperationFuser
 from .engine.program import Program
 from .quantization import Quantizer, Recipe, WeightCache
+from .quantization.held import ModelInit
 from .quantization.names import check_names
 from .quantization.state import quantizer_names
 from .quantization.updates import Block
 from .quantization.watch import CALIBRATING
-from .recipes import DEFAULT_RECIPE, check_offered, recipe_of
+from .recipes import DEFAULT_RECIPE, check_offered, recipe_of, why_off
 from .settings import Options, Recorder, Setting, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {
@@ -180,17 +181,71 @@ class autocast(Setting):
             block.end(failed=exc_info[0] is not None)
 
 
-def _offered(recipe: Any) -> Recipe:
+class quantized_model_init:
+    """Have the weights of linears that are built in a ``with`` block live quantized.
+
+    Each such parameter is stored as a quantizer of the recipe casts it, in the copies that products
+    read, and nowhere in high precision: a :class:`opfuse.quantization.QuantizedParameter`. Under
+    ``autocast`` of the same recipe it is used without a cast; without a recipe it is dequantized in
+    every call; under another recipe the call is refused. An optimizer step computes in the dtype
+    that the weight was built with, and quantizes the result: a small update may be rounded away, so
+    let the optimizer keep weights of its own.
+
+    A weight gets both copies with grad mode on, and only the one for the forward with it off. The
+    role that a recipe sees has the name that the constructor of the op got. On the meta device
+    nothing is quantized, nor are parameters that an op reads from another module.
+
+    Args:
+        enabled: False turns it off inside an enclosing block. What is no bool is the recipe.
+        recipe: The recipe, or its name, as for :class:`opfuse.autocast`. None: ``"fp8-delayed"``.
+        preserve_high_precision_init_val: Keep the values from before on the CPU. The parameters
+            have ``get_high_precision_init_val()`` then, for the weights of an optimizer, and
+            ``clear_high_precision_init_val()``, which frees them.
+
+    Raises:
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice.
+        ValueError: A recipe that no installed plugin offers; a weight whose shape the recipe cannot
+            quantize.
+    """
+
+    def __init__(
+        self,
+        enabled: bool | Recipe | str = True,
+        recipe: Recipe | str | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if not isinstance(enabled, bool):
+            if recipe is not None:
+                raise TypeError(f"quantized_model_init: got two recipes, {enabled!r}, {recipe!r}")
+            recipe, enabled = enabled, True
+        self._asked = None
+        if enabled:
+            found = _offered(DEFAULT_RECIPE if recipe is None else recipe, type(self).__name__)
+            self._asked = ModelInit(found, bool(preserve_high_precision_init_val))
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> None:
+        asked = self._asked
+        if asked is not None and why_off(asked.recipe, current.selection):
+            asked = None  # the plugin is off, which the user was told
+        self._outside.append(current.model_init)
+        current.model_init = asked
+
+    def __exit__(self, *exc_info: object) -> None:
+        current.model_init = self._outside.pop()
+
+
+def _offered(recipe: Any, who: str = "autocast") -> Recipe:
     """A recipe that an installed plugin offers, as a value."""
     if isinstance(recipe, str):
         if is_compiling():
             raise TypeError(
-                f"autocast: inside of torch.compile give the recipe itself, not its name {recipe!r}"
+                f"{who}: inside of torch.compile give the recipe itself, not its name {recipe!r}"
             )
         return recipe_of(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"autocast: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
+            f"{who}: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
         )
     if not is_compiling():
         check_offered(recipe)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .op_context import ModuleCache, OperationContext
-from .quantization import Quantizer
+from .quantization import Quantizer, held
 from .quantization.names import remember
 
 if TYPE_CHECKING:
@@ -276,6 +276,16 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _constructed(self) -> None:
         """Called once, when ``__init__`` is over."""
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        held.save(self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        held.load(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RuntimeError(

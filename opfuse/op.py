@@ -20,6 +20,7 @@ from .environment import Environment
 from .fusible import FusibleOperation, ParamSource
 from .op_context import OperationContext, asks_for_quantizers, in_channel, summed
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
+from .quantization.held import quantize_parameters
 from .quantization.state import QuantizerStates
 from .quantization.updates import PreparedOps
 
@@ -92,6 +93,10 @@ class BasicOperation(FusibleOperation):
         self._quantizers = QuantizerStates()
         self._weights = WeightCache()
         self._prepared = PreparedOps()
+
+    def _constructed(self) -> None:
+        super()._constructed()
+        quantize_parameters(self)
 
     # Parameters that other modules hold
 

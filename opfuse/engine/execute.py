@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
-from ..quantization import QuantizedTensor, dequantize
+from ..quantization import QuantizedTensor, dequantize, held
 from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
@@ -49,8 +49,9 @@ def run_forward(
         ctxs = program.pool.idle.pop()
     except IndexError:
         ctxs = program.pool.new()
+    params = held.plain(tensors, program.dequantized) if program.dequantized else tensors
     for index, first, last in program.params:
-        ctxs[index].params = tensors[first:last]
+        ctxs[index].params = params[first:last]
     extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
     for step in program.forward:
         if step.prepares:

@@ -15,7 +15,7 @@ from ..op import BasicOperation, FusedOperation
 from ..op_context import OperationContext
 from ..ops.cast import Cast
 from ..overrides import op_class
-from ..quantization import Quantizer
+from ..quantization import Quantizer, held
 from .calls import InRange, TrackedCast, WithCasts, finish, lone_step
 from .chain import Chain
 from .choose import Choice
@@ -89,6 +89,7 @@ class Program:
         first_backward: The first op that takes part in the backward.
         last_without_gradient: The ops behind this one must give a gradient of their input.
         params: ``(op, first, last)``: which tensors are its parameters, where it has some.
+        dequantized: The parameters that live quantized, and belong to ops that quantize nothing.
         without_params: The ops with a backward that have none, and must give no gradients for any.
         accumulating: As ``params``, for the ops that store the gradients of their parameters.
         called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
@@ -138,6 +139,8 @@ class Program:
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
         self.params, self.without_params = _param_ranges(chain, first_backward)
+        given = zip(chain.ops, chain.param_ranges, measurements.edges.quantizers, strict=True)
+        self.dequantized = held.dequantized(given, env)
         self.accumulating = _accumulating(chain, env)
         self.has_extras = chain.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
@@ -150,8 +153,7 @@ class Program:
         self.leaves_more = self.has_extras or any(map(bool, more))
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self.called_before = _called_before(chain, contexts)
-        self.advances = _advances(contexts)
+        self.called_before, self.advances = _called_before(chain, contexts), _advances(contexts)
         self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
@@ -224,6 +226,7 @@ def compile_program(
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
         finish(step, "forward", chain, kwargs, env, edges)
+        step.note = held.note_of(step.matched, env.recipe)
     recomputable = {
         step.stop: step
         for step in forward

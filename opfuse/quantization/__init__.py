@@ -7,6 +7,7 @@ quantizers through ``opfuse_quantizer``.
 """
 
 from .formats import QuantizedTensor, Usage
+from .parameter import QuantizedParameter
 from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded, unchanged
 from .recipe import QuantizerRole, Recipe
 from .weights import WeightCache
@@ -15,6 +16,7 @@ __all__ = [
     "BOTH",
     "COLUMNWISE",
     "ROWWISE",
+    "QuantizedParameter",
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",

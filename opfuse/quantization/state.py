@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..settings import current
 from .names import matching
+from .parameter import held_by
 from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
 
@@ -20,7 +21,7 @@ _DEFAULT_NAMES = {"forward": ("input", "weight"), "backward": ("grad_output",)}
 
 def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
     """The names of an op's quantizers: what its roles say, numbered where several say the same."""
-    types = [role.tensor_type for role in _roles(op, mode)]
+    types = [role.tensor_type for role in roles(op, mode)]
     known = _DEFAULT_NAMES[mode]
     types = [name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)]
     return tuple(
@@ -29,7 +30,7 @@ def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
     )
 
 
-def _roles(op: Any, mode: str) -> list[QuantizerRole]:
+def roles(op: Any, mode: str) -> list[QuantizerRole]:
     """What each tensor is that an op quantizes in a mode."""
     count = op.num_quantizers(mode)
     roles: list[QuantizerRole] = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
@@ -52,15 +53,25 @@ class QuantizerStates:
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def use(self, op: Any, recipe: Recipe | None) -> None:
-        """Create the quantizers of ``op`` for ``recipe``, unless they exist."""
-        if recipe is None or recipe in self._by_recipe:
+        """Create the quantizers of ``op`` for ``recipe``, unless they exist.
+
+        That of a parameter that lives quantized is the parameter's.
+        """
+        if recipe is None:
+            return
+        theirs = {k: p.quantizer for k, p in held_by(op).items() if p.recipe == recipe}
+        if recipe in self._by_recipe:
+            known = self._by_recipe[recipe]
+            known.update({name: theirs[name] for name in known if name in theirs})
             return
         made: dict[str, Quantizer] = {}
         with torch.inference_mode(False):  # their state is for training too
             for mode in MODES:
-                for name, role in zip(quantizer_names(op, mode), _roles(op, mode), strict=True):
-                    made[name] = current.quantizer(recipe, role, current.environment)
-                    _check_state(made[name])
+                for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
+                    made[name] = theirs.get(name) or current.quantizer(
+                        recipe, role, current.environment
+                    )
+                    check_state(made[name])
         self._recipe_names[recipe] = current.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
@@ -199,7 +210,7 @@ class QuantizerStates:
         del self._loaded[self._text(recipe)]
 
 
-def _check_state(quantizer: Quantizer) -> None:
+def check_state(quantizer: Quantizer) -> None:
     """Refuse state that cannot be saved, moved, or read by a quantizer that records nothing."""
     who = type(quantizer).__name__
     for name in quantizer.state_names:

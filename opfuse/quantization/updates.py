@@ -104,5 +104,5 @@ def _quantizers(
             op._quantizers.use(op, recipe)
     finally:
         current.environment = before
-    quantizers = [q for op in ops for q in op._quantizers.of(recipe).values()]
-    return [quantizer for quantizer in quantizers if quantizer.pending_names]
+    found = {id(q): q for op in ops for q in op._quantizers.of(recipe).values()}  # ops may share
+    return [quantizer for quantizer in found.values() if quantizer.pending_names]

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from ..settings import current
 from .formats import QuantizedTensor, Usage
+from .parameter import QuantizedParameter
 from .quantizer import Quantizer, same_quantizer
 
 
@@ -62,6 +63,8 @@ class WeightCache:
             quantizer: Casts it.
             usage: Which copies are needed.
         """
+        if isinstance(weight, QuantizedParameter):
+            return weight.for_call(current.recipe, usage, f"the parameter {name}")
         if isinstance(weight, QuantizedTensor):
             return quantizer(weight, usage)
         if is_compiling() or not _can_be_known_again(weight):

@@ -20,7 +20,7 @@ from ..fusible import FusibleOperation
 from ..op import FusedOperation
 from ..overrides import op_class, why_apart
 from ..plugins import manager
-from ..quantization import QuantizedTensor
+from ..quantization import QuantizedParameter, QuantizedTensor
 from ..quantization.planned import Quantized, quantized_by
 from ..records import Selection
 from ..sequential import Sequential, parts
@@ -172,7 +172,7 @@ class _Calls(Recorder):
         super().record(fuser, program, given)
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
         grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
-        self._params = [*map(_storage, given[1][: program.num_params])]
+        self._params = [key for key, _ in _sizes(given[1][: program.num_params])]
         call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
         self.calls.append((fuser, call))
 
@@ -199,7 +199,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """The storages of tensors, quantized ones too, and how many bytes each has."""
     for tensor in tensors:
-        parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
+        quantized = isinstance(tensor, (QuantizedTensor, QuantizedParameter))
+        parts = tensor.tensors() if quantized else (tensor,)
         for part in parts:
             if part is not None:
                 yield _storage(part), part.untyped_storage().nbytes()

@@ -112,7 +112,8 @@ class _Delayed(_PerTensor):
     def advance(self) -> None:
         """Fold in what was recorded, and forget it."""
         self.history.copy_(torch.cat([self.seen.clamp(min=0), self.history[:1]]))
-        self.scale.copy_(_scale(self.history.amax(), self.dtype))
+        most = self.history.amax()  # 0 says nothing, as of a weight that was not cast again
+        self.scale.copy_(torch.where(most > 0, _scale(most, self.dtype), self.scale))
         self.count.add_(self.casts + 1)
         self.discard()
 

@@ -1,0 +1,221 @@
+"""Parameters of ops that live quantized: how they begin, and what a checkpoint has of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..settings import current
+from .formats import QuantizedTensor, Usage
+from .parameter import QuantizedParameter, alike, held_by, place_state
+from .quantizer import BOTH, ROWWISE
+from .recipe import QuantizerRole, Recipe
+from .state import quantizer_names, roles
+
+_KEY = "quantized."
+
+
+class ModelInit(NamedTuple):
+    """What :class:`opfuse.quantized_model_init` asks for.
+
+    Attributes:
+        recipe: The recipe.
+        preserve: Whether to keep the values from before on the CPU.
+    """
+
+    recipe: Recipe
+    preserve: bool
+
+
+def quantize_parameters(op: Any) -> None:
+    """Have the weights of a new op live quantized, where a block asks for it.
+
+    These are the parameters that have the name of one of its quantizers. On the meta device there
+    is nothing to quantize.
+    """
+    asked: ModelInit | None = current.model_init
+    if asked is None or not op.num_quantizers("forward"):
+        return
+    for name, role in zip(quantizer_names(op, "forward"), roles(op, "forward"), strict=True):
+        param = op._parameters.get(name)
+        if param is None or param.is_meta or isinstance(param, QuantizedParameter):
+            continue
+        made = new_parameter(
+            param, asked.recipe, role, preserve=asked.preserve, requires_grad=param.requires_grad
+        )
+        op.register_parameter(name, made)
+
+
+def new_parameter(
+    values: Tensor, recipe: Recipe, role: QuantizerRole, *, preserve: bool, requires_grad: bool
+) -> QuantizedParameter:
+    """A Parameter that lives quantized.
+
+    The state of its quantizer fits the values at once: a scale that follows from earlier maxima
+    begins with theirs.
+
+    Args:
+        values: Its values.
+        recipe: The recipe.
+        role: What the tensor is.
+        preserve: Whether to keep the values on the CPU.
+        requires_grad: Whether it gets a gradient.
+    """
+    quantizer = current.quantizer(recipe, role, None)
+    place_state(quantizer, values.device)
+    usage = BOTH if torch.is_grad_enabled() else ROWWISE
+    with torch.no_grad():
+        made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
+    param: Any = nn.Parameter(made, requires_grad)
+    if preserve:
+        param._init_val = values.detach().cpu().clone()
+    return param  # type: ignore[no-any-return]
+
+
+def settled(quantizer: Any, recipe: Recipe, values: Tensor, usage: Usage) -> QuantizedTensor:
+    """Values as a quantizer casts them whose state has seen them before."""
+    if quantizer.pending_names:
+        quantizer.quantize(values, usage)
+        recipe.update([quantizer], None)
+    made: QuantizedTensor = quantizer.quantize(values, usage)
+    return made
+
+
+def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
+    """What a report says of those of some ops; ``""`` if there is none."""
+    notes = []
+    for op in ops:
+        how = "" if op._quantizers.of(recipe) else ", and is dequantized in every call"
+        for name, param in held_by(op).items():
+            notes.append(f"{name} lives quantized, by {type(param.recipe).__name__}{how}")
+            notes += filter(None, [param.gathered])
+    return "; ".join(notes)
+
+
+def dequantized(ops: Iterable[tuple[Any, tuple[int, int], Any]], env: Any) -> tuple[int, ...]:
+    """Which parameters of a chain live quantized, and are nothing to the op that takes them.
+
+    Args:
+        ops: The ops, where the parameters of each begin and end, and its quantizers.
+        env: Where they run.
+
+    Raises:
+        RuntimeError: ``torch.compile`` traces, which does not look into such a parameter.
+    """
+    found = []
+    for op, (first, last), quantizers in ops:
+        held = held_by(op)
+        if held and env.compiling:
+            raise RuntimeError(
+                f"{type(op).__name__} has parameters that live quantized (quantized_model_init), "
+                f"which torch.compile does not look into: run this chain in eager mode"
+            )
+        if held and not quantizers:
+            places = zip(range(first, last), op.param_names or (), strict=True)
+            found += [place for place, name in places if name in held]
+    return tuple(found)
+
+
+def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
+    """Tensors for ops that know no quantized ones: those at some places dequantized."""
+    found = list(tensors)
+    for place in places:
+        if isinstance(found[place], QuantizedParameter):
+            found[place] = found[place].dequantize()
+    return tuple(found)
+
+
+# Checkpoints: the values, as an unquantized model has them, and beside them what is exact
+
+
+def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Write the values of a module's quantized parameters as plain tensors; and codes and scales.
+
+    With ``keep_vars`` the Parameters themselves stay there.
+    """
+    for name, param in module._parameters.items():
+        local: Any = getattr(param, "_local_tensor", param)
+        if keep_vars or not isinstance(local, QuantizedParameter):
+            continue
+        if local is not param:  # a shard: who gathers it wants plain tensors
+            destination[prefix + name] = _sharded(param, local)
+            continue
+        destination[prefix + name] = local.detach().dequantize()
+        where = f"{prefix}{_KEY}{name}"
+        text = json.dumps(_description(local), sort_keys=True).encode()
+        destination[f"{where}.format"] = torch.tensor(list(text), dtype=torch.uint8)
+        quantized, quantizer = local.quantized, local.quantizer
+        parts = dict(zip(quantized.tensor_names, quantized.tensors(), strict=True))
+        parts |= {f"state.{key}": getattr(quantizer, key) for key in quantizer.state_names}
+        for part, tensor in parts.items():
+            if tensor is not None:
+                destination[f"{where}.{part}"] = tensor.detach()
+
+
+def load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Take what :func:`save` wrote beside the values; have the values as the parameter casts them.
+
+    Codes and scales are taken as they are where the recipe and the layout are those here. Else the
+    values are quantized anew. A parameter that does not live quantized gets the values.
+    """
+    for name, param in module._parameters.items():
+        codes = _taken(state_dict, f"{prefix}{_KEY}{name}.")
+        values = state_dict.get(prefix + name)
+        if not isinstance(param, QuantizedParameter) or not isinstance(values, Tensor):
+            continue
+        if isinstance(values, QuantizedParameter) or values.shape != param.shape:
+            continue  # torch copies it, or says what is wrong
+        with torch.no_grad():
+            made = _from_codes(param, codes)
+            if made is None:
+                given = values.detach().to(param.device), param.quantized.copies
+                made = settled(param.quantizer, param.recipe, *given)
+        state_dict[prefix + name] = QuantizedParameter(made, param.recipe)
+
+
+def _description(param: QuantizedParameter) -> dict[str, Any]:
+    recipe = param.recipe.to_json(current.recipe_name(param.recipe))
+    return {"format": type(param.quantized).__name__, "recipe": recipe}
+
+
+def _taken(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    return {key[len(prefix) :]: state_dict.pop(key) for key in keys}
+
+
+def _from_codes(param: QuantizedParameter, codes: dict[str, Any]) -> Any:
+    """Codes and scales of a checkpoint, as the parameter has them; None if they do not fit."""
+    text, there, quantizer = codes.pop("format", None), param.quantized, param.quantizer
+    state = {name: codes.pop(f"state.{name}", None) for name in quantizer.state_names}
+    if not isinstance(text, Tensor) or not {*codes} <= {*there.tensor_names}:
+        return None
+    try:
+        if json.loads(bytes(text.tolist())) != _description(param):
+            return None
+    except ValueError:
+        return None
+    made = there._over([codes.get(name) for name in there.tensor_names])
+    if not alike(there, made):
+        return None
+    for name, value in state.items():
+        if value is not None and value.shape == getattr(quantizer, name).shape:
+            getattr(quantizer, name).copy_(value)
+    return made
+
+
+def _sharded(param: Any, local: QuantizedParameter) -> Any:
+    """A DTensor of plain values, like one of quantized ones."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.detach().dequantize(),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

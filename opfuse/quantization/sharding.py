@@ -1,0 +1,156 @@
+"""How FSDP2 gathers a parameter that lives quantized: its codes, or the values they stand for.
+
+A rank holds a shard: some of the rows, quantized by themselves. Codes and scales of shards are
+those of the whole where no block has rows of two shards. Where one has, or where one scale is for
+the whole tensor, each rank sends its values, and the whole is quantized from these. Shards that are
+cut along another dimension than the first are plain, and nothing here sees them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import BlockScaledTensor, MXTensor, QuantizedTensor
+
+_SQUARE = (128, 128)
+
+
+def to_gather(
+    shard: Any, ranks: int, outer: torch.Size, dtype: torch.dtype | None
+) -> tuple[tuple[Tensor, ...], Any]:
+    """What a rank sends.
+
+    Args:
+        shard: Its shard, padded to the rows of the largest.
+        ranks: How many ranks there are.
+        outer: The shape of the whole.
+        dtype: What FSDP2's policy asks parameters to be, or None.
+
+    Returns:
+        Tensors that are put together along their first dimension; and what the receiver needs to
+        know.
+    """
+    there: QuantizedTensor = shard.quantized
+    why = _why_values(there, ranks, outer, shard.wanted)
+    if why:
+        values = there.dequantize().to(dtype or there.dtype)
+        return (values,), (outer, why)
+    parts = [getattr(there, name) for name in _sent(there)]
+    return tuple([part.view(torch.uint8) for part in parts]), (outer, "")
+
+
+def gathered(
+    shard: Any, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype
+) -> tuple[QuantizedTensor, str]:
+    """The whole, and how it was gathered, in words.
+
+    Args:
+        shard: The shard of this rank.
+        outputs: What was gathered.
+        known: What :func:`to_gather` said beside it.
+        dtype: What the codes stand for.
+    """
+    outer, why = known
+    there: QuantizedTensor = shard.quantized
+    if why:
+        made = there.quantizer.unrecorded().quantize(outputs[0][: outer[0]], shard.wanted)
+        made.quantizer = there.quantizer
+        return made, f"FSDP2 gathers it in {str(dtype).removeprefix('torch.')}: {why}"
+    parts = dict.fromkeys(there.tensor_names) | _assembled(there, outputs, shard.wanted)
+    return dataclasses.replace(there, shape=outer, dtype=dtype, **parts), "FSDP2 gathers its codes"
+
+
+def gather_into(
+    shard: Any, whole: QuantizedTensor, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype
+) -> None:
+    """The same into the tensors that :func:`gathered` gave.
+
+    A backward gets the rounding of its forward: the scales are those of then.
+    """
+    outer, why = known
+    there: QuantizedTensor = shard.quantized
+    if not why:
+        new = _assembled(there, outputs, shard.wanted)
+    else:
+        values, quantizer = outputs[0][: outer[0]], there.quantizer.unrecorded()
+        if torch._C._current_graph_task_id() != -1 and quantizer.requantizes:
+            made = quantizer.requantize(values, whole, shard.wanted)
+        else:
+            made = quantizer.quantize(values, shard.wanted)
+        new = dict(zip(made.tensor_names, made.tensors(), strict=True))
+    for name, part in new.items():
+        into = getattr(whole, name)
+        if into is not None and part is not None and into.data_ptr() != part.data_ptr():
+            # what the forward saved of it is as it was: that the memory was free is FSDP2's affair
+            with torch.autograd._unsafe_preserve_version_counter(into):  # type: ignore[attr-defined]
+                _bytes(into).copy_(_bytes(part))
+
+
+def freed(whole: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors whose memory FSDP2 may free between two uses: those of codes that own theirs."""
+    theirs = {output.untyped_storage().data_ptr() for output in outputs}
+    parts = [getattr(whole, name) for name in whole.data_names]
+    return tuple(
+        [
+            part
+            for part in parts
+            if part is not None
+            and part.untyped_storage().data_ptr() not in theirs
+            and part.untyped_storage().nbytes() == part.numel() * part.element_size()
+        ]
+    )
+
+
+def _why_values(there: QuantizedTensor, ranks: int, outer: torch.Size, wanted: Any) -> str:
+    """Why the values are gathered, and not the codes; ``""``: the codes are."""
+    rows = there.shape[0] if len(there.shape) else 1
+    if not isinstance(there, (MXTensor, BlockScaledTensor)) or len(there.shape) != 2:
+        return f"{type(there).__name__} has a scale for more than a shard"
+    if isinstance(there, BlockScaledTensor):
+        high = 128 if there.block == _SQUARE or wanted.columnwise else 1
+    else:
+        high = 32 if wanted.columnwise else 1
+    if rows % high or rows * ranks != outer[0] or not there.copies.covers(wanted):
+        return f"{outer[0]} rows over {ranks} ranks are no whole blocks of {high}"
+    return ""
+
+
+def _sent(there: Any) -> list[str]:
+    """The tensors that a shard sends; of square blocks one copy is the transpose of the other."""
+    square = isinstance(there, BlockScaledTensor) and there.block == _SQUARE
+    names = there.tensor_names[:2] if square else there.tensor_names
+    return [name for name in names if getattr(there, name) is not None]
+
+
+def _assembled(there: Any, outputs: tuple[Tensor, ...], wanted: Any) -> dict[str, Tensor | None]:
+    """The tensors of the whole, by name."""
+    flat_scales = isinstance(there, BlockScaledTensor) and there.block == (1, 128)
+    made: dict[str, Tensor | None] = {}
+    for name, output in zip(_sent(there), outputs, strict=True):
+        part = getattr(there, name)
+        # whether the rows of the tensor are its last dimension, along which shards follow then
+        last = name.startswith("columnwise") != (flat_scales and name.endswith("scale_inv"))
+        if last:
+            shards = output.view(-1, *part.view(torch.uint8).shape)
+            output = shards.transpose(0, 1).flatten(1).contiguous()
+            width = shards.shape[0] * part.shape[1]
+        else:
+            width = part.shape[1]
+        made[name] = output.view(part.dtype).view(-1, width)
+    if isinstance(there, BlockScaledTensor) and there.block == _SQUARE and wanted.columnwise:
+        codes, scales = made["rowwise_data"], made["rowwise_scale_inv"]
+        assert codes is not None and scales is not None
+        across = -(-codes.shape[1] // 128)
+        down = scales.shape[0]
+        other = scales.new_ones(across, 4 * -(-down // 4))
+        other[:, :down] = scales[:, :across].t()
+        made |= {"columnwise_data": codes.t().contiguous(), "columnwise_scale_inv": other}
+    return made
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.element_size() == 1 else part

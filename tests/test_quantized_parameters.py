@@ -1,0 +1,649 @@
+"""Parameters that live quantized, by the recipes of the kit: as tensors, in training, in checkpoints."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops, plugins, testing
+from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizedParameter
+from opfuse.testing import recipes
+
+pytestmark = pytest.mark.alone
+
+PER_TENSOR, PER_BLOCK, DELAYED = TOYS = testing.PerTensor(), testing.PerBlock(), testing.Delayed()
+recipe_of_each = pytest.mark.parametrize("recipe", TOYS, ids=lambda toy: type(toy).__name__)
+
+
+@pytest.fixture(autouse=True)
+def kit():
+    with plugins.isolated(), recipes.offered(), plugins.using(recipes.NAME):
+        yield
+
+
+def linear(recipe, inputs=48, outputs=40, seed=0, **given):
+    """A linear whose weight lives quantized; its values from before are preserved."""
+    torch.manual_seed(seed)
+    with opfuse.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        return ops.Linear(inputs, outputs, **given)
+
+
+def unquantized(model):
+    """The same in high precision, with the values from before."""
+    weight = model.weight.get_high_precision_init_val()
+    outputs, inputs = weight.shape
+    twin = ops.Linear(inputs, outputs, bias=model.bias is not None, dtype=weight.dtype)
+    with torch.no_grad():
+        twin.weight.copy_(weight)
+        if model.bias is not None:
+            twin.bias.copy_(model.bias)
+    return twin
+
+
+def batch(rows=16, width=48, seed=1, dtype=torch.float32):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step(model, x, recipe):
+    """The output of a step, and all gradients."""
+    leaf = x.clone().requires_grad_()
+    with opfuse.autocast(recipe) if recipe else opfuse.autocast(False):
+        y = model(leaf)
+    wanting = [p for p in model.parameters() if p.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [leaf, *wanting])]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def codes(param):
+    return [part.clone().view(torch.uint8) for part in param.tensors()]
+
+
+def cast(param, values):
+    """What the quantizer of a parameter makes of values now, in the parameter's dtype."""
+    made = param.quantizer.unrecorded().quantize(values, BOTH)
+    made.dtype = param.dtype
+    return made.dequantize()
+
+
+# What it is
+
+
+@recipe_of_each
+def test_a_weight_lives_quantized_and_nowhere_else(recipe):
+    def bytes_alive():
+        gc.collect()
+        found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
+        return sum(sizes.values())
+
+    before = bytes_alive()
+    with opfuse.quantized_model_init(recipe=recipe):
+        model = ops.Linear(512, 256, bias=False)
+    param = model.weight
+    assert 2 * param.numel() <= bytes_alive() - before <= 2.02 * param.numel()
+    assert isinstance(param, QuantizedParameter) and isinstance(param, nn.Parameter)
+    assert (param.dtype, param.shape, param.requires_grad) == (torch.float32, (256, 512), True)
+    assert param.quantized.copies == BOTH and param.recipe == recipe
+    assert next(iter(model.state_dict())) == "weight" and [*model.parameters()] == [param]
+    assert not hasattr(param, "get_high_precision_init_val")
+
+
+@recipe_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_are_those_of_the_quantizer(recipe, dtype):
+    model = linear(recipe, dtype=dtype)
+    torch.manual_seed(0)
+    drawn = ops.Linear(48, 40, dtype=dtype).weight.detach()
+    assert torch.equal(model.weight.get_high_precision_init_val(), drawn)
+    assert torch.equal(model.weight.detach().dequantize(), cast(model.weight, drawn))
+    assert (model.weight.detach().dequantize().float() - drawn.float()).abs().max() < 0.01
+    model.weight.clear_high_precision_init_val()
+    assert model.weight.get_high_precision_init_val() is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 127), (127, 3), (0, 5), (5, 0), (129, 257)], ids=str)
+@recipe_of_each
+def test_shapes(recipe, shape):
+    outputs, inputs = shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where it draws nothing
+        model = linear(recipe, inputs, outputs, bias=False)
+        twin = unquantized(model)
+    _share_scale(model, twin, recipe)
+    x = batch(7, inputs)
+    assert same(step(model, x, recipe), step(twin, x, recipe))
+    assert model(x[0]).shape == (outputs,) and model(x[None, None]).shape == (1, 1, 7, outputs)
+
+
+def _share_scale(model, twin, recipe):
+    """Give the weight's quantizer of an unquantized twin the state of that of the parameter."""
+    if not model.weight.quantizer.state_names:
+        return
+    op = twin.basic_ops[0]
+    op._quantizers.use(op, recipe)
+    for name in model.weight.quantizer.state_names:
+        getattr(op._quantizers.of(recipe)["weight"], name).copy_(
+            getattr(model.weight.quantizer, name)
+        )
+
+
+# Products
+
+
+@recipe_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+def test_a_step_is_that_of_an_unquantized_model(recipe, dtype, frozen):
+    model = linear(recipe, dtype=dtype)
+    twin = unquantized(model)
+    _share_scale(model, twin, recipe)
+    for m in (model, twin):
+        for name, param in m.named_parameters():
+            param.requires_grad_(name != frozen)
+    before, x = codes(model.weight), batch(dtype=dtype)
+    assert same(step(model, x, recipe), step(twin, x, recipe))
+    with torch.no_grad(), opfuse.autocast(recipe):
+        assert torch.equal(model(x), twin(x))
+    assert same(codes(model.weight), before)
+
+
+@recipe_of_each
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_overrides(recipe, override):
+    recipe = type(recipe)(backward_override=override)
+    model, x = linear(recipe), batch()
+    y, dx, dw, _ = step(model, x, recipe)
+    dy = 2 * y
+    assert torch.equal(dx, dy @ model.weight.detach().dequantize())
+    kept = x if override == "high_precision" else None
+    if kept is not None:
+        assert torch.equal(dw, dy.t().mm(kept))
+
+
+@recipe_of_each
+def test_under_torch_autocast(recipe):
+    model, x = linear(recipe), batch()
+    twin = unquantized(model)
+    _share_scale(model, twin, recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = step(model, x, recipe), step(twin, x, recipe)
+    assert got[0].dtype == torch.bfloat16 and same(got, want)
+
+
+@recipe_of_each
+@pytest.mark.parametrize("mixed", [False, True])
+def test_without_a_recipe_it_is_dequantized(recipe, mixed):
+    model, x = linear(recipe), batch()
+    twin = unquantized(model)
+    with torch.no_grad():
+        twin.weight.copy_(model.weight)
+    assert type(twin.weight) is nn.Parameter
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        assert same(step(model, x, None), step(twin, x, None))
+    with opfuse.options(double_backward=True):
+        grads = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        assert same(grads, torch.autograd.grad(twin(x).square().sum(), [*twin.parameters()]))
+
+
+def test_another_recipe_is_refused():
+    model, x = linear(PER_TENSOR), batch()
+    expected = r"weight is quantized by another recipe: it lives as PerTensor.*in force is PerBlock"
+    with pytest.raises(RuntimeError, match=expected), opfuse.autocast(PER_BLOCK):
+        model(x)
+    with opfuse.autocast(PER_TENSOR):
+        assert model(x).shape == (16, 40)
+
+
+@recipe_of_each
+def test_nothing_but_the_parameter_is_kept_of_it_for_the_backward(recipe):
+    model, x, seen = linear(recipe, bias=False), batch().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        with opfuse.autocast(recipe):
+            model(x)
+    theirs = {part.data_ptr() for part in model.weight.tensors()}
+    others = [t for t in seen if t.data_ptr() not in theirs]
+    assert len(others) < len(seen)
+    size = sum(t.numel() * t.element_size() for t in others)
+    assert x.numel() < size <= 1.3 * x.numel()  # the input in one byte, and its scales
+    with opfuse.autocast(recipe):
+        kept = opfuse.explain(model, x).to_dict()["forward"]
+    assert sum(row["saved_bytes"] for row in kept) == size
+
+
+def test_a_change_between_forward_and_backward_is_an_error():
+    for recipe in TOYS:
+        model, x = linear(recipe), batch().requires_grad_()
+        with opfuse.autocast(recipe):
+            y = model(x)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_grad_mode_off_builds_one_copy():
+    for recipe in (PER_TENSOR, PER_BLOCK):
+        with torch.no_grad():
+            model = linear(recipe)
+        assert model.weight.quantized.copies == ROWWISE
+        x = batch()
+        with torch.no_grad(), opfuse.autocast(recipe):
+            assert torch.equal(model(x), linear(recipe)(x))
+    with pytest.raises(RuntimeError, match="expected copies for .*build the model with grad mode"):
+        step(model, x, PER_BLOCK)
+
+
+# As a tensor
+
+
+NEW = torch.randn(40, 48, generator=torch.Generator().manual_seed(3)) / 9
+WRITES = {  # how, and what the values are then
+    "copy_": (lambda p: p.copy_(NEW), lambda old: NEW),
+    "from bf16": (lambda p: p.copy_(NEW.bfloat16()), lambda old: NEW.bfloat16()),
+    "from int": (lambda p: p.copy_(NEW.int()), lambda old: NEW.int().float()),
+    "from a row": (lambda p: p.copy_(NEW[0]), lambda old: NEW[:1].repeat(40, 1)),
+    "transposed": (lambda p: p.copy_(NEW.t().contiguous().t()), lambda old: NEW),
+    "mul_": (lambda p: p.mul_(2), lambda old: old * 2),
+    "add_": (lambda p: p.add_(NEW, alpha=-0.5), lambda old: old.add(NEW, alpha=-0.5)),
+    "itself": (lambda p: p.add_(p), lambda old: old + old),
+    "foreach": (lambda p: torch._foreach_add_([p], [NEW]), lambda old: old + NEW),
+    "data": (lambda p: setattr(p, "data", NEW), lambda old: NEW),
+    "detach": (lambda p: p.detach().copy_(NEW), lambda old: NEW),
+    "view": (lambda p: p.view(-1).copy_(NEW.view(-1)), lambda old: NEW),
+    "rows": (lambda p: p[:7].copy_(NEW[:7]), lambda old: torch.cat([NEW[:7], old[7:]])),
+    "index": (
+        lambda p: p.__setitem__(3, 0.0),
+        lambda old: old.index_fill(0, torch.tensor([3]), 0.0),
+    ),
+    "out": (lambda p: torch.mul(NEW, 3, out=p), lambda old: NEW * 3),
+    "constant": (lambda p: nn.init.constant_(p, 0.25), lambda old: torch.full_like(old, 0.25)),
+    "eye": (lambda p: nn.init.eye_(p), lambda old: torch.eye(40, 48)),
+    "zeros": (lambda p: p.zero_(), torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@recipe_of_each
+def test_writing_quantizes_again_in_place(recipe, name):
+    param = linear(recipe).weight
+    write, values = WRITES[name]
+    places = [part.data_ptr() for part in param.tensors()]
+    old, version = param.detach().dequantize(), param.tensors()[0]._version
+    want = cast(param, values(old))
+    with torch.no_grad():
+        write(param)
+    assert torch.equal(param.detach().dequantize(), want) and not torch.equal(want, old)
+    assert param.tensors()[0]._version > version
+    assert [part.data_ptr() for part in param.tensors()] == places
+    assert isinstance(param, nn.Parameter) and param.quantized.dtype == torch.float32
+
+
+@recipe_of_each
+def test_reading_gives_the_values(recipe):
+    param = linear(recipe).weight
+    values = param.detach().dequantize()
+    reads = {
+        "sum": lambda t: t.sum(),
+        "t": lambda t: t.t(),
+        "slice": lambda t: t[:5] + 0,
+        "later rows": lambda t: t[5:9],
+        "index": lambda t: t[3, 4],
+        "float": lambda t: t.double() + 0,
+        "bf16": lambda t: t.bfloat16() + 0,
+        "norm": lambda t: torch.linalg.vector_norm(t),
+        "product": lambda t: torch.nn.functional.linear(batch(), t),
+        "cat": lambda t: torch.cat([t.view(-1), t.reshape(-1)]),
+        "foreach": lambda t: torch._foreach_mul([t, t], 2.0)[1],
+        "int": lambda t: t.mul(100).to(torch.int32),
+        "equal": lambda t: t == t,
+        "zeros": torch.zeros_like,
+        "chunk": lambda t: torch.chunk(t, 3)[2],
+    }
+    for name, read in reads.items():
+        got = read(param.detach())
+        assert type(got) is torch.Tensor, name
+        want = read(values)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got, want), name
+    assert param.is_floating_point() and param.is_leaf and not param.is_meta
+    text = repr(param)
+    assert "QuantizedParameter" in text and type(recipe).__name__ in text and "(40, 48)" in text
+
+
+@recipe_of_each
+def test_copies(recipe):
+    model = linear(recipe)
+    step(model, batch(), recipe)
+    param, before = model.weight, codes(model.weight)
+    param.main_grad = torch.zeros(40, 48)
+    pickled = pickle.loads(pickle.dumps(model))
+    assert isinstance(pickled.weight, nn.Parameter) and pickled.weight.requires_grad
+    for twin in (copy.deepcopy(model), pickled):
+        assert same(codes(twin.weight), before) and torch.equal(
+            twin.weight.main_grad, param.main_grad
+        )
+        assert twin.weight.quantizer is not param.quantizer
+        assert twin.weight.quantizer is twin.basic_ops[0]._quantizers.of(recipe)["weight"]
+        assert same(step(twin, batch(), recipe), step(copy.deepcopy(model), batch(), recipe))
+        with torch.no_grad():
+            twin.weight.mul_(3)
+    clone, other = param.detach().clone(), linear(recipe, seed=5).weight
+    states = [getattr(param.quantizer, name).clone() for name in param.quantizer.state_names]
+    with torch.no_grad():
+        clone.zero_()
+        copied = copy.deepcopy(other).detach().copy_(param)
+    assert same(codes(copied), before) and same(codes(param), before)
+    names = param.quantizer.state_names
+    assert all(
+        torch.equal(getattr(param.quantizer, n), s) for n, s in zip(names, states, strict=True)
+    )
+
+
+@recipe_of_each
+def test_to_another_dtype_or_device(recipe):
+    model = linear(recipe)
+    param, before, values = model.weight, codes(model.weight), model.weight.detach().dequantize()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
+        model.to(dtype)
+        assert model.weight is param and model.bias.dtype == dtype == param.dtype
+        assert isinstance(param, nn.Parameter) and same(codes(param), before)
+        assert torch.equal(param.detach().dequantize(), values.to(dtype))
+        assert step(model, batch(dtype=dtype), recipe)[2].dtype == dtype
+    model.cpu()
+    assert type(model.weight) is QuantizedParameter
+    moved = param.detach().to("meta")
+    assert moved.is_meta and all(part.is_meta for part in moved.tensors())
+
+
+# Training
+
+
+STEPS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "sgd foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.02, weight_decay=0),
+    "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=0.02, weight_decay=0, foreach=True),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=0.02, weight_decay=0, fused=True),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@recipe_of_each
+def test_an_optimizer_step_is_that_of_the_values_and_a_cast(recipe, name):
+    model = linear(recipe)
+    plain = [nn.Parameter(p.detach().clone() + 0) for p in model.parameters()]
+    ours, theirs = STEPS[name]([*model.parameters()]), STEPS[name](plain)
+    for number in range(3):
+        for p, q in zip(model.parameters(), plain, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+            q.grad = p.grad.clone()
+            q.data.copy_(p.detach())
+        theirs.step()
+        want = cast(model.weight, plain[0].detach())
+        ours.step()
+        assert torch.equal(model.weight.detach().dequantize(), want)
+        assert torch.equal(model.bias, plain[1])
+    states = ours.state[model.weight].values()
+    assert all(type(value) is torch.Tensor for value in states if value is not None)
+    restored = STEPS[name]([*copy.deepcopy(model).parameters()])
+    restored.load_state_dict(copy.deepcopy(ours.state_dict()))
+
+
+@recipe_of_each
+def test_gradients_are_plain(recipe):
+    model, x = linear(recipe), batch()
+    for _ in range(2):  # accumulated
+        with opfuse.autocast(recipe):
+            model(x).sum().backward()
+    assert type(model.weight.grad) is torch.Tensor and model.weight.grad.dtype == torch.float32
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert total > 1 and torch.linalg.vector_norm(model.weight.grad) <= 1
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(vector[: 40 * 48].view(40, 48), model.weight.detach().dequantize())
+    values = batch(40, seed=7)
+    want = cast(model.weight, values)
+    nn.utils.vector_to_parameters(
+        torch.cat([values.view(-1), model.bias.detach()]), model.parameters()
+    )
+    assert torch.equal(model.weight.detach().dequantize(), want)
+    model.zero_grad()
+    assert model.weight.grad is None
+    model.requires_grad_(False)
+    assert not model.weight.requires_grad
+
+
+def test_main_grad():
+    model, x = linear(PER_BLOCK, accumulate_into_main_grad=True), batch()
+    model.weight.main_grad = torch.zeros(40, 48)
+    for _ in range(2):
+        with opfuse.autocast(PER_BLOCK):
+            model(x).square().sum().backward()
+    twin = linear(PER_BLOCK)
+    with opfuse.autocast(PER_BLOCK):
+        twin(x).square().sum().backward()
+    assert model.weight.grad is None
+    assert torch.equal(model.weight.main_grad, 2 * twin.weight.grad)
+
+
+@recipe_of_each
+def test_parameters_are_drawn_anew(recipe):
+    model = linear(recipe)
+    torch.manual_seed(4)
+    model.reset_parameters()
+    torch.manual_seed(4)
+    drawn = ops.Linear(48, 40)
+    assert torch.equal(
+        model.weight.detach().dequantize(), cast(model.weight, drawn.weight.detach())
+    )
+    assert torch.equal(model.bias, drawn.bias)
+
+
+def test_a_delayed_scale_follows_what_is_written():
+    model, x = linear(DELAYED), batch()
+    quantizer = model.weight.quantizer
+    first = model.weight.get_high_precision_init_val().abs().max()
+    assert torch.equal(quantizer.scale, first.reshape(1) / 448)  # not 1
+    for _ in range(3):  # nothing is cast, so nothing is recorded
+        casts = quantizer.casts.clone()
+        with opfuse.autocast(DELAYED):
+            model(x)
+            assert torch.equal(quantizer.casts, casts)
+    assert model.basic_ops[0]._quantizers.of(DELAYED)["weight"] is quantizer
+    with torch.no_grad():
+        model.weight.mul_(4)  # saturates
+    assert quantizer.seen > 3.5 * first
+    assert model.weight.detach().dequantize().abs().max() <= first * 1.01
+    with opfuse.autocast(DELAYED):
+        model(x)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert model.weight.detach().dequantize().abs().max() > 1.9 * first
+
+
+def test_a_weight_of_two_ops_advances_once():
+    model = opfuse.Sequential(linear(DELAYED, 48, 48), ops.GELU(), linear(DELAYED, 48, 48))
+    model[2].weight = model[0].weight
+    with opfuse.autocast(DELAYED):
+        model(batch())
+    quantizers = [model[i].basic_ops[0]._quantizers.of(DELAYED)["weight"] for i in (0, 2)]
+    assert quantizers[0] is quantizers[1]
+    assert quantizers[0].count == 2  # once when it was built, and once for the step
+
+
+# Checkpoints
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(model, recipe, steps=2, start=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(start, start + steps):
+        with opfuse.autocast(recipe):
+            y = model(batch(seed=number))
+        y.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@recipe_of_each
+def test_a_run_goes_on_to_the_bit(recipe, steps):
+    model = linear(recipe)
+    train(model, recipe, steps)
+    checkpoint, again = saved(model), linear(recipe, seed=9)
+    assert all(type(value) is torch.Tensor for value in checkpoint.values())
+    again.load_state_dict(checkpoint)
+    assert same(codes(again.weight), codes(model.weight))
+    for m in (model, again):
+        train(m, recipe, 3, start=5)
+    assert same(codes(again.weight), codes(model.weight))
+    assert same([*saved(again).values()], [*saved(model).values()])
+
+
+@recipe_of_each
+def test_unquantized_checkpoints_load_and_back(recipe):
+    plain, other = nn.Linear(48, 40), ops.Linear(48, 40)
+    with torch.no_grad():
+        plain.weight.mul_(50)  # another magnitude than that of the parameter before
+    for checkpoint in (other.state_dict(), plain.state_dict()):
+        model = linear(recipe)
+        model.load_state_dict(checkpoint)
+        values = model.weight.detach().dequantize()
+        worst = (values - checkpoint["weight"]).abs().max() / checkpoint["weight"].abs().max()
+        assert worst < 0.05 and isinstance(model.weight, QuantizedParameter)
+        assert torch.equal(values, cast(model.weight, checkpoint["weight"]))
+    for other in (ops.Linear(48, 40), linear(PER_BLOCK if recipe is PER_TENSOR else PER_TENSOR)):
+        other.load_state_dict(saved(model))
+        want = values if type(other.weight) is nn.Parameter else cast(other.weight, values)
+        assert torch.equal(other.weight.detach() + 0, want)
+    missing, unexpected = plain.load_state_dict(saved(model), strict=False)
+    assert not missing and all("quantized.weight." in key for key in unexpected)
+    assert torch.equal(plain.weight, values)
+
+
+def test_what_a_checkpoint_may_not_hold():
+    model = linear(PER_TENSOR)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        model.load_state_dict(ops.Linear(48, 41).state_dict())
+    before = codes(model.weight)
+    for key, value in {
+        "format": torch.tensor([1, 2], dtype=torch.uint8),
+        "rowwise_data": torch.zeros(3),
+        "scale_inv": None,
+        "of_another_kind": torch.zeros(3),
+    }.items():
+        checkpoint = saved(model)
+        if value is None:
+            del checkpoint[f"quantized.weight.{key}"]
+        else:
+            checkpoint[f"quantized.weight.{key}"] = value
+        model.load_state_dict(checkpoint)  # by its values
+        assert torch.equal(
+            model.weight.detach().dequantize(), cast(model.weight, checkpoint["weight"])
+        )
+        model.load_state_dict(saved(model))
+    assert len(before) == len(codes(model.weight))
+    kept = model.state_dict(keep_vars=True)
+    assert kept["weight"] is model.weight
+    model.load_state_dict(saved(linear(PER_TENSOR, seed=2)), assign=True)
+    assert isinstance(model.weight, QuantizedParameter) and isinstance(model.weight, nn.Parameter)
+    model.load_state_dict(ops.Linear(48, 40).state_dict(), assign=True)
+    assert isinstance(model.weight, nn.Parameter)
+
+
+# The block
+
+
+def test_which_blocks_quantize_what():
+    with opfuse.quantized_model_init(PER_TENSOR):
+        with opfuse.quantized_model_init(enabled=False):
+            assert type(ops.Linear(4, 4).weight) is nn.Parameter
+        with pytest.raises(ZeroDivisionError), opfuse.quantized_model_init("testing-PerBlock"):
+            inner = ops.BasicLinear(4, 4)
+            raise ZeroDivisionError
+        model = opfuse.Sequential(ops.Linear(4, 4), ops.LayerNorm(4), nn.Linear(4, 4))
+        meta = ops.Linear(4, 4, device="meta")
+        grouped = ops.GroupedLinear(2, 4, 4)
+        parallel = ops.ParallelLinear([ops.Linear(4, 4), nn.Linear(4, 4)])
+        of = ops.Linear.of(nn.Linear(4, 4))
+        reading = ops.BasicLinear.reading(model[0])
+    assert inner.weight.recipe == PER_BLOCK and model[0].weight.recipe == PER_TENSOR
+    plain = model[1].weight, model[2].weight, meta.weight, grouped.weight0, of.weight
+    assert {type(param) for param in plain} == {nn.Parameter}
+    assert type(ops.Linear(4, 4).weight) is nn.Parameter
+    assert reading.weight is model[0].weight
+    linears = [*parallel.children()]
+    assert [type(one.weight) for one in linears] == [QuantizedParameter, nn.Parameter]
+    x = batch(3, 4)
+    want = torch.cat([x @ one.weight.detach().t() + one.bias for one in linears], -1)
+    torch.testing.assert_close(parallel(x), want)
+    with opfuse.autocast(PER_TENSOR):
+        assert torch.equal(reading(x), model[0].basic_ops[0](x))
+
+
+def test_what_a_block_refuses():
+    with pytest.raises(TypeError, match="quantized_model_init: got two recipes"):
+        opfuse.quantized_model_init(PER_TENSOR, recipe=PER_BLOCK)
+    with pytest.raises(TypeError, match="quantized_model_init: expected an opfuse.Recipe"):
+        opfuse.quantized_model_init(recipe=3)
+    with pytest.raises(ValueError, match="no plugin offers a recipe 'fp9'"):
+        opfuse.quantized_model_init("fp9")
+    with plugins.using(""), pytest.warns(opfuse.PluginWarning, match="is off"):
+        plugins.manager._warned.clear()
+        with opfuse.quantized_model_init(PER_TENSOR):
+            assert type(ops.Linear(4, 4).weight) is nn.Parameter
+
+
+def test_names_and_reports():
+    torch.manual_seed(0)
+    with opfuse.quantized_model_init(DELAYED):
+        model = opfuse.Sequential(ops.BasicLinear(8, 8, name="first"), ops.Linear(8, 8))
+    opfuse.prepare(model)  # before its quantizers know a name
+    x = batch(4, 8)
+    with opfuse.autocast(DELAYED):
+        text = str(opfuse.explain(model, x))
+    assert "BasicLinear: weight lives quantized, by Delayed" in text
+    assert "is dequantized in every call" in " ".join(str(opfuse.explain(model, x)).split())
+
+
+def test_torch_compile_refuses_with_a_sentence():
+    model = torch.compile(linear(PER_TENSOR), backend="eager")
+    with pytest.raises(Exception, match="which torch.compile does not look into"):
+        model(batch())
+
+
+@recipe_of_each
+def test_recomputed_in_a_checkpoint(recipe):
+    model, x = linear(recipe), batch().requires_grad_()
+    twin = copy.deepcopy(model)
+    with opfuse.autocast(recipe):
+        y = torch.utils.checkpoint.checkpoint(
+            model, x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts
+        )
+    y.square().sum().backward()
+    assert same([y.detach(), x.grad, model.weight.grad], step(twin, x.detach(), recipe)[:3])
+    assert same(codes(model.weight), codes(twin.weight))
+
+
+def test_the_other_copy_is_read_where_there_is_no_rowwise_one():
+    param = linear(PER_BLOCK).weight
+    only = QuantizedParameter(param.quantized.only(COLUMNWISE), PER_BLOCK)
+    assert only.quantized.copies == COLUMNWISE
+    assert torch.equal(only.dequantize(), param.quantized.dequantize(COLUMNWISE))
