@@ -36,12 +36,11 @@ def unmixed(values: Tensor, signs: int) -> Tensor:
 
 
 def _sums(values: Tensor) -> Tensor:
-    found = values
+    groups = values.reshape(-1, SIZE).t().contiguous()  # long rows add faster than short ones
     for apart in (1, 2, 4, 8):
-        pairs = found.reshape(-1, SIZE // (2 * apart), 2, apart)
-        one, other = pairs[:, :, 0], pairs[:, :, 1]
-        found = torch.stack([one + other, one - other], 2)
-    return found.reshape(values.shape)
+        one, other = groups.view(SIZE // (2 * apart), 2, apart, -1).unbind(1)
+        groups = torch.stack([one + other, one - other], 1)
+    return groups.view(SIZE, -1).t().reshape(values.shape)
 
 
 def _signs(values: Tensor, signs: int) -> Tensor:

@@ -88,7 +88,6 @@ def draws(shape, seed, step, which):
     key = hashed(seed % 2**32)
     for part in (seed >> 32, step, which, *shape):
         key = hashed(key ^ part)
-    key = hashed(key)  # places beyond 2^32 would come in here
     places = range(int(np.prod(shape)))
     bits = [hashed(hashed(key ^ place) ^ key) >> 8 for place in places]
     return np.array(bits, np.float64).reshape(shape) / 2**24

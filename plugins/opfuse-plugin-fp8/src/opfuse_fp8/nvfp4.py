@@ -29,7 +29,6 @@ SIGNS = 0xD7E8
 
 BLOCK = 16
 MOST, MOST_OF_SCALES = 6.0, 448.0
-_32_BITS = 0xFFFFFFFF
 
 
 def make(recipe: NVFP4BlockScaling, role: QuantizerRole, device: Any) -> NVFP4Quantizer:
@@ -199,13 +198,13 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
 
     def _drawn(self, like: Tensor, which: int) -> Tensor:
         """Numbers in [0, 1), multiples of 2^-24."""
-        key = _hashed(self.seed & _32_BITS)
-        for part in (self.seed >> 32, self.step, which, *like.shape):
-            key = _hashed(key ^ (part & _32_BITS))
-        place = torch.arange(like.numel(), device=like.device)
-        key = _hashed(key ^ (place >> 32))
-        bits = _hashed(_hashed(key ^ (place & _32_BITS)) ^ key)
-        return ((bits >> 8).float() * 2.0**-24).view(like.shape)
+        seed = self.seed.to(torch.int32), (self.seed >> 32).to(torch.int32)
+        key = _hashed(seed[0])
+        for part in (seed[1], self.step.to(torch.int32), which, *like.shape):
+            key = _hashed(key ^ part)
+        place = torch.arange(like.numel(), device=like.device).to(torch.int32)
+        bits = _hashed(_hashed(place ^ key) ^ key)
+        return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-24).view(like.shape)
 
 
 class _Copy(NamedTuple):
@@ -303,12 +302,10 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """32 bits from 32 bits, by which each bit depends on every one; int64 in and out.
+    """32 bits from 32 bits, by which each bit depends on every one; int32 in and out.
 
     The constants are those of Chris Wellons' ``lowbias32``.
     """
-    numbers = numbers ^ (numbers >> 16)
-    numbers = (numbers * 0x7FEB352D) & _32_BITS
-    numbers = numbers ^ (numbers >> 15)
-    numbers = (numbers * 0x846CA68B) & _32_BITS
-    return numbers ^ (numbers >> 16)
+    numbers = (numbers ^ (numbers >> 16 & 0xFFFF)) * 0x7FEB352D
+    numbers = (numbers ^ (numbers >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return numbers ^ (numbers >> 16 & 0xFFFF)
