@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from opfuse import Environment, Quantizer, QuantizerRole, Recipe, hookimpl
+from typing import Any
+
+from opfuse import Environment, Fusion, Quantizer, QuantizerRole, Recipe, hookimpl
 
 from . import quantizers, recipes
 from .quantizers import *  # noqa: F403
@@ -29,3 +31,25 @@ def opfuse_quantizer(
 ) -> Quantizer | None:
     """A quantizer for a tensor under one of the recipes."""
     return quantizers.make(recipe, role, None if env is None else env.device)
+
+
+@hookimpl
+def opfuse_forward_fusions() -> list[Fusion]:
+    """A cast, alone or with the activation or the norm before it."""
+    from . import fused
+
+    return fused.FORWARD
+
+
+@hookimpl
+def opfuse_backward_fusions() -> list[Fusion]:
+    """A cast of a gradient, alone or with the activation and the bias that give it."""
+    from . import fused
+
+    return fused.BACKWARD
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """Whether PyTorch's operations stand in where the kernels cannot run; for tests."""
+    return {"fp8.twins": False}

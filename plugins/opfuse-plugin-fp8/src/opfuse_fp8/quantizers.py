@@ -208,8 +208,16 @@ class DelayedQuantizer(_TensorQuantizer):
         self.amax_history = torch.zeros(history, dtype=torch.float32, device=device)
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        torch.maximum(self.amax, casts.largest(tensor), out=self.amax)
+        self.record(casts.largest(tensor))
         return self._rescaled(tensor, usage, self.scale.clone())
+
+    def record(self, amax: Tensor) -> None:
+        """Take note of the largest magnitude of a tensor, which a kernel may have found.
+
+        Args:
+            amax: fp32, (1,); NaN is left out of it.
+        """
+        torch.maximum(self.amax, amax, out=self.amax)
 
     def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
         made = self._with_scale(tensor, usage, scale)
