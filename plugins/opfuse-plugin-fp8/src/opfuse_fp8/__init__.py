@@ -36,9 +36,9 @@ def opfuse_quantizer(
 @hookimpl
 def opfuse_forward_fusions() -> list[Fusion]:
     """A cast, alone or with the activation or the norm before it."""
-    from . import fused
+    from . import fused, fused_norms
 
-    return fused.FORWARD
+    return [*fused.FORWARD, *fused_norms.FORWARD]
 
 
 @hookimpl

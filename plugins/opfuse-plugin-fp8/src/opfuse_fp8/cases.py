@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from opfuse.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 from opfuse.triton import KernelCase, Operand
 
 from . import formulas, twins
-from .kernels import launch
+from .kernels import launch, launch_norms
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 _HIDDEN = {"rows": 8192, "features": 16384}
 _MODEL = {"rows": 8192, "features": 4096}
 _LLAMA = {"rows": 8192, "features": 14336}
+_WIDE = {"rows": 8192, "features": 8192}
 _SMALL = [{"rows": 160, "features": 256}, {"rows": 32, "features": 128}]
 
 QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -67,16 +69,16 @@ def _given(*made: Tensor | None) -> list[Tensor]:
 
 
 def _floor(
-    tensors: Callable[..., Mapping[str, Operand]], again: str
+    tensors: Callable[..., Mapping[str, Operand]], *again: str
 ) -> Callable[..., int] | None:
-    """The floor of a case: its operands, one of which is read once more when its amax is known."""
-    if not again:
+    """The floor of a case: its operands, and what has to be read twice once more."""
+    if not any(again):
         return None
 
     def floor(**shape: int) -> int:
         found = tensors(**shape)
-        full = sum(operand.nbytes for operand in found.values() if operand.role == "full")
-        return full + found[again].nbytes
+        full = [operand for operand in found.values() if operand.role == "full"]
+        return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
 
     return floor
 
@@ -117,10 +119,9 @@ def _forward(
         y, kept = twins.activation(op, x, bias, x.dtype, bias is not None, quantizer, usage)
         return tuple([*_parts(y), *_given(kept)])
 
-    again = ("values" if values else "x") if form == "current" else ""
-    floor = _floor(tensors, again)
-    small = _SMALL
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, small, floor, separate=separate)
+    again = () if form != "current" else ("values",) if values else ("x",)
+    floor = _floor(tensors, *again)
+    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
 
 
 def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -> KernelCase:
@@ -140,20 +141,65 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         return found
 
     def run(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
-        quantizer, known = QUANTIZERS[form](_E5M2, dy.device), dy if x is None else None
-        shape = dy.shape if x is None else x.shape
-        casting = launch.Casting(quantizer, BOTH, shape, dy.dtype, dy.device, values=known)
+        quantizer = QUANTIZERS[form](_E5M2, dy.device)
+        if not values:
+            given = formula, formula.numbers(numbers), dy, x, sums
+            dx, dbias = launch.gradient(*given, quantizer, BOTH)
+            return tuple([*_parts(dx), *_given(dbias)])
+        casting = launch.Casting(quantizer, BOTH, x.shape, dy.dtype, dy.device)
         dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
-        made = _parts(casting.made())
-        return tuple([*made, *_given(dbias), *_given(casting.values if values else None)])
+        return tuple([*_parts(casting.made()), *_given(dbias, casting.values)])
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
         quantizer = QUANTIZERS[form](_E5M2, dy.device)
         dx, dbias = twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH)
         return tuple([*_parts(dx), *_given(dbias)])
 
-    again = ("values" if values else "dy") if form == "current" else ""
-    floor = _floor(tensors, again)
+    again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
+    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, ""), BOTH):
+        again = "dy", "x"
+    floor = _floor(tensors, *again)
+    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+
+
+def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
+    which = launch_norms.Norm(kind, 1e-5, False)
+    adds, layer, values = "add" in name, kind == "layer", form == "current"
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        full, vector = Operand((rows, features), _BF16), Operand((features,), _BF16, "vector")
+        found = {"x": full, **({"extra": full} if adds else {}), "weight": vector}
+        found |= {"bias": vector} if layer else {}
+        found |= _results(form, _E4M3, usage, rows, features)
+        found |= {"sum": replace(full, output=True)} if adds else {}
+        for statistic in ("mean", "rstd") if layer else ("rstd",):
+            found[statistic] = Operand((rows, 1), torch.float32, "vector", True)
+        return found | ({"values": replace(full, output=True)} if values else {})
+
+    def run(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> tuple[Tensor, ...]:
+        quantizer = QUANTIZERS[form](_E4M3, x.device)
+        given = x, extra, weight, bias, which, None, adds, True, quantizer, usage
+        made = launch_norms.norm(*given)
+        parts = _given(made.total, made.mean, made.rstd, made.values)
+        return tuple([*_parts(made.output), *parts])
+
+    def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
+        total = x if extra is None else x + extra
+        wide = total.float()
+        mean = wide.mean(-1, keepdim=True) if layer else None
+        centered = wide if mean is None else wide - mean
+        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + which.eps)
+        y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
+        made = twins.cast(y, QUANTIZERS[form](_E4M3, x.device), usage)
+        parts = _given(total if adds else None, mean, rstd)
+        return tuple([*_parts(made), *parts])
+
+    again = ["values"] if values else []
+    if form == "delayed" and usage.columnwise:
+        again = ["row codes"]
+    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, ""), usage):
+        again = ["sum" if adds else "x"]
+    floor = _floor(tensors, *again)
     return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
 
 
@@ -180,5 +226,12 @@ CASES = [
     *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
     _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
     _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
+    *_each(_norm, "RMSNorm + cast", "rms", _MODEL, _WIDE),
+    _norm("rowwise RMSNorm + cast", "rms", "delayed", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", "rms", "1 x 128", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", "rms", "MX", _MODEL, usage=ROWWISE),
+    *_each(_norm, "add + RMSNorm + cast", "rms", _MODEL),
+    _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
+    _norm("LayerNorm + cast", "layer", "MX", _MODEL),
 ]
 """Linears of 4096 and 16384 features, and of Llama 3 8B; bfloat16 in, E4M3 or for gradients E5M2."""

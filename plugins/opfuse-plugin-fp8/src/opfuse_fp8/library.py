@@ -24,7 +24,7 @@ def cast(
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
     if type(x) in _PLAIN and not x.is_contiguous():
         x = x.contiguous()
-    if not (takes(x) and _has_blocks(quantizer, usage, x.shape, 1)):
+    if not (takes(x) and has_blocks(quantizer, usage, x.shape)):
         return twins.cast(x, quantizer, usage, again)
     return launch.cast(x, quantizer, usage, again)
 
@@ -46,7 +46,7 @@ def activation(
         fits
         and dtype in DTYPES
         and takes(x, bias)
-        and _has_blocks(quantizer, usage, _output(formula, x.shape), 1)
+        and has_blocks(quantizer, usage, _output(formula, x.shape))
     ):
         return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
     numbers = formula.numbers(op.numbers_of())
@@ -69,7 +69,7 @@ def gradient(
     shape = dy.shape if x is None else x.shape
     parts = 2 if formula.gated and not formula.size else 1
     fits = x is None or (_splits(formula, x) and dy.shape == _output(formula, x.shape))
-    if not (fits and takes(dy, x) and _has_blocks(quantizer, usage, shape, parts)):
+    if not (fits and takes(dy, x) and has_blocks(quantizer, usage, shape, parts)):
         return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
     values = formula.numbers(numbers or ())
     return launch.gradient(formula, values, dy, x, needs_sums, quantizer, usage)
@@ -99,7 +99,7 @@ def _output(formula: Formula, shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // 2)) if formula.gated else shape
 
 
-def _has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int) -> bool:
+def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:
     """Whether blocks are whole where they have to be, also within halves that lie side by side."""
     columns = shape[-1]
     rows = shape.numel() // max(columns, 1)

@@ -122,7 +122,7 @@ class _TensorQuantizer(_Quantizer):
         self.dtype = dtype
 
     def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
-        codes = casts.cast(tensor, scale, self.dtype).contiguous()
+        codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
         transposed = _as_matrix(codes).t().contiguous() if usage.columnwise else None
         rowwise = codes if usage.rowwise else None
         return ScaledTensor(
@@ -381,4 +381,5 @@ class IdentityQuantizer(_Quantizer):
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    return tensor.detach().reshape(tensor.shape[:-1].numel(), columns)

@@ -15,26 +15,29 @@ def magnitude(v):
 
 
 @triton.jit
-def most_of(MANTISSA: tl.constexpr):
-    """The largest number of E4M3 (3 bits of mantissa), or of E5M2 (2 bits)."""
-    most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
-    return most
-
-
-@triton.jit
 def scale_of(amax, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr):
     """``most / amax``, rounded once; 1 where the amax is 0 or infinite."""
-    scale = tl.div_rn(tl.zeros_like(amax) + most_of(MANTISSA), amax)
-    scale = tl.where(scale == float("inf"), IF_INFINITE, scale)
     if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # most is 1.75 times a power of two, so the quotient is below one where amax is above that
+        bits = amax.to(tl.int32, bitcast=True)
+        top: tl.constexpr = 262 if MANTISSA == 3 else 269
+        exponent = top - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.minimum(exponent, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+        scale = tl.div_rn(tl.zeros_like(amax) + most, amax)
+        scale = tl.where(scale == float("inf"), IF_INFINITE, scale)
     return tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
 
 
 @triton.jit
-def inverse_of(scale):
+def inverse_of(scale, POWER_OF_2: tl.constexpr):
     """``1 / scale``, rounded once."""
-    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    if POWER_OF_2:
+        inverse = scale_of_exponent(scale.to(tl.int32, bitcast=True) >> 23)
+    else:
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return inverse
 
 
 @triton.jit
@@ -78,19 +81,20 @@ def _rounded(v, MANTISSA: tl.constexpr):
 def codes_of(v, scale, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     """``v * scale`` as codes, in bytes: finite values saturate, infinity and NaN stay.
 
-    ``NATIVE``: the target converts fp32 to FP8 itself, rounding once.
+    ``NATIVE``: the target converts fp32 to FP8 itself, rounding once and saturating.
     """
     most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
-    scaled = tl.minimum(tl.maximum(v * scale, -most), most)
+    scaled = v * scale
+    infinite = tl.abs(v) == float("inf")
+    if MANTISSA == 3:  # without infinity
+        scaled = tl.where(infinite, float("nan"), scaled)
     if NATIVE:
         dtype: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
         code = scaled.to(dtype).to(tl.uint8, bitcast=True)
     else:
-        code = _rounded(scaled, MANTISSA)
-    bits = v.to(tl.int32, bitcast=True)
-    size, sign = bits & 0x7FFFFFFF, (bits >> 24) & 0x80
-    if MANTISSA == 3:  # without infinity
-        special = tl.where(size == 0x7F800000, 0x7F, 0x7F | sign)
-    else:
-        special = tl.where(size == 0x7F800000, 0x7C, 0x7F) | sign
-    return tl.where(size >= 0x7F800000, special.to(tl.uint8), code)
+        code = _rounded(tl.minimum(tl.maximum(scaled, -most), most), MANTISSA)
+        sign = ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+        code = tl.where(scaled == scaled, code, sign | 0x7F)
+    if MANTISSA == 2:  # infinity follows the largest number
+        code += infinite.to(tl.uint8)
+    return code

@@ -78,27 +78,28 @@ def _column_sums(sums_ptr, v, tile, width, first):
 
 
 @triton.jit
-def _emit_halves(
-    da, db, first_row, first, tile, rows, features, sums_ptr,
-    wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
-    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+def _gate_gradient(
+    dy, a, b, numbers, inside,
+    DERIVATIVE: tl.constexpr, LINEAR_VALUE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of two contiguous halves."""
-    if sums_ptr is not None:
-        _column_sums(sums_ptr, da, tile * 2, features, first)
-        _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
-    one = emit(
-        da, first_row, first, rows, 2 * features, features,
-        wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
-    )  # fmt: skip
-    other = emit(
-        db, first_row, features + first, rows, 2 * features, 2 * features,
-        wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
-    )  # fmt: skip
-    return tl.maximum(one, other)
+    """``act'(a) lin(b) dy``."""
+    da = dy * LINEAR_VALUE(b, *numbers)
+    if ROUNDS and DTYPE == tl.bfloat16:
+        da = da.to(tl.bfloat16).to(tl.float32)
+    return tl.where(inside, (da * DERIVATIVE(a, *numbers)).to(DTYPE).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _linear_gradient(
+    dy, a, b, numbers, inside,
+    VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``act(a) lin'(b) dy``."""
+    db = VALUE(a, *numbers)
+    if ROUNDS and DTYPE == tl.bfloat16:
+        db = db.to(tl.bfloat16).to(tl.float32)
+    db *= dy * LINEAR_DERIVATIVE(b, *numbers)
+    return tl.where(inside, db.to(DTYPE).to(tl.float32), 0.0)
 
 
 # The kernels
@@ -186,14 +187,13 @@ def cast_backward(
         a, b = _halves(
             x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS
         )
-        da, db = dy * LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
-        if ROUNDS and DTYPE == tl.bfloat16:
-            da, db = da.to(tl.bfloat16).to(tl.float32), db.to(tl.bfloat16).to(tl.float32)
-        da *= DERIVATIVE(a, *numbers)
-        db *= dy * LINEAR_DERIVATIVE(b, *numbers)
-        da = tl.where(inside, da.to(DTYPE).to(tl.float32), 0.0)
-        db = tl.where(inside, db.to(DTYPE).to(tl.float32), 0.0)
         if SIZE > 0:
+            da = _gate_gradient(
+                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
+            )  # fmt: skip
+            db = _linear_gradient(
+                dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
+            )  # fmt: skip
             both = _together(da, db, SIZE)
             if sums_ptr is not None:
                 _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
@@ -202,12 +202,28 @@ def cast_backward(
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
-        else:
-            largest = _emit_halves(
-                da, db, first_row, first, tile, rows, features, sums_ptr,
+        else:  # one after the other, which takes fewer registers
+            da = _gate_gradient(
+                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
+            )  # fmt: skip
+            if sums_ptr is not None:
+                _column_sums(sums_ptr, da, tile * 2, features, first)
+            largest = emit(
+                da, first_row, first, rows, 2 * features, features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
+            db = _linear_gradient(
+                dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
+            )  # fmt: skip
+            if sums_ptr is not None:
+                _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
+            other = emit(
+                db, first_row, features + first, rows, 2 * features, 2 * features,
+                wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            )  # fmt: skip
+            largest = tl.maximum(largest, other)
     if amax_ptr is not None:
         tl.store(amax_ptr + tl.program_id(0), largest)
 
@@ -224,7 +240,7 @@ def scale_of_tensor(
         largest = tl.maximum(largest, tl.load(amax_ptr + at, at < count, 0.0))
     scale = scale_of(tl.max(largest, 0), MANTISSA, POWER_OF_2, 3.4028234663852886e38)
     tl.store(scale_ptr, scale)
-    tl.store(inverse_ptr, inverse_of(scale))
+    tl.store(inverse_ptr, inverse_of(scale, POWER_OF_2))
 
 
 @triton.jit

@@ -40,20 +40,26 @@ def _emit_blocks(
     MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
 ):  # fmt: skip
-    """A scale for 128 values: of each row of a tile for one copy, of each column for the other."""
-    size = magnitude(v)
+    """A scale for 128 values: along the rows for one copy, along the columns for the other."""
+    tall: tl.constexpr = v.shape[0]
+    wide: tl.constexpr = v.shape[1]
     if row_ptr is not None:
-        scale = scale_of(tl.max(size, 1, keep_dims=True), MANTISSA, POWER_OF_2, IF_INFINITE)
-        codes = codes_of(v, scale, MANTISSA, NATIVE)
+        each: tl.constexpr = wide if wide < 128 else 128
+        blocks = tl.reshape(v, (tall, wide // each, each))
+        amax = tl.max(magnitude(blocks), 2, keep_dims=True)
+        scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
+        codes = tl.reshape(codes_of(blocks, scale, MANTISSA, NATIVE), (tall, wide))
         tl.store(row_ptr + row * columns + column, codes, inside)
-        at = (first_column // 128).to(tl.int64) * rows + row
-        tl.store(row_scale_ptr + at, inverse_of(scale), row < rows)
+        block = first_column // 128 + tl.arange(0, wide // each)[None, :]
+        inverse = inverse_of(tl.reshape(scale, (tall, wide // each)), POWER_OF_2)
+        there = (row < rows) & (block * 128 < stop)
+        tl.store(row_scale_ptr + block.to(tl.int64) * rows + row, inverse, there)
     if column_ptr is not None:
-        scale = scale_of(tl.max(size, 0, keep_dims=True), MANTISSA, POWER_OF_2, IF_INFINITE)
+        scale = scale_of(tl.max(magnitude(v), 0, keep_dims=True), MANTISSA, POWER_OF_2, IF_INFINITE)
         codes = codes_of(v, scale, MANTISSA, NATIVE)
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
         at = first_row // 128 * columns + column
-        tl.store(column_scale_ptr + at, inverse_of(scale), column < stop)
+        tl.store(column_scale_ptr + at, inverse_of(scale, POWER_OF_2), column < stop)
 
 
 @triton.jit
@@ -66,7 +72,7 @@ def _emit_square(
     """A scale for the whole tile of 128 x 128: both copies have the same codes."""
     amax = tl.max(tl.max(magnitude(v), 1), 0)
     scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
-    codes, inverse = codes_of(v, scale, MANTISSA, NATIVE), inverse_of(scale)
+    codes, inverse = codes_of(v, scale, MANTISSA, NATIVE), inverse_of(scale, POWER_OF_2)
     down, across = first_row // 128, first_column // 128
     if row_ptr is not None:
         tl.store(row_ptr + row * columns + column, codes, inside)

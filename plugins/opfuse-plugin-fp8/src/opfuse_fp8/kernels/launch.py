@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse.quantization import QuantizedTensor, Usage
+from opfuse.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 from opfuse.triton import Config, Kernel, Target, current_target
 
@@ -36,6 +36,15 @@ SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS
 def _converts(target: Target) -> bool:
     """Whether fp32 becomes FP8 in one instruction that rounds once, to the OCP formats."""
     return target.backend == "cuda" and int(target.arch) >= 89
+
+
+def format_of(quantizer: Any) -> str:
+    """What the kernels call the format of a quantizer; ``"none"``: its scale is not known yet."""
+    if isinstance(quantizer, BlockQuantizer):
+        return "block" if quantizer.block[0] == 1 else "square"
+    if isinstance(quantizer, MXQuantizer):
+        return "mx"
+    return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
 
 
 class Casting:
@@ -81,20 +90,12 @@ class Casting:
         self._wide: Tensor | None = None
         self.constants: dict[str, Any] = {
             "DTYPE": _TL[dtype],
-            "FORMAT": self._format(),
+            "FORMAT": format_of(quantizer),
             "MANTISSA": _MANTISSA[quantizer.dtype],
             "NATIVE": _converts(current_target(device)),
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
         }
-
-    def _format(self) -> str:
-        quantizer = self._quantizer
-        if isinstance(quantizer, BlockQuantizer):
-            return "block" if quantizer.block[0] == 1 else "square"
-        if isinstance(quantizer, MXQuantizer):
-            return "mx"
-        return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
 
     def facts(self) -> dict[str, Any]:
         """What tiles depend on."""
@@ -223,6 +224,16 @@ def activation(
     return casting.made(), kept
 
 
+def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
+    """Whether a gradient is computed once for each copy.
+
+    A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
+    lie side by side a program would have twice as many, more than its registers hold.
+    """
+    apart = formula.gated and not formula.size
+    return apart and all(usage) and isinstance(quantizer, BlockQuantizer)
+
+
 def gradient(
     formula: Formula,
     numbers: tuple[float, ...],
@@ -234,6 +245,15 @@ def gradient(
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """See :func:`opfuse_fp8.twins.gradient`; ``dy`` has the dtype of ``x``."""
     shape, known = (dy.shape, dy) if x is None else (x.shape, None)
+    if takes_two_passes(formula, quantizer, usage):
+        each = []
+        for one, sums_too in ((ROWWISE, needs_sums), (COLUMNWISE, False)):
+            casting = Casting(quantizer, one, shape, dy.dtype, dy.device)
+            sums = backward(formula, numbers, dy, x, sums_too, casting)
+            each.append((casting.made(), sums))
+        (row, sums), (column, _) = each
+        merged = [a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)]
+        return row.rebuild(merged), sums
     casting = Casting(quantizer, usage, shape, dy.dtype, dy.device, values=known)
     sums = backward(formula, numbers, dy, x, needs_sums, casting)
     return casting.made(), sums
