@@ -156,7 +156,7 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         return tuple([*_parts(dx), *_given(dbias)])
 
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
-    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, ""), BOTH):
+    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
         again = "dy", "x"
     floor = _floor(tensors, *again)
     return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
@@ -197,7 +197,7 @@ def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) ->
     again = ["values"] if values else []
     if form == "delayed" and usage.columnwise:
         again = ["row codes"]
-    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, ""), usage):
+    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, "cpu"), usage):
         again = ["sum" if adds else "x"]
     floor = _floor(tensors, *again)
     return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
