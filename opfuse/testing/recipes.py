@@ -231,14 +231,23 @@ def offered() -> Iterator[None]:
 
 
 def recipes_for(plugin: str) -> tuple[Recipe, ...]:
-    """The recipes that a plugin is held to: its own, with their defaults, then those of the kit."""
+    """The recipes that a plugin is held to: its own, with their defaults, then those of the kit.
+
+    One that has no defaults, such as one made of a user's function, is left out.
+    """
     own = [
         cls
         for record in manager.records
         if record.answers_to(plugin)
         for cls in dict.fromkeys(record.recipes.values())
     ]
-    return tuple(cls() for cls in (*own, *TOYS))
+    return tuple(cls() for cls in (*own, *TOYS) if _has_defaults(cls))
+
+
+def _has_defaults(recipe: type[Recipe]) -> bool:
+    missing = dataclasses.MISSING
+    fields = [field for field in dataclasses.fields(recipe) if field.init]
+    return all(f.default is not missing or f.default_factory is not missing for f in fields)
 
 
 def variants(recipe: Recipe) -> Iterator[Recipe]:

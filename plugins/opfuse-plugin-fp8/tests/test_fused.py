@@ -396,3 +396,274 @@ def true_norm(op, x, weight, bias):
     if weight is not None:
         y = y * (weight.double() + (1 if op.zero_centered_gamma else 0))
     return y if bias is None else y + bias.double(), mean, rstd
+
+
+# Plans
+
+
+class Again(opfuse.FusedOperation):
+    """An activation that is computed again in the backward, as other plugins do it."""
+
+    recomputes = True
+    times = 0
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y = self.basic_ops[0].op_forward(basic_op_ctxs[0], input_)
+        if basic_op_ctxs[0].may_recompute:
+            basic_op_ctxs[0].recomputable_output = y
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        Again.times += 1
+        (x,) = basic_op_ctxs[0].saved_tensors
+        return self.basic_ops[0].forward_value(x)
+
+
+def mlp(act=ops.GELU, width=64, norm=None, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    hidden = 2 * width
+    chain = [ops.Linear(width, hidden * act().feature_ratio), act(), ops.Linear(hidden, width)]
+    return opfuse.Sequential(*([norm(width)] if norm else []), *chain).to(DEVICE, dtype)
+
+
+def trained(chain, x, recipe, steps=2):
+    """What some steps give: outputs, gradients, and the state of quantizers."""
+    leaf, results = x.clone().requires_grad_(), []
+    weight = torch.linspace(-1, 1, x.numel(), device=x.device).view_as(x).to(x.dtype)
+    for _ in range(steps):
+        with opfuse.autocast(recipe):
+            y = chain(leaf)
+        (y * weight).sum().backward()
+        results.append(y.detach())
+    grads = [leaf.grad, *(p.grad for p in chain.parameters())]
+    state = {k: v for k, v in chain.state_dict().items() if "quantizers" in k}
+    return results + grads, state
+
+
+def fusions_of(chain, x, recipe, **options):
+    with opfuse.autocast(recipe), opfuse.options(**options):
+        row = opfuse.explain(chain, x.clone().requires_grad_()).to_dict()
+    steps = [[step["fusion"] for step in row[name]] for name in ("forward", "backward")]
+    return steps, {step["reason"] for step in row["refused"]}
+
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+
+
+@pytest.fixture
+def alone():
+    with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.twins": not computing()}):
+        yield
+
+
+def computing():
+    return GPU or is_interpreting()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
+def test_a_model_gives_what_the_separate_ops_give(act, recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    (forward, backward), _ = fusions_of(mlp(act, norm=ops.RMSNorm), x, recipe)
+    assert {"norm+cast", "activation+cast"} <= {*forward}
+    assert {"cast+bias", "cast+activation"} <= {*backward}
+    got, state = trained(mlp(act, norm=ops.RMSNorm), x, recipe)
+    with opfuse.options(fusion_limit=0):
+        expected, other = trained(mlp(act, norm=ops.RMSNorm), x, recipe)
+    for one, two in zip(got, expected, strict=True):
+        if computing():
+            torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+        else:
+            assert torch.equal(one, two)
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def twins_wanted():
+    """Without a list of plugins, which would come before what is registered."""
+    with opfuse.options(**{"fp8.twins": not computing()}):
+        yield
+
+
+@pytest.mark.usefixtures("twins_wanted")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_another_fusion_computes_again_is_not_kept(recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    expected, state = trained(mlp(), x, recipe)
+    fusion = opfuse.Fusion((ops.GELU,), Again, name="again")
+    handle = opfuse.register_forward_fusion(fusion, prepend=True)
+    try:
+        (forward, _), _ = fusions_of(mlp(), x, recipe)
+        assert "again" in forward and "cast" in forward
+        before = Again.times
+        got, other = trained(mlp(), x, recipe)
+    finally:
+        handle.unregister()
+    assert Again.times == before + 2
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+    for name, value in state.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_are_computed_again_where_memory_is_preferred(recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    saved, results = [], []
+    for prefer in ("speed", "memory"):
+        sizes = {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with (
+            opfuse.options(prefer=prefer),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            results.append(trained(mlp(), x, recipe, steps=1))
+        saved.append(sum(sizes.values()))
+    codes = 64 * 128
+    assert saved[0] - saved[1] >= codes
+    (one, state), (two, other) = results
+    assert all(map(torch.equal, one, two))
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES[:1])
+def test_nothing_is_recorded_without_grad_mode(recipe):
+    x, chain = drawn((64, 64), dtype=torch.bfloat16)[0], mlp(norm=ops.LayerNorm)
+    _, before = trained(chain, x, recipe)
+    with torch.no_grad(), opfuse.autocast(recipe):
+        chain(1000 * x)
+    after = {k: v for k, v in chain.state_dict().items() if "quantizers" in k}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_activation_checkpointing_counts_once():
+    from torch.utils.checkpoint import checkpoint
+
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    states = []
+    for checkpointing in (False, True):
+        chain, leaf = mlp(), x.clone().requires_grad_()
+        for _ in range(2):
+            with opfuse.autocast("fp8-delayed"):
+                more = {"use_reentrant": False, "context_fn": opfuse.checkpoint_contexts}
+                call = functools.partial(checkpoint, chain, **more)
+                (call if checkpointing else chain)(leaf).sum().backward()
+        states.append({k: v for k, v in chain.state_dict().items() if "quantizers" in k})
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# Where the kernels are not used
+
+
+def reasons(recipe, chain=None, x=None, **options):
+    with opfuse.plugins.using("fp8"):
+        given = drawn((64, 64), dtype=torch.bfloat16)[0] if x is None else x
+        (forward, backward), why = fusions_of(chain or mlp(), given, recipe, **options)
+    return {*filter(None, forward + backward)}, " ".join(why)
+
+
+def test_where_no_kernel_runs_nothing_is_fused_unless_the_twins_are_wanted():
+    x = torch.randn(64, 64, dtype=torch.float64)
+    chain = mlp(dtype=torch.float64).cpu()
+    names, why = reasons("fp8-current", chain, x)
+    assert not names
+    assert ("float64" if computing() and not GPU else "this is cpu") in why
+    assert reasons("fp8-current", chain, x, **{"fp8.twins": True})[0]
+
+
+class Own(fp8.CurrentQuantizer):
+    """A quantizer that overrides something."""
+
+
+def own(role):
+    return Own(E4M3)
+
+
+def of_squares(role):
+    return fp8.MXQuantizer(E4M3, square=True)
+
+
+def test_other_quantizers_are_left_alone():
+    recipe = fp8.CustomRecipe(own, name="own for the tests of kernels")
+    names, why = reasons(recipe, **{"fp8.twins": True})
+    assert not names and "this is a Own" in why
+    recipe = fp8.CustomRecipe(of_squares, name="squares for the tests of kernels")
+    names, why = reasons(recipe, **{"fp8.twins": True})
+    assert not names and "32 x 32 share one" in why
+
+
+@computes
+def test_activations_and_norms_that_the_kernels_do_not_take():
+    act = functools.partial(ops.SwiGLU, glu_interleave_size=3)
+    x = drawn((64, 96), dtype=torch.bfloat16)[0]
+    names, why = reasons("fp8-current", mlp(act, 96), x)
+    assert "activation+cast" not in names and "a power of two up to 64" in why
+    norm = functools.partial(lambda width: ops.RMSNorm((64, width)))
+    names, why = reasons("fp8-current", mlp(norm=norm))
+    assert "norm+cast" not in names and "normalize one dimension" in why
+
+
+# Without a GPU
+
+
+@compiles
+@pytest.mark.parametrize("number", range(0, len(cases.CASES), 9))
+def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
+    from opfuse.triton.checking import check_case
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for arch in TARGETS:
+        rows = check_case("fp8", "opfuse_fp8.cases:CASES", number, arch)
+        assert rows and not [sentence for row in rows for sentence in row.refusals]
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
+    from opfuse.triton.ledger import count_small
+
+    for shape in case.small:
+        assert count_small(case, shape).full <= 1.02 * case.floor_bytes(shape)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_partial_results_are_few(case):
+    """Sums and largest magnitudes of tiles are written and read once."""
+    for arch, shape in itertools.product(TARGETS, case.shapes):
+        with recording(arch) as launches:
+            case.run(**case.inputs(shape))
+        names = "sums_ptr", "amax_ptr"
+        partial = [launch.arguments.get(name) for launch in launches for name in names]
+        moved = sum(2 * tensor.nbytes for tensor in partial if tensor is not None)
+        assert moved <= 0.05 * case.floor_bytes(shape)
+
+
+def test_floors_say_what_has_to_be_read_twice():
+    """Current scaling knows its scale late; a columnwise copy of a norm needs the statistics."""
+    floors = {case.name: case.floor_bytes(case.shapes[0]) for case in cases.CASES}
+    full = 8192 * 4096
+    assert floors["cast, delayed"] == full * (2 + 1 + 1)
+    assert floors["cast, current"] == full * (2 + 2 + 1 + 1)
+    assert floors["cast, 1 x 128"] == floors["cast, MX"] == floors["cast, delayed"]
+    assert floors["RMSNorm + cast, delayed"] == full * (2 + 1 + 1 + 1)
+    assert floors["RMSNorm + cast, MX"] == full * (2 + 2 + 1 + 1)
+
+
+def test_rows_and_features_may_pass_32_bits():
+    """The row is of 64 bits before anything is multiplied by it."""
+    (case,) = [case for case in cases.CASES if case.name == "cast, delayed"]
+    with recording(90) as launches:
+        case.run(**case.inputs({"rows": 1 << 20, "features": 1 << 14}))
+    config = launches[0].config
+    assert launches[0].grid[0] * config["BLOCK_ROWS"] * config["BLOCK_COLUMNS"] == 1 << 34
+    assert tiles.programs(1 << 20, 1 << 14, config) == launches[0].grid[0]
