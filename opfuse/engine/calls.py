@@ -137,14 +137,24 @@ class _CastGradient:
 
 
 class TrackedCast:
-    """The forward step of a cast whose input may be computed again instead of being kept."""
+    """The forward step of a cast whose input may be computed again instead of being kept.
 
-    def __init__(self, cast: Cast) -> None:
-        self.__self__, self.__name__ = cast, "op_forward"
+    Args:
+        cast: The cast.
+        fused: The ``fuser_forward`` that stands for it alone, or None.
+    """
+
+    def __init__(self, cast: Cast, fused: Any = None) -> None:
+        self.__self__, self.__name__, self._fused = cast, "op_forward", fused
 
     def __call__(self, ctx: Any, x: Any) -> Any:
         """Cast it, and tell the op that asked for it what was cast into what."""
-        made = self.__self__.op_forward(ctx, x)
+        if self._fused is None:
+            made = self.__self__.op_forward(ctx, x)
+        else:
+            given: Any = dict(basic_op_extra_inputs=(), basic_op_kwargs=())
+            given |= dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+            made, _ = self._fused((), x, **given)
         ctx.cast_input = x, made
         return made
 

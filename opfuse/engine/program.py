@@ -178,7 +178,7 @@ class Program:
     def _recomputing(self) -> dict[int, Recompute]:
         starts = {i: start for i, start, _ in self.saved.ranges}
         fused = {step.start: step for step in self.forward if step.stop > step.start}
-        casts = {step.start: step.op for step in self.forward if isinstance(step.op, Cast)}
+        casts: dict[int, Any] = {s.start: s.matched[0] for s in self.forward if s.start == s.stop}
         found = {}
         for step in self.backward:
             if (first := step.recompute) is not None:
@@ -376,13 +376,14 @@ def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) 
         return
     if before.end % 2 or behind is None:  # it gives what the op takes
         kept = ""
-    elif not isinstance(behind.op, Cast):
+    elif behind.stop > behind.start:
         kept = f"{type(behind.op).__name__} casts it inside"
-    elif not behind.op.quantizer.requantizes:
-        by = type(behind.op.quantizer).__name__
+    elif not (cast := behind.casts[0][1]).quantizer.requantizes:
+        by = type(cast.quantizer).__name__
         kept = f"{by} cannot cast it again with the scale of the forward"
     else:
-        kept, behind.run = "", TrackedCast(behind.op)
+        kept, fused = "", behind.run if behind.source else None
+        behind.direct, behind.run = True, TrackedCast(cast, fused)
     if kept:
         step.note = f"its input is not computed again: {kept}"
     else:

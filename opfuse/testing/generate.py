@@ -260,6 +260,7 @@ def make_chains(
     makers: Makers | None = None,
     examples: Sequence[Sequence[Op]] = (),
     thorough: bool = False,
+    recipes: Sequence[Recipe] | None = None,
 ) -> Chains:
     """The chains for a fusion.
 
@@ -273,6 +274,7 @@ def make_chains(
             input's features.
         examples: Chains of a fusion function, which has no pattern to make them from.
         thorough: See :class:`Chains`.
+        recipes: Under which of them; None: those of the plugin and of the kit.
     """
     makers = makers or {}
     subject = subject._replace(makers=tuple(makers.items()))
@@ -282,7 +284,7 @@ def make_chains(
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     models: list[Case] = []
-    recipes = recipes_for(subject.plugin)
+    recipes = recipes_for(subject.plugin) if recipes is None else recipes
     quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()

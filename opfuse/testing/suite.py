@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ..quantization import Recipe
 from .cases import Op, Subject, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains
@@ -42,6 +43,8 @@ class FusionSuite:
             that gives an :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
             each a list of :class:`Op`.
+        recipes: The recipes that its fusions are held to; None: those of the plugin, with their
+            defaults, and of the kit.
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
         thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
@@ -53,6 +56,7 @@ class FusionSuite:
     inexact: ClassVar[Mapping[str, str]] = {}
     makers: ClassVar[Mapping[type, Callable[[int], Any]]] = {}
     examples: ClassVar[Mapping[str, Sequence[Sequence[Op]]]] = {}
+    recipes: ClassVar[Sequence[Recipe] | None] = None
     most_rows: ClassVar[int | None] = None
     thorough: ClassVar[bool] = os.environ.get("OPFUSE_THOROUGH", "") not in ("", "0")
 
@@ -157,6 +161,7 @@ class FusionSuite:
                         cls.makers,
                         cls.examples.get(subject.name, ()),
                         cls.thorough,
+                        cls.recipes,
                     ),
                     most_rows=cls.most_rows if is_interpreting() else None,
                 )

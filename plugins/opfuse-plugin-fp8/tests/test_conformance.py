@@ -1,25 +1,52 @@
 """The quantizers and the fusions against the contract."""
 
+import dataclasses
+
 import opfuse_fp8 as fp8
 import pytest
 import torch
 
 import opfuse
 from opfuse.testing import FusionSuite, QuantizerSuite
+from opfuse.testing.machine import is_interpreting
+
+
+class Casts(FusionSuite):
+    """Cases for casts, under one recipe with state; ``test_fused.py`` compares the codes of all."""
+
+    plugin = "fp8"
+    recipes = (fp8.DelayedScaling(),)
+    most_rows = 300  # a tile takes the interpreter milliseconds
+
+    @classmethod
+    def chains(cls, subject, device):
+        """A few of the activations: the other plugins' tests have them all."""
+        found = super().chains(subject, device)
+        return dataclasses.replace(found, all=found.all[:: 1 + len(found.all) // 8])
 
 
 class TestConformance(FusionSuite):
+    """Products under every recipe, casts under one."""
+
     plugin = "fp8"
+
+    @classmethod
+    def chains(cls, subject, device):
+        """See :class:`Casts`."""
+        suite = Casts if "cast" in subject.name else super()
+        return suite.chains(subject, device)
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, request):
-        """Products run in FP8 on a CPU too; there alone they refuse something."""
-        wanted = "auto" if request.node.name.endswith("-refusals]") else "native"
-        with opfuse.options(**{"fp8.products": wanted}):
+        """Products run in FP8 on a CPU too, and twins stand in; there alone they refuse nothing."""
+        refusing = request.node.name.endswith("-refusals]")
+        products, twins = "auto" if refusing else "native", not is_interpreting() and not refusing
+        with opfuse.options(**{"fp8.products": products, "fp8.twins": twins}):
             yield
 
 
 def e4m3(role):
+    """A quantizer for any role."""
     return fp8.CurrentQuantizer(torch.float8_e4m3fn)
 
 

@@ -39,21 +39,25 @@ def opfuse_quantizer(
 
 @hookimpl
 def opfuse_forward_fusions() -> list[Fusion]:
-    """Linears whose products run in FP8, and activations that are computed again."""
-    from . import memory, products
+    """Products in FP8, casts with what comes before them, activations that are computed again."""
+    from . import fused, fused_norms, memory, products
 
-    return [*products.FORWARD, *memory.FORWARD]
+    return [*products.FORWARD, *fused.FORWARD, *fused_norms.FORWARD, *memory.FORWARD]
 
 
 @hookimpl
 def opfuse_backward_fusions() -> list[Fusion]:
-    """The backward of linears, in FP8."""
-    from . import products
+    """Products in FP8; casts of a gradient, with the activation and the bias that give it."""
+    from . import fused, products
 
-    return products.BACKWARD
+    return [*products.BACKWARD, *fused.BACKWARD]
 
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether products run in FP8: where that pays, wherever PyTorch can, or nowhere."""
-    return {"fp8.products": "auto"}
+    """The options.
+
+    ``fp8.products``: whether products run in FP8, where that pays, wherever PyTorch can, or
+    nowhere. ``fp8.twins``: whether PyTorch's operations stand in where kernels cannot run.
+    """
+    return {"fp8.products": "auto", "fp8.twins": False}

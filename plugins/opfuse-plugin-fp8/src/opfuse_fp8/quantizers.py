@@ -147,7 +147,7 @@ class _TensorQuantizer(BaseQuantizer):
         return f"{_short(self.dtype)}, one scale"
 
     def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
-        codes = casts.cast(tensor, scale, self.dtype).contiguous()
+        codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
         transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         rowwise = codes if usage.rowwise else None
         return ScaledTensor(
@@ -237,8 +237,16 @@ class DelayedQuantizer(_TensorQuantizer):
         return f"{super().describe()}, of earlier steps"
 
     def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        torch.maximum(self.amax, casts.largest(tensor), out=self.amax)
+        self.record(casts.largest(tensor))
         return self._rescaled(tensor, usage, self.scale.clone())
+
+    def record(self, amax: Tensor) -> None:
+        """Take note of the largest magnitude of a tensor, which a kernel may have found.
+
+        Args:
+            amax: fp32, (1,); NaN is left out of it.
+        """
+        torch.maximum(self.amax, amax, out=self.amax)
 
     def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
         made = self._with_scale(tensor, usage, scale)
@@ -413,4 +421,5 @@ class IdentityQuantizer(BaseQuantizer):
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """All dimensions but the last together are the rows; without gradients."""
-    return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    return tensor.detach().reshape(tensor.shape[:-1].numel(), columns)

@@ -1,0 +1,235 @@
+"""What ``python -m opfuse.triton`` compiles and counts; never imported otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import ops
+from opfuse.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
+from opfuse.triton import KernelCase, Operand
+
+from . import formulas, twins
+from .kernels import launch, launch_norms
+from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+
+_E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+_HIDDEN = {"rows": 8192, "features": 16384}
+_MODEL = {"rows": 8192, "features": 4096}
+_LLAMA = {"rows": 8192, "features": 14336}
+_WIDE = {"rows": 8192, "features": 8192}
+_SMALL = [{"rows": 160, "features": 256}, {"rows": 32, "features": 128}]
+
+QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "delayed": lambda dtype, device: DelayedQuantizer(dtype, device=device),
+    "current": lambda dtype, device: CurrentQuantizer(dtype),
+    "1 x 128": lambda dtype, device: BlockQuantizer(dtype, (1, 128)),
+    "128 x 128": lambda dtype, device: BlockQuantizer(dtype, (128, 128)),
+    "MX": lambda dtype, device: MXQuantizer(dtype),
+}
+"""The quantizers by the names that cases call them, for an FP8 dtype and a device."""
+
+
+def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: int) -> Any:
+    """The operands that a cast gives: codes are full, scales are vectors."""
+    found = {}
+    for name, used, outer, inner in (
+        ("row", usage.rowwise, rows, columns),
+        ("column", usage.columnwise, columns, rows),
+    ):
+        if not used:
+            continue
+        down, across = -(-outer // 128), -(-inner // 128)
+        scales: Any = {
+            "1 x 128": ((across, outer), torch.float32),
+            "128 x 128": ((down, 4 * -(-across // 4)), torch.float32),
+            "MX": ((outer, inner // 32), torch.float8_e8m0fnu),
+        }
+        found[f"{name} codes"] = Operand((outer, inner), dtype, output=True)
+        if form in scales:
+            found[f"{name} scales"] = Operand(*scales[form], "vector", True)
+    if form in ("delayed", "current"):
+        found["inverse"] = Operand((1,), torch.float32, "vector", True)
+    if form == "delayed":
+        found["scale"] = Operand((1,), torch.float32, "vector", True)
+    return found
+
+
+def _parts(made: QuantizedTensor) -> list[Tensor]:
+    """Its tensors, in the order of :func:`_results`."""
+    return [tensor for tensor in made.tensors() if tensor is not None]
+
+
+def _given(*made: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _floor(tensors: Callable[..., Mapping[str, Operand]], *again: str) -> Callable[..., int] | None:
+    """The floor of a case: its operands, and what has to be read twice once more."""
+    if not any(again):
+        return None
+
+    def floor(**shape: int) -> int:
+        found = tensors(**shape)
+        full = [operand for operand in found.values() if operand.role == "full"]
+        return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
+
+    return floor
+
+
+def _forward(
+    name: str, op: Any, form: str, *shapes: Any, inputs: str = "x", usage: Usage = BOTH
+) -> KernelCase:
+    formula: Any = formulas.formula_of(op)
+    bias, values = "bias" in inputs, form == "current" and op is not None
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        width = features * (2 if formula.gated else 1)
+        found = {"x": Operand((rows, width), _BF16)}
+        if bias:
+            found["bias"] = Operand((width,), _BF16, "vector")
+        found |= _results(form, _E4M3, usage, rows, features)
+        if bias:
+            found["kept"] = Operand((rows, width), _BF16, output=True)
+        if values:
+            found["values"] = Operand((rows, features), _BF16, output=True)
+        return found
+
+    def run(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
+        quantizer = QUANTIZERS[form](_E4M3, x.device)
+        shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
+        kept = None if bias is None else torch.empty_like(x)
+        known = x if op is None else None
+        casting = launch.Casting(quantizer, usage, shape, x.dtype, x.device, values=known)
+        numbers = formula.numbers(() if op is None else op.numbers_of())
+        launch.forward(formula, numbers, x, bias, kept, casting)
+        made = _parts(casting.made())
+        return tuple([*made, *_given(kept), *_given(casting.values if values else None)])
+
+    def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
+        quantizer, kept = QUANTIZERS[form](_E4M3, x.device), None
+        if op is None:
+            return tuple(_parts(twins.cast(x, quantizer, usage)))
+        y, kept = twins.activation(op, x, bias, x.dtype, bias is not None, quantizer, usage)
+        return tuple([*_parts(y), *_given(kept)])
+
+    again = () if form != "current" else ("values",) if values else ("x",)
+    floor = _floor(tensors, *again)
+    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+
+
+def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -> KernelCase:
+    formula: Any = formulas.formula_of(op)
+    values, numbers = form == "current" and op is not None, op.numbers_of() if op else ()
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        width = features * (2 if formula.gated else 1)
+        found = {"dy": Operand((rows, features), _BF16)}
+        if op is not None:
+            found["x"] = Operand((rows, width), _BF16)
+        found |= _results(form, _E5M2, BOTH, rows, width)
+        if sums:
+            found["dbias"] = Operand((width,), _BF16, "vector", True)
+        if values:
+            found["values"] = Operand((rows, width), _BF16, output=True)
+        return found
+
+    def run(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
+        quantizer = QUANTIZERS[form](_E5M2, dy.device)
+        if not values:
+            given = formula, formula.numbers(numbers), dy, x, sums
+            dx, dbias = launch.gradient(*given, quantizer, BOTH)
+            return tuple([*_parts(dx), *_given(dbias)])
+        casting = launch.Casting(quantizer, BOTH, x.shape, dy.dtype, dy.device)
+        dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
+        return tuple([*_parts(casting.made()), *_given(dbias, casting.values)])
+
+    def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
+        quantizer = QUANTIZERS[form](_E5M2, dy.device)
+        dx, dbias = twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH)
+        return tuple([*_parts(dx), *_given(dbias)])
+
+    again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
+    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
+        again = "dy", "x"
+    floor = _floor(tensors, *again)
+    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+
+
+def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
+    which = launch_norms.Norm(kind, 1e-5, False)
+    adds, layer, values = "add" in name, kind == "layer", form == "current"
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        full, vector = Operand((rows, features), _BF16), Operand((features,), _BF16, "vector")
+        found = {"x": full, **({"extra": full} if adds else {}), "weight": vector}
+        found |= {"bias": vector} if layer else {}
+        found |= _results(form, _E4M3, usage, rows, features)
+        found |= {"sum": replace(full, output=True)} if adds else {}
+        for statistic in ("mean", "rstd") if layer else ("rstd",):
+            found[statistic] = Operand((rows, 1), torch.float32, "vector", True)
+        return found | ({"values": replace(full, output=True)} if values else {})
+
+    def run(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> tuple[Tensor, ...]:
+        quantizer = QUANTIZERS[form](_E4M3, x.device)
+        given = x, extra, weight, bias, which, None, adds, True, quantizer, usage
+        made = launch_norms.norm(*given)
+        parts = _given(made.total, made.mean, made.rstd, made.values)
+        return tuple([*_parts(made.output), *parts])
+
+    def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
+        total = x if extra is None else x + extra
+        wide = total.float()
+        mean = wide.mean(-1, keepdim=True) if layer else None
+        centered = wide if mean is None else wide - mean
+        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + which.eps)
+        y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
+        made = twins.cast(y, QUANTIZERS[form](_E4M3, x.device), usage)
+        parts = _given(total if adds else None, mean, rstd)
+        return tuple([*_parts(made), *parts])
+
+    again = ["values"] if values else []
+    if form == "delayed" and usage.columnwise:
+        again = ["row codes"]
+    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, "cpu"), usage):
+        again = ["sum" if adds else "x"]
+    floor = _floor(tensors, *again)
+    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+
+
+def _each(make: Callable[..., KernelCase], *given: Any, **more: Any) -> Sequence[KernelCase]:
+    name, op, *shapes = given
+    forms = ("delayed", "current", "1 x 128", "MX")
+    return [make(name, op, form, *shapes, **more) for form in forms]
+
+
+_GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
+_BY_32, _BY_1 = ops.SwiGLU(glu_interleave_size=32), ops.SwiGLU(glu_interleave_size=1)
+
+CASES = [
+    *_each(_forward, "cast", None, _MODEL, _HIDDEN),
+    _forward("cast", None, "128 x 128", _MODEL),
+    _forward("rowwise cast", None, "delayed", _MODEL, usage=ROWWISE),
+    _forward("rowwise cast", None, "1 x 128", _MODEL, usage=ROWWISE),
+    _forward("rowwise cast", None, "MX", _MODEL, usage=ROWWISE),
+    *_each(_forward, "bias + GELU + cast", _GELU, _HIDDEN, inputs="x bias"),
+    *_each(_forward, "SwiGLU + cast", _SWIGLU, _LLAMA),
+    _forward("SwiGLU by 32 + cast", _BY_32, "delayed", _LLAMA),
+    *_each(_backward, "cast + bias", None, _MODEL, sums=True),
+    *_each(_backward, "cast + bias + GELU", _GELU, _HIDDEN, sums=True),
+    *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
+    _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
+    _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
+    *_each(_norm, "RMSNorm + cast", "rms", _MODEL, _WIDE),
+    _norm("rowwise RMSNorm + cast", "rms", "delayed", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", "rms", "1 x 128", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", "rms", "MX", _MODEL, usage=ROWWISE),
+    *_each(_norm, "add + RMSNorm + cast", "rms", _MODEL),
+    _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
+    _norm("LayerNorm + cast", "layer", "MX", _MODEL),
+]
+"""Linears of 4096 and 16384 features, and of Llama 3 8B; bfloat16 in, E4M3 or for gradients E5M2."""

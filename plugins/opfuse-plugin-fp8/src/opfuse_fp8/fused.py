@@ -1,0 +1,189 @@
+"""The fused ops that end with a cast, and where they may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
+from opfuse.ops import Activation, Bias, Cast
+from opfuse.quantization import QuantizedTensor
+
+from . import conditions
+
+Ctxs = list[OperationContext]
+
+
+def activation_of(ops: Sequence[Any]) -> Any:
+    """The activation among some ops, or None."""
+    return next((op for op in ops if isinstance(op, Activation)), None)
+
+
+def quantizer_of(ops: Sequence[Any]) -> Any:
+    """The quantizer of the cast among some ops."""
+    return next(op.quantizer for op in ops if isinstance(op, Cast))
+
+
+class _Fused(FusedOperation):
+    """What all share: who computes it."""
+
+    _call = ""  # of the functions in twins and library
+    _run: Any
+    _first: tuple[Any, ...]  # the arguments of that which no call changes
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        # in a tuple, since looking up a module's attributes is slow
+        self._act = (activation_of(basic_ops),)
+        self._nothing = ((),) * len(basic_ops)
+        self._has_bias = any(isinstance(op, Bias) for op in basic_ops)
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        (act,) = self._act
+        self.fallback = conditions.why_not(env, quantizer_of(self.basic_ops), act)
+        if self.fallback:
+            from . import twins
+
+            self._run = getattr(twins, self._call)
+            self._first = () if self._call == "cast" else (act,)
+            return
+        from . import formulas, library
+
+        self._run = getattr(library, self._call)
+        self._first = () if self._call == "cast" else (formulas.formula_of(act), act)
+
+
+class CastAlone(_Fused):
+    """A cast: its codes, their transpose and the largest magnitude, in one pass if it can be."""
+
+    _call = "cast"
+    grad_input = "fresh"
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        return self._quantized(basic_op_ctxs[0], input_), self._nothing
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
+    ) -> tuple[Any, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        return self._quantized(basic_op_ctxs[0], grad_output), self._nothing, self._nothing
+
+    def _quantized(self, cast: Any, x: Any) -> Any:
+        if x is None or isinstance(x, QuantizedTensor):  # as it is, or refused
+            return None if x is None else cast.quantizer(x, cast.usage)
+        return self._run(x, cast.quantizer, cast.usage)
+
+
+class ForwardActivationCast(_Fused):
+    """[Bias +] activation + cast: the output is written as codes alone, where the scale is known.
+
+    Under ``prefer="memory"`` the codes are computed again in the backward, from the activation's
+    input and the scale of the forward, if the activation gives the same again.
+    """
+
+    _call = "activation"
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        wanted = env.options.get("prefer") == "memory"
+        self.recomputes = wanted and self._act[0].deterministic and not env.compiling
+
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        *_, ctx, cast = basic_op_ctxs
+        (op,) = self._act
+        bias = basic_op_ctxs[0].params[0] if self._has_bias else None
+        dtype = ctx.dtype or input_.dtype
+        saves = ctx.requires_grad and ctx.input_requires_grad
+        keep = saves and (bias is not None or dtype is not input_.dtype)
+        y, kept = self._run(
+            *(*self._first, input_, bias, dtype, keep),
+            *(cast.quantizer, cast.usage),  # type: ignore[attr-defined]
+        )
+        if ctx.requires_grad:  # what it is given is kept only if it saves
+            op.operand(ctx, kept if keep else input_ if saves else input_.new_empty(0, dtype=dtype))
+        if self.recomputes and basic_op_ctxs[0].may_recompute and saves:
+            basic_op_ctxs[0].recomputable_output = y
+        return y, self._nothing
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Any:
+        """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
+        *_, ctx, cast = basic_op_ctxs
+        (op,), (x,) = self._act, ctx.saved_tensors
+        op = op.with_numbers(getattr(ctx, "numbers", None) or op.numbers_of())
+        given = *self._first[:-1], op, x, None, x.dtype, False, cast.quantizer, cast.usage
+        return self._run(*given, cast.saved_tensors[0])[0]
+
+
+class BackwardCast(_Fused):
+    """Cast + [bias] + [activation], backward: gradient, its sum over rows and cast in one pass."""
+
+    _call = "gradient"
+    grad_input = "fresh"
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Any, **given: Any
+    ) -> tuple[Any, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        cast, first, ctx = basic_op_ctxs[0], basic_op_ctxs[1], basic_op_ctxs[-1]
+        (op,), x, numbers = self._act, None, None
+        if op is not None:
+            (x,) = ctx.saved_tensors  # type: ignore[misc]
+            # a forward of its own may have left none
+            numbers = getattr(ctx, "numbers", None) or op.numbers_of()
+            if x is None:
+                return None, self._nothing, self._nothing
+        needs_sums = self._has_bias and first.param_requires_grad[0]
+        dx, sums = self._run(
+            *(*self._first, numbers, grad_output, x, needs_sums),
+            *(cast.quantizer, cast.usage),  # type: ignore[attr-defined]
+        )
+        of_params = [(sums,) if isinstance(op, Bias) else () for op in self.basic_ops]
+        return dx, of_params, self._nothing
+
+
+def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
+    return conditions.runs(quantizer_of(ops), env, activation_of(ops))
+
+
+# How many tensors as large as the input are not read or written any more, in half precision. A cast
+# in PyTorch's operations goes over fp32 values several times
+_CAST = 8.0
+
+
+def _saved_forward(ops: Sequence[Any], env: Environment) -> float:
+    """An activation's output is not written and read again; nor is the sum with a bias."""
+    return _CAST + 2.0 * (len(ops) - 1) + (2.0 if activation_of(ops).gated else 0.0)
+
+
+def _saved_backward(ops: Sequence[Any], env: Environment) -> float:
+    """The gradient is not written, read for the sum over rows, and read to cast it."""
+    act = activation_of(ops)
+    return _CAST + 2.0 * (len(ops) - 1) + (3.0 if act is not None and act.gated else 0.0)
+
+
+_ACT = Subclasses(Activation)
+
+FORWARD = [
+    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
+    Fusion(
+        (Optional(Bias), _ACT, Cast),
+        ForwardActivationCast,
+        _runs,
+        _saved_forward,
+        name="activation+cast",
+    ),
+]
+
+BACKWARD = [
+    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
+    Fusion((Cast, Bias), BackwardCast, _runs, _saved_backward, name="cast+bias"),
+    Fusion(
+        (Cast, Optional(Bias), _ACT), BackwardCast, _runs, _saved_backward, name="cast+activation"
+    ),
+]

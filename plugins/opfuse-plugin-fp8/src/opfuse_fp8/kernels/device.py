@@ -1,0 +1,100 @@
+"""Device functions: scales and codes, bit for bit those of :mod:`opfuse_fp8.casts`."""
+# ruff: noqa: ANN202  # kernels take what they are given
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude(v):
+    """The magnitudes of fp32 values, 0 for NaN, which no scale counts."""
+    size = tl.abs(v)
+    return tl.where(size == size, size, 0.0)
+
+
+@triton.jit
+def scale_of(amax, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr):
+    """``most / amax``, rounded once; 1 where the amax is 0 or infinite."""
+    if POWER_OF_2:
+        # most is 1.75 times a power of two, so the quotient is below one where amax is above that
+        bits = amax.to(tl.int32, bitcast=True)
+        top: tl.constexpr = 262 if MANTISSA == 3 else 269
+        exponent = top - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.minimum(exponent, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+        scale = tl.div_rn(tl.zeros_like(amax) + most, amax)
+        scale = tl.where(scale == float("inf"), IF_INFINITE, scale)
+    return tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
+
+
+@triton.jit
+def inverse_of(scale, POWER_OF_2: tl.constexpr):
+    """``1 / scale``, rounded once."""
+    if POWER_OF_2:
+        inverse = scale_of_exponent(scale.to(tl.int32, bitcast=True) >> 23)
+    else:
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return inverse
+
+
+@triton.jit
+def exponent_of(amax, MANTISSA: tl.constexpr):
+    """The biased exponent of an MX scale, as int32: that of ``amax / most``, rounded up."""
+    reciprocal: tl.constexpr = 1.0 / (448.0 if MANTISSA == 3 else 57344.0)
+    wanted = amax * reciprocal
+    bits = wanted.to(tl.int32, bitcast=True)
+    exponent, rest = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # 2^-127, the least scale, is half of the first exponent's subnormal numbers
+    covered = (rest == 0) | ((exponent == 0) & (rest <= 0x400000))
+    exponent += tl.where(covered | (exponent >= 254), 0, 1)
+    return tl.where(wanted == float("inf"), 254, exponent)
+
+
+@triton.jit
+def scale_of_exponent(exponent):
+    """``2^(127 - exponent)``: what values are multiplied by."""
+    bits = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(v, MANTISSA: tl.constexpr):
+    """The codes of finite values within the range, by integers: to nearest even."""
+    shift: tl.constexpr = 23 - MANTISSA
+    bias: tl.constexpr = 7 if MANTISSA == 3 else 15
+    # the sum has the least step of the format as its last bit
+    magic: tl.constexpr = 16384.0 if MANTISSA == 3 else 128.0
+    magic_bits: tl.constexpr = 0x46800000 if MANTISSA == 3 else 0x43000000
+    bits = v.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift
+    normal -= (127 - bias) << MANTISSA
+    small = (tl.abs(v) + magic).to(tl.int32, bitcast=True) - magic_bits
+    code = tl.where(size >= ((128 - bias) << 23), normal, small)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def codes_of(v, scale, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
+    """``v * scale`` as codes, in bytes: finite values saturate, infinity and NaN stay.
+
+    ``NATIVE``: the target converts fp32 to FP8 itself, rounding once and saturating.
+    """
+    most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    scaled = v * scale
+    infinite = tl.abs(v) == float("inf")
+    if MANTISSA == 3:  # without infinity
+        scaled = tl.where(infinite, float("nan"), scaled)
+    if NATIVE:
+        dtype: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
+        code = scaled.to(dtype).to(tl.uint8, bitcast=True)
+    else:
+        code = _rounded(tl.minimum(tl.maximum(scaled, -most), most), MANTISSA)
+        sign = ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+        code = tl.where(scaled == scaled, code, sign | 0x7F)
+    if MANTISSA == 2:  # infinity follows the largest number
+        code += infinite.to(tl.uint8)
+    return code

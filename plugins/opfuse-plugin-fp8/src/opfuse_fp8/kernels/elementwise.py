@@ -1,0 +1,256 @@
+"""The kernels over tiles: casts, activations, and gradients of activations and biases.
+
+One source serves every activation, by its device functions, and every format.
+"""
+# ruff: noqa: ANN202  # kernels take what they are given
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import inverse_of, scale_of
+from .emit import emit
+
+# Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
+
+
+@triton.jit
+def _apart(woven, SIZE: tl.constexpr):
+    """The gate and the linear half of a tile in which SIZE features of each alternate."""
+    tall: tl.constexpr = woven.shape[0]
+    wide: tl.constexpr = woven.shape[1] // 2
+    parts = tl.reshape(woven, (tall, wide // SIZE, 2, SIZE))
+    gate, linear = tl.split(tl.permute(parts, (0, 1, 3, 2)))
+    return tl.reshape(gate, (tall, wide)), tl.reshape(linear, (tall, wide))
+
+
+@triton.jit
+def _together(gate, linear, SIZE: tl.constexpr):
+    """The inverse of :func:`_apart`."""
+    tall: tl.constexpr = gate.shape[0]
+    wide: tl.constexpr = gate.shape[1]
+    shape: tl.constexpr = (tall, wide // SIZE, SIZE)
+    parts = tl.join(tl.reshape(gate, shape), tl.reshape(linear, shape))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (tall, 2 * wide))
+
+
+@triton.jit
+def _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE: tl.constexpr):
+    """What the activation is applied to, in fp32: rounded where the separate ops round."""
+    inside = in_rows & in_columns
+    x = tl.load(x_ptr + start + column, inside, 0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, in_columns, 0)
+        x = (x.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)
+    x = x.to(DTYPE)
+    if kept_ptr is not None:
+        tl.store(kept_ptr + start + column, x, inside)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _halves(
+    x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features,
+    SIZE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same for both halves of a gated activation; ``SIZE`` is 0, or divides a tile."""
+    start = row * (2 * features)
+    if SIZE > 0:
+        column = 2 * first + tl.arange(0, 2 * BLOCK_COLUMNS)[None, :]
+        there = column < 2 * features
+        both = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, there, DTYPE)
+        a, b = _apart(both, SIZE)
+    else:
+        column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+        there = column < features
+        a = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, there, DTYPE)
+        b = _hidden(x_ptr, bias_ptr, kept_ptr, start, column + features, in_rows, there, DTYPE)
+    return a, b
+
+
+@triton.jit
+def _column_sums(sums_ptr, v, tile, width, first):
+    """The sum of each column of a tile, in fp32 or where there is one tile in the result's dtype."""
+    column = first + tl.arange(0, v.shape[1])
+    total = tl.sum(v, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + tile * width + column, total, column < width)
+
+
+@triton.jit
+def _gate_gradient(
+    dy, a, b, numbers, inside,
+    DERIVATIVE: tl.constexpr, LINEAR_VALUE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``act'(a) lin(b) dy``."""
+    da = dy * LINEAR_VALUE(b, *numbers)
+    if ROUNDS and DTYPE == tl.bfloat16:
+        da = da.to(tl.bfloat16).to(tl.float32)
+    return tl.where(inside, (da * DERIVATIVE(a, *numbers)).to(DTYPE).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _linear_gradient(
+    dy, a, b, numbers, inside,
+    VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """``act(a) lin'(b) dy``."""
+    db = VALUE(a, *numbers)
+    if ROUNDS and DTYPE == tl.bfloat16:
+        db = db.to(tl.bfloat16).to(tl.float32)
+    db *= dy * LINEAR_DERIVATIVE(b, *numbers)
+    return tl.where(inside, db.to(DTYPE).to(tl.float32), 0.0)
+
+
+# The kernels
+
+
+@triton.jit
+def cast_forward(
+    x_ptr, bias_ptr, kept_ptr,
+    wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+    rows, features, numbers,
+    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``act(x + bias)`` rounded to ``DTYPE``, cast; without ``VALUE``, ``x`` itself."""
+    tiles = tl.cdiv(features, BLOCK_COLUMNS)
+    first = tl.program_id(0) % tiles * BLOCK_COLUMNS
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    in_rows, in_columns = row < rows, column < features
+    if LINEAR_VALUE is None:
+        start = row * features
+        y = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE)
+        if VALUE is not None:
+            y = VALUE(y, *numbers)
+    else:
+        a, b = _halves(
+            x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS
+        )  # fmt: skip
+        y = VALUE(a, *numbers)
+        if ROUNDS and DTYPE == tl.bfloat16:
+            y = y.to(tl.bfloat16).to(tl.float32)
+        y *= LINEAR_VALUE(b, *numbers)
+    y = tl.where(in_rows & in_columns, y.to(DTYPE).to(tl.float32), 0.0)
+    largest = emit(
+        y, first_row, first, rows, features, features,
+        wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+    )  # fmt: skip
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), largest)
+
+
+@triton.jit
+def cast_backward(
+    dy_ptr, x_ptr, sums_ptr,
+    wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+    rows, features, numbers,
+    VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``act'(x) dy`` rounded to ``DTYPE``, cast, and its sums over the rows of each tile.
+
+    Without ``DERIVATIVE`` it is ``dy`` itself. ``sums_ptr`` is None where nobody needs the sums.
+    """
+    tiles = tl.cdiv(features, BLOCK_COLUMNS)
+    first, tile = tl.program_id(0) % tiles * BLOCK_COLUMNS, tl.program_id(0) // tiles
+    first_row = tile.to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    in_rows = row < rows
+    inside = in_rows & (column < features)
+    at, tile = row * features + column, tile.to(tl.int64)
+    dy = tl.load(dy_ptr + at, inside, 0).to(tl.float32)
+    if LINEAR_VALUE is None:
+        dx = dy
+        if DERIVATIVE is not None:
+            dx *= DERIVATIVE(tl.load(x_ptr + at, inside, 0).to(tl.float32), *numbers)
+        dx = tl.where(inside, dx.to(DTYPE).to(tl.float32), 0.0)
+        if sums_ptr is not None:
+            _column_sums(sums_ptr, dx, tile, features, first)
+        largest = emit(
+            dx, first_row, first, rows, features, features,
+            wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+            FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        )  # fmt: skip
+    else:
+        a, b = _halves(x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS)
+        if SIZE > 0:
+            da = _gate_gradient(
+                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
+            )  # fmt: skip
+            db = _linear_gradient(
+                dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
+            )  # fmt: skip
+            both = _together(da, db, SIZE)
+            if sums_ptr is not None:
+                _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
+            largest = emit(
+                both, first_row, 2 * first, rows, 2 * features, 2 * features,
+                wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            )  # fmt: skip
+        else:  # one after the other, which takes fewer registers
+            da = _gate_gradient(
+                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
+            )  # fmt: skip
+            if sums_ptr is not None:
+                _column_sums(sums_ptr, da, tile * 2, features, first)
+            largest = emit(
+                da, first_row, first, rows, 2 * features, features,
+                wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            )  # fmt: skip
+            db = _linear_gradient(
+                dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
+            )  # fmt: skip
+            if sums_ptr is not None:
+                _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
+            other = emit(
+                db, first_row, features + first, rows, 2 * features, 2 * features,
+                wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            )  # fmt: skip
+            largest = tl.maximum(largest, other)
+    if amax_ptr is not None:
+        tl.store(amax_ptr + tl.program_id(0), largest)
+
+
+@triton.jit
+def scale_of_tensor(
+    amax_ptr, scale_ptr, inverse_ptr, count,
+    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scale of a tensor, and its inverse, from the largest magnitudes of its tiles."""
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(amax_ptr + at, at < count, 0.0))
+    scale = scale_of(tl.max(largest, 0), MANTISSA, POWER_OF_2, 3.4028234663852886e38)
+    tl.store(scale_ptr, scale)
+    tl.store(inverse_ptr, inverse_of(scale, POWER_OF_2))
+
+
+@triton.jit
+def column_sums(
+    sums_ptr, out_ptr, tiles, width,
+    STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum of all tiles, in their order."""
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for step in range(STEPS):
+        tile = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = (tile < tiles) & (column[None, :] < width)
+        total += tl.load(sums_ptr + tile.to(tl.int64) * width + column[None, :], inside, 0)
+    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), column < width)

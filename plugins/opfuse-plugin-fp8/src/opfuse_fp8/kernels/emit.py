@@ -1,0 +1,172 @@
+"""How a tile of values becomes codes: what every kernel that casts ends with.
+
+A tile is a matrix of fp32 values, already rounded to the dtype that the separate ops give, and 0
+outside. It starts at a multiple of its sides, or of a block's.
+"""
+# ruff: noqa: ANN202  # kernels take what they are given
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scale_of_exponent
+
+
+@triton.jit
+def _emit_with_scale(
+    v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One scale, which is known: both copies have the same codes."""
+    codes = codes_of(v, tl.load(scale_ptr), MANTISSA, NATIVE)
+    if row_ptr is not None:
+        tl.store(row_ptr + row * columns + column, codes, inside)
+    if column_ptr is not None:
+        tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+
+
+@triton.jit
+def _emit_blocks(
+    v, first_row, first_column, row, column, inside, rows, columns, stop,
+    row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+):  # fmt: skip
+    """A scale for 128 values: along the rows for one copy, along the columns for the other."""
+    tall: tl.constexpr = v.shape[0]
+    wide: tl.constexpr = v.shape[1]
+    if row_ptr is not None:
+        each: tl.constexpr = wide if wide < 128 else 128
+        blocks = tl.reshape(v, (tall, wide // each, each))
+        amax = tl.max(magnitude(blocks), 2, keep_dims=True)
+        scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
+        codes = tl.reshape(codes_of(blocks, scale, MANTISSA, NATIVE), (tall, wide))
+        tl.store(row_ptr + row * columns + column, codes, inside)
+        block = first_column // 128 + tl.arange(0, wide // each)[None, :]
+        inverse = inverse_of(tl.reshape(scale, (tall, wide // each)), POWER_OF_2)
+        there = (row < rows) & (block * 128 < stop)
+        tl.store(row_scale_ptr + block.to(tl.int64) * rows + row, inverse, there)
+    if column_ptr is not None:
+        scale = scale_of(tl.max(magnitude(v), 0, keep_dims=True), MANTISSA, POWER_OF_2, IF_INFINITE)
+        codes = codes_of(v, scale, MANTISSA, NATIVE)
+        tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+        at = first_row // 128 * columns + column
+        tl.store(column_scale_ptr + at, inverse_of(scale, POWER_OF_2), column < stop)
+
+
+@triton.jit
+def _emit_square(
+    v, first_row, first_column, row, column, inside, rows, columns, stop,
+    row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+):  # fmt: skip
+    """A scale for the whole tile of 128 x 128: both copies have the same codes."""
+    amax = tl.max(tl.max(magnitude(v), 1), 0)
+    scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
+    codes, inverse = codes_of(v, scale, MANTISSA, NATIVE), inverse_of(scale, POWER_OF_2)
+    down, across = first_row // 128, first_column // 128
+    if row_ptr is not None:
+        tl.store(row_ptr + row * columns + column, codes, inside)
+        width = tl.cdiv(tl.cdiv(columns, 128), 4) * 4
+        tl.store(row_scale_ptr + down * width + across, inverse)
+    if column_ptr is not None:
+        tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+        width = tl.cdiv(tl.cdiv(rows, 128), 4) * 4
+        tl.store(column_scale_ptr + across.to(tl.int64) * width + down, inverse)
+
+
+@triton.jit
+def _emit_mx(
+    v, first_row, first_column, row, column, inside, rows, columns, stop,
+    row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A power of two for 32 values: along the rows for one copy, along the columns for the other."""
+    tall: tl.constexpr = v.shape[0]
+    wide: tl.constexpr = v.shape[1]
+    if row_ptr is not None:
+        blocks = tl.reshape(v, (tall, wide // 32, 32))
+        exponent = exponent_of(tl.max(magnitude(blocks), 2, keep_dims=True), MANTISSA)
+        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+        codes = tl.reshape(codes, (tall, wide))
+        tl.store(row_ptr + row * columns + column, codes, inside)
+        block = first_column // 32 + tl.arange(0, wide // 32)[None, :]
+        at = row * (columns // 32) + block
+        exponent = tl.reshape(exponent, (tall, wide // 32)).to(tl.uint8)
+        tl.store(row_scale_ptr + at, exponent, (row < rows) & (block < stop // 32))
+    if column_ptr is not None:
+        blocks = tl.reshape(v, (tall // 32, 32, wide))
+        exponent = exponent_of(tl.max(magnitude(blocks), 1, keep_dims=True), MANTISSA)
+        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+        codes = tl.reshape(codes, (tall, wide))
+        tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+        block = first_row // 32 + tl.arange(0, tall // 32)[:, None]
+        at = column.to(tl.int64) * (rows // 32) + block
+        exponent = tl.reshape(exponent, (tall // 32, wide)).to(tl.uint8)
+        tl.store(column_scale_ptr + at, exponent, (column < stop) & (block < rows // 32))
+
+
+@triton.jit
+def emit(
+    v, first_row, first_column, rows, columns, stop,
+    wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile as ``FORMAT`` has it.
+
+    Args:
+        v: The values, fp32.
+        first_row: The first row of the tile, int64.
+        first_column: Its first column.
+        rows: How many there are.
+        columns: Likewise.
+        stop: The first column that is no longer the tile's.
+        wide_ptr: Where the values themselves go, or None.
+        row_ptr: Where the rowwise codes go, or None.
+        row_scale_ptr: Where their scales go, for blocks.
+        column_ptr: Where the columnwise codes go, or None.
+        column_scale_ptr: Where their scales go, for blocks.
+        scale_ptr: The scale, for ``"tensor"``.
+        amax_ptr: Not None: the largest magnitude is wanted.
+        FORMAT: ``"none"``, ``"tensor"``, ``"block"``, ``"square"`` or ``"mx"``.
+        MANTISSA: 3 or 2 bits.
+        NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
+        POWER_OF_2: Whether scales of blocks are powers of two.
+        IF_INFINITE: What stands for a scale of a block that is infinite.
+
+    Returns:
+        The largest magnitude in the tile, or 0.
+    """
+    row = first_row + tl.arange(0, v.shape[0])[:, None]
+    column = first_column + tl.arange(0, v.shape[1])[None, :]
+    inside = (row < rows) & (column < stop)
+    if wide_ptr is not None:
+        tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
+    if FORMAT == "tensor":
+        _emit_with_scale(
+            v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr, MANTISSA, NATIVE
+        )  # fmt: skip
+    elif FORMAT == "block":
+        _emit_blocks(
+            v, first_row, first_column, row, column, inside, rows, columns, stop,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+            MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        )  # fmt: skip
+    elif FORMAT == "square":
+        _emit_square(
+            v, first_row, first_column, row, column, inside, rows, columns, stop,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+            MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        )  # fmt: skip
+    elif FORMAT == "mx":
+        _emit_mx(
+            v, first_row, first_column, row, column, inside, rows, columns, stop,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, MANTISSA, NATIVE,
+        )  # fmt: skip
+    largest = 0.0
+    if amax_ptr is not None:
+        largest = tl.max(tl.max(magnitude(v), 1), 0)
+    return largest

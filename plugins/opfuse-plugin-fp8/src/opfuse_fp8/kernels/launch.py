@@ -1,0 +1,316 @@
+"""What launches the kernels, and makes quantized tensors of what they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opfuse.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
+from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.triton import Config, Kernel, Target, current_target
+
+from ..formulas import Formula, formula_of
+from ..quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    MXQuantizer,
+    RescaledTensor,
+)
+from . import elementwise, tiles
+
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+IDENTITY: Any = formula_of(None)
+
+FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
+BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
+SCALE = Kernel(elementwise.scale_of_tensor, [Config({"BLOCK": 2048}, 8)])
+SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
+
+
+def _converts(target: Target) -> bool:
+    """Whether fp32 becomes FP8 in one instruction that rounds once, to the OCP formats."""
+    return target.backend == "cuda" and int(target.arch) >= 89
+
+
+def format_of(quantizer: Any) -> str:
+    """What the kernels call the format of a quantizer; ``"none"``: its scale is not known yet."""
+    if isinstance(quantizer, BlockQuantizer):
+        return "block" if quantizer.block[0] == 1 else "square"
+    if isinstance(quantizer, MXQuantizer):
+        return "mx"
+    return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
+
+
+class Casting:
+    """A cast by kernels: where codes and scales go, and the tensor that they make.
+
+    With :class:`CurrentQuantizer` the kernel writes the values, and :meth:`made` casts them when
+    their largest magnitude is known. With the others it writes the codes.
+
+    Args:
+        quantizer: One that the kernels know.
+        usage: Which copies are needed.
+        shape: That of the values.
+        dtype: What the values are rounded to.
+        device: Where they are.
+        again: What the quantizer made of these values before, to be cast with its scale.
+        values: The values, where they are there already.
+
+    Attributes:
+        rows: How many rows there are.
+        columns: How many columns.
+        values: The values, where a kernel reads or writes them beside their codes.
+        constants: What the kernel is compiled with for this cast.
+    """
+
+    def __init__(
+        self,
+        quantizer: Any,
+        usage: Usage,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        again: QuantizedTensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        self._quantizer, self._usage, self._again = quantizer, usage, again
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self.columns, self.values = shape[-1], values
+        self.rows = shape.numel() // self.columns
+        self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
+        self._scale: Tensor | None = None
+        self._amax: Tensor | None = None
+        self._wide: Tensor | None = None
+        self.constants: dict[str, Any] = {
+            "DTYPE": _TL[dtype],
+            "FORMAT": format_of(quantizer),
+            "MANTISSA": _MANTISSA[quantizer.dtype],
+            "NATIVE": _converts(current_target(device)),
+            "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
+            "IF_INFINITE": torch.finfo(dtype).max,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What tiles depend on."""
+        column = self._usage.columnwise and self.constants["FORMAT"] != "none"
+        return {**self.constants, "column_ptr": torch.uint8 if column else None, "rows": self.rows}
+
+    def pointers(self, programs: int) -> tuple[Tensor | None, ...]:
+        """The tensors that a kernel of so many programs writes or reads for the cast.
+
+        They are the values, the rowwise codes and their scales, the columnwise ones and theirs, the
+        scale, and the largest magnitudes.
+        """
+        form = self.constants["FORMAT"]
+        if form == "none" or (form == "tensor" and self._again is None):
+            self._amax = torch.empty(programs, dtype=torch.float32, device=self._device)
+        if form == "none":
+            if self.values is None:
+                self._wide = self.values = self._empty(self._shape, self._dtype)
+            return self._wide, None, None, None, None, None, self._amax
+        self._allocate()
+        if form == "tensor":
+            given: Any = self._again
+            self._scale = self._quantizer.scale.clone() if given is None else given.scale
+        row, column = self._codes
+        row_scale, column_scale = self._scales
+        return None, row, row_scale, column, column_scale, self._scale, self._amax
+
+    def made(self) -> QuantizedTensor:
+        """The quantized tensor, once the kernel is launched."""
+        if isinstance(self._quantizer, CurrentQuantizer):
+            return self._cast_values()
+        data = self._data()
+        given = self._shape, self._dtype, self._quantizer
+        if isinstance(self._quantizer, DelayedQuantizer):
+            if self._amax is not None:
+                self._quantizer.record(self._amax.amax().reshape(1))
+            assert self._scale is not None
+            return RescaledTensor(*given, *data, self._scale.reciprocal(), self._scale)
+        row_scale, column_scale = self._scales
+        both = data[0], row_scale, data[1], column_scale
+        if isinstance(self._quantizer, BlockQuantizer):
+            return BlockScaledTensor(*given, *both, block=self._quantizer.block)
+        exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in both[1::2]]
+        return MXTensor(*given, data[0], exponents[0], data[1], exponents[1])
+
+    def _cast_values(self) -> QuantizedTensor:
+        """Cast values whose largest magnitudes are known."""
+        assert self._amax is not None and self.values is not None
+        scale = self._empty((1,), torch.float32)
+        inverse = torch.empty_like(scale)
+        known = {name: self.constants[name] for name in ("MANTISSA", "POWER_OF_2")}
+        SCALE.launch((1,), self._amax, scale, inverse, self._amax.numel(), **known)
+        self._allocate()
+        self.constants["FORMAT"] = "tensor"
+        row, column = self._codes
+        FORWARD.launch(
+            lambda config: (tiles.programs(self.rows, self.columns, config),),
+            *(self.values, None, None, None, row, None, column, None, scale, None),
+            *(self.rows, self.columns, ()),
+            **self.constants,
+            **IDENTITY.forward,
+        )
+        data = self._data()
+        return ScaledTensor(self._shape, self._dtype, self._quantizer, *data, inverse)
+
+    def _allocate(self) -> None:
+        """Make room for codes and scales, as the format has them."""
+        rows, columns = self.rows, self.columns
+        row = column = row_scale = column_scale = None
+        if self._usage.rowwise:
+            row, row_scale = self._empty(self._shape, torch.uint8), self._room(rows, columns)
+        if self._usage.columnwise:
+            column = self._empty((columns, rows), torch.uint8)
+            column_scale = self._room(columns, rows)
+        self._codes, self._scales = (row, column), (row_scale, column_scale)
+
+    def _room(self, outer: int, inner: int) -> Tensor | None:
+        """Room for the scales of a copy whose blocks lie along ``inner``."""
+        form = self.constants["FORMAT"]
+        if form == "block":
+            return self._empty((triton.cdiv(inner, 128), outer), torch.float32)
+        if form == "square":
+            down, across = triton.cdiv(outer, 128), triton.cdiv(inner, 128)
+            if across % 4 == 0:
+                return self._empty((down, across), torch.float32)
+            shape = down, 4 * triton.cdiv(across, 4)
+            return torch.zeros(shape, dtype=torch.float32, device=self._device)
+        return self._empty((outer, inner // 32), torch.uint8) if form == "mx" else None
+
+    def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _data(self) -> tuple[Tensor | None, ...]:
+        dtype = self._quantizer.dtype
+        return tuple([None if codes is None else codes.view(dtype) for codes in self._codes])
+
+
+# The calls. The tensors are contiguous, and not empty
+
+
+def cast(
+    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
+) -> QuantizedTensor:
+    """See :func:`opfuse_fp8.twins.cast`."""
+    casting = Casting(quantizer, usage, x.shape, x.dtype, x.device, again=again, values=x)
+    forward(IDENTITY, (), x, None, None, casting)
+    return casting.made()
+
+
+def activation(
+    formula: Formula,
+    numbers: tuple[float, ...],
+    x: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    keep: bool,
+    quantizer: Any,
+    usage: Usage,
+    again: QuantizedTensor | None = None,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """See :func:`opfuse_fp8.twins.activation`."""
+    shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
+    kept = torch.empty_like(x, dtype=dtype) if keep else None
+    casting = Casting(quantizer, usage, shape, dtype, x.device, again=again)
+    forward(formula, numbers, x, bias, kept, casting)
+    return casting.made(), kept
+
+
+def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
+    """Whether a gradient is computed once for each copy.
+
+    A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
+    lie side by side a program would have twice as many, more than its registers hold.
+    """
+    apart = formula.gated and not formula.size
+    return apart and all(usage) and isinstance(quantizer, BlockQuantizer)
+
+
+def gradient(
+    formula: Formula,
+    numbers: tuple[float, ...],
+    dy: Tensor,
+    x: Tensor | None,
+    needs_sums: bool,
+    quantizer: Any,
+    usage: Usage,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """See :func:`opfuse_fp8.twins.gradient`; ``dy`` has the dtype of ``x``."""
+    shape, known = (dy.shape, dy) if x is None else (x.shape, None)
+    if takes_two_passes(formula, quantizer, usage):
+        each = []
+        for one, sums_too in ((ROWWISE, needs_sums), (COLUMNWISE, False)):
+            casting = Casting(quantizer, one, shape, dy.dtype, dy.device)
+            sums = backward(formula, numbers, dy, x, sums_too, casting)
+            each.append((casting.made(), sums))
+        (row, sums), (column, _) = each
+        merged = [
+            a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)
+        ]
+        return row.rebuild(merged), sums
+    casting = Casting(quantizer, usage, shape, dy.dtype, dy.device, values=known)
+    sums = backward(formula, numbers, dy, x, needs_sums, casting)
+    return casting.made(), sums
+
+
+def forward(
+    formula: Formula,
+    numbers: tuple[float, ...],
+    x: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
+    casting: Casting,
+) -> None:
+    """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
+    rows, features = casting.rows, casting.columns
+    facts = {**casting.facts(), **formula.forward, "features": features}
+    config = FORWARD.pick(current_target(x.device), facts)
+    count = tiles.programs(rows, features, config)
+    FORWARD.launch(
+        (count,),
+        *(x, bias, kept, *casting.pointers(count), rows, features, numbers),
+        config=config,
+        **casting.constants,
+        **formula.forward,
+    )
+
+
+def backward(
+    formula: Formula,
+    numbers: tuple[float, ...],
+    dy: Tensor,
+    x: Tensor | None,
+    needs_sums: bool,
+    casting: Casting,
+) -> Tensor | None:
+    """Launch ``act'(x) dy`` into a cast; gives the sums over rows, if they are needed."""
+    rows, width, features = casting.rows, casting.columns, dy.shape[-1]
+    sums_ptr = torch.float32 if needs_sums else None
+    facts = {**casting.facts(), **formula.backward, "features": features, "sums_ptr": sums_ptr}
+    config = BACKWARD.pick(current_target(dy.device), facts)
+    count, strips = tiles.programs(rows, features, config), triton.cdiv(rows, config["BLOCK_ROWS"])
+    out = dy.new_empty(width) if needs_sums else None
+    # the one tile of few rows writes the result itself
+    sums = dy.new_empty((strips, width), dtype=torch.float32) if needs_sums and strips > 1 else out
+    BACKWARD.launch(
+        (count,),
+        *(dy, x, sums, *casting.pointers(count), rows, features, numbers),
+        config=config,
+        **casting.constants,
+        **formula.backward,
+    )
+    if needs_sums and strips > 1:
+        SUMS.launch(
+            lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
+            *(sums, out, strips, width),
+            STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
+        )
+    return out

@@ -1,0 +1,160 @@
+"""What launches the kernels of norms that end with a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from opfuse.quantization import BOTH, COLUMNWISE, QuantizedTensor, Usage
+from opfuse.triton import Config, Kernel, Target, current_target
+
+from . import norms, tiles
+from .launch import Casting, format_of
+
+
+class Norm(NamedTuple):
+    """Which norm is meant.
+
+    Attributes:
+        kind: ``"rms"`` or ``"layer"``.
+        eps: Added to the variance.
+        zero_centered: Whether the factor is ``1 + weight``.
+    """
+
+    kind: str
+    eps: float
+    zero_centered: bool
+
+
+class Normalized(NamedTuple):
+    """What a norm gives.
+
+    Attributes:
+        output: The output, quantized.
+        total: What was normalized, where that is a sum; None: it is not wanted.
+        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
+        rstd: What each row is multiplied by, likewise; or None.
+        values: The output before it was cast, where that is written; or None.
+    """
+
+    output: QuantizedTensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    values: Tensor | None
+
+
+def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Tiles of whole rows, with about 16 numbers per thread."""
+    block = max(tiles.LEAST, int(triton.next_power_of_2(facts["features"])))
+    found: dict[Config, None] = {}
+    for size, share in ((4096, 16), (2048, 16), (4096, 32)):
+        rows = max(1, min(size // block, 32))
+        # threads of 32, also where a warp has 64
+        warps = max(1, min(rows * block // share // 32, 16))
+        found[Config({"BLOCK_ROWS": rows, "BLOCK_COLUMNS": block}, warps)] = None
+    return list(found)
+
+
+ROWS = Kernel(norms.norm_rows, _row_configs)
+TILES = Kernel(norms.norm_tiles, tiles.configs)
+TRANSPOSE = Kernel(norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64}, 4)])
+
+
+def takes_two_reads(quantizer: Any, usage: Usage) -> bool:
+    """Whether tiles read the input once more than the statistics do."""
+    form = format_of(quantizer)
+    return form == "square" or (form in ("block", "mx") and usage.columnwise)
+
+
+def norm(
+    x: Tensor,
+    extra: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    which: Norm,
+    dtype: torch.dtype | None,
+    keep: bool,
+    save: bool,
+    quantizer: Any,
+    usage: Usage,
+) -> Normalized:
+    """The norm of ``x``, or of ``x + extra`` rounded to its dtype, quantized.
+
+    The tensors are contiguous, and not empty.
+
+    Args:
+        x: The input, ``(..., features)``.
+        extra: What is added to it, in the same shape, or None.
+        weight: ``(features,)``, or None.
+        bias: Likewise, of a LayerNorm.
+        which: The norm.
+        dtype: What the output is rounded to before it is cast; None: the dtype of what is
+            normalized.
+        keep: Whether the sum is wanted.
+        save: Whether the statistics are.
+        quantizer: One that the kernels know; it records what it saw.
+        usage: Which copies are needed.
+    """
+    summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
+    twice = takes_two_reads(quantizer, usage)
+    transposes = format_of(quantizer) == "tensor" and usage.columnwise
+    needed = BOTH if transposes else usage
+    casting = Casting(quantizer, needed, x.shape, dtype or summed, x.device)
+    total = torch.empty_like(x, dtype=summed) if extra is not None and (keep or twice) else None
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if save or twice else None
+    mean = torch.empty_like(rstd) if rstd is not None and which.kind == "layer" else None
+    tensors = x, extra, weight, bias, total, mean, rstd
+    _launch_rows(casting, tensors, which, twice, transposes)
+    if twice:
+        _launch_tiles(casting, x if total is None else total, weight, bias, mean, rstd, which)
+    made = casting.made()
+    if transposes and not usage.rowwise:
+        made = made.only(COLUMNWISE)
+    statistics = (mean, rstd) if save else (None, None)
+    return Normalized(made, total if keep else None, *statistics, casting.values)
+
+
+def _launch_rows(
+    casting: Casting, tensors: tuple[Any, ...], which: Norm, twice: bool, transposes: bool
+) -> None:
+    x, rows, features = tensors[0], casting.rows, casting.columns
+    config = ROWS.pick(current_target(x.device), {"features": features})
+    count = triton.cdiv(rows, config["BLOCK_ROWS"])
+    pointers: Any = (None,) * 7
+    constants = {**casting.constants, "FORMAT": "statistics"}
+    if not twice:
+        pointers, constants = casting.pointers(count), casting.constants
+    row, column = pointers[1], pointers[3]
+    ROWS.launch(
+        (count,),
+        *(*tensors, *pointers[:3], None, *pointers[4:], rows, features, which.eps),
+        config=config,
+        KIND=which.kind,
+        ZERO_CENTERED=which.zero_centered,
+        **constants,
+    )
+    if transposes:
+        TRANSPOSE.launch(
+            lambda config: (tiles.programs(rows, features, config),), row, column, rows, features
+        )
+
+
+def _launch_tiles(
+    casting: Casting, x: Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, which: Norm
+) -> None:
+    rows, features = casting.rows, casting.columns
+    config = TILES.pick(current_target(x.device), {**casting.facts(), "features": features})
+    _, *pointers, _, _ = casting.pointers(0)
+    TILES.launch(
+        (tiles.programs(rows, features, config),),
+        *(x, weight, bias, mean, rstd, *pointers, rows, features),
+        config=config,
+        KIND=which.kind,
+        ZERO_CENTERED=which.zero_centered,
+        **casting.constants,
+    )

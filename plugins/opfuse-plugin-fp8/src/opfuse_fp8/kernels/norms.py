@@ -1,0 +1,129 @@
+"""The kernels of norms that end with a cast.
+
+A rowwise copy is written by whole rows, which stay in registers. A columnwise copy is written by
+tiles, which are taller than a program could hold whole rows: so the statistics of the rows come
+first, and the tiles read the input again. Where one scale serves the whole tensor, the codes are
+transposed instead, which are half of that.
+"""
+# ruff: noqa: ANN202  # kernels take what they are given
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .emit import emit
+
+
+@triton.jit
+def _normalized(
+    x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, KIND: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The output of a norm in fp32; of a LayerNorm ``x`` is centered already, if ``mean`` is None."""
+    if mean is not None:
+        x -= mean
+    y = x * rstd
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, in_columns, other=0.0).to(tl.float32)
+        y *= weight + 1.0 if ZERO_CENTERED else weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, in_columns, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def norm_rows(
+    x_ptr, extra_ptr, weight_ptr, bias_ptr, sum_ptr, mean_ptr, rstd_ptr,
+    wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+    rows, features, eps,
+    KIND: tl.constexpr, ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The norm of whole rows of ``x``, or of ``x + extra``, with a rowwise copy of the codes.
+
+    With ``FORMAT`` ``"statistics"`` nothing is written but the sum and the statistics.
+    """
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    in_columns = column < features
+    inside = (row < rows) & in_columns
+    at = row * features + column
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if extra_ptr is not None:
+        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+        if sum_ptr is not None:  # rounded, as between the separate ops
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
+        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if KIND == "layer":
+        mean = tl.sum(x, 1, keep_dims=True) / features
+        x = tl.where(inside, x - mean, 0.0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, row < rows)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / features + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, row < rows)
+    if FORMAT != "statistics":
+        y = _normalized(
+            x, None, rstd, weight_ptr, bias_ptr, column, in_columns, KIND, ZERO_CENTERED
+        )
+        y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
+        largest = emit(
+            y, first_row, 0, rows, features, features,
+            wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
+            FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        )  # fmt: skip
+        if amax_ptr is not None:
+            tl.store(amax_ptr + tl.program_id(0), largest)
+
+
+@triton.jit
+def norm_tiles(
+    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
+    row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+    rows, features,
+    KIND: tl.constexpr, ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same by tiles, from statistics that are there."""
+    tiles = tl.cdiv(features, BLOCK_COLUMNS)
+    first = tl.program_id(0) % tiles * BLOCK_COLUMNS
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    in_rows, in_columns = row < rows, column < features
+    inside = in_rows & in_columns
+    x = tl.load(x_ptr + row * features + column, inside, other=0.0).to(tl.float32)
+    mean = None
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row, in_rows, other=0.0)
+    rstd = tl.load(rstd_ptr + row, in_rows, other=0.0)
+    y = _normalized(x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, KIND, ZERO_CENTERED)
+    y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
+    emit(
+        y, first_row, first, rows, features, features,
+        None, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, None, None,
+        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+    )  # fmt: skip
+
+
+@triton.jit
+def transpose_codes(
+    row_ptr, column_ptr, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The codes once more, transposed."""
+    tiles = tl.cdiv(columns, BLOCK_COLUMNS)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
+    row += tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(0) % tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    codes = tl.load(row_ptr + row * columns + column, inside, other=0)
+    tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)

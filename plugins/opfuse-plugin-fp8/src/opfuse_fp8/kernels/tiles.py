@@ -1,0 +1,80 @@
+"""How large the tiles of a launch are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+
+from opfuse.triton import Config, Target
+
+_TILES = {  # rows and columns, with warps; with a columnwise copy, and without one
+    ("none", False): ((32, 128, 4), (16, 128, 4), (64, 128, 8)),
+    ("tensor", False): ((32, 128, 4), (16, 256, 4), (64, 128, 8)),
+    ("tensor", True): ((128, 64, 8), (64, 64, 8), (64, 64, 4)),
+    ("block", False): ((32, 128, 4), (16, 128, 4), (64, 128, 8)),
+    ("block", True): ((128, 128, 16), (128, 128, 8)),
+    ("square", False): ((128, 128, 16), (128, 128, 8)),
+    ("square", True): ((128, 128, 16), (128, 128, 8)),
+    ("mx", False): ((32, 128, 4), (64, 128, 8)),
+    ("mx", True): ((64, 64, 8), (32, 128, 8), (64, 64, 4)),
+}
+_OF_HALVES = {  # two tiles at a time
+    ("none", False): ((16, 128, 4), (32, 128, 8), (64, 64, 8)),
+    ("tensor", True): ((64, 64, 8), (128, 64, 8), (64, 64, 4)),
+}
+LEAST = 32
+"""The least height of a tile, which MX blocks have."""
+
+
+def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """The tiles for a launch of a kernel that casts, the best guess first."""
+    return list(_configs(
+        target.backend == "hip",
+        facts["FORMAT"],
+        facts["column_ptr"] is not None,
+        facts.get("sums_ptr") is not None,
+        _up_to(facts["rows"], 128),
+        _up_to(facts["features"], 256),
+        _halves(facts),
+    ))  # fmt: skip
+
+
+def _halves(facts: Mapping[str, Any]) -> str:
+    """How a kernel writes two halves: ``"woven"``, ``"apart"``, or not at all: ``""``."""
+    if facts.get("DERIVATIVE") is None or facts["LINEAR_VALUE"] is None:
+        return ""
+    return "woven" if facts["SIZE"] else "apart"
+
+
+def _up_to(size: int, most: int) -> int:
+    """The power of two that holds ``size``, within limits."""
+    return min(most, max(LEAST, int(triton.next_power_of_2(size))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _configs(
+    hip: bool, form: str, column: bool, sums: bool, tallest: int, widest: int, halves: str
+) -> tuple[Config, ...]:
+    found: dict[Config, None] = {}
+    chosen = _TILES[form, column]
+    if halves == "apart" and (form, column) in _OF_HALVES:
+        chosen = _OF_HALVES[form, column]
+    for tall, wide, warps in chosen:
+        if sums and tall < 64:  # the fewer sums are left to add up
+            tall, warps = 64, 8
+        tile = {
+            "BLOCK_ROWS": min(tall, tallest),
+            "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest),
+        }
+        # of 64 threads half as many
+        found[Config(tile, warps // 2 if hip else warps)] = None
+    return tuple(found)
+
+
+def programs(rows: int, features: int, config: Config) -> int:
+    """How many tiles there are."""
+    down, across = config["BLOCK_ROWS"], config["BLOCK_COLUMNS"]
+    return int(triton.cdiv(rows, down) * triton.cdiv(features, across))

@@ -1,0 +1,88 @@
+"""What the kernels compute, in PyTorch's operations: where no kernel can run, and to compare.
+
+The cast is the quantizer's own, so codes and scales are those of the separate ops, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from opfuse.quantization import QuantizedTensor, Usage
+
+
+def cast(
+    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
+) -> QuantizedTensor:
+    """``x``, quantized.
+
+    Args:
+        x: The values.
+        quantizer: What they are quantized with; it records what it saw.
+        usage: Which copies are needed.
+        again: What ``quantizer`` made of the same values before, with or without the data: they are
+            cast again with these scales, and nothing is recorded.
+    """
+    if again is not None:
+        return quantizer.requantize(x, again, usage)  # type: ignore[no-any-return]
+    return quantizer(x, usage)  # type: ignore[no-any-return]
+
+
+def activation(
+    op: Any,
+    x: Tensor,
+    bias: Tensor | None,
+    dtype: Any,
+    keep: bool,
+    quantizer: Any,
+    usage: Usage,
+    again: QuantizedTensor | None = None,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """``act(x + bias)``, quantized.
+
+    Args:
+        op: The activation.
+        x: The input ``(..., features)``; twice the features of the output if the op is gated.
+        bias: ``(features,)`` as ``x``, or None. The sum is rounded to the dtype of ``x``.
+        dtype: What to compute in, which is the dtype of the output before it is cast.
+        keep: Whether to give what the activation is applied to.
+        quantizer: See :func:`cast`.
+        usage: See :func:`cast`.
+        again: See :func:`cast`.
+
+    Returns:
+        The quantized output; what the activation is applied to in ``dtype``, or None.
+    """
+    hidden = (x if bias is None else (x + bias).to(x.dtype)).to(dtype)
+    return cast(op.forward_value(hidden), quantizer, usage, again), hidden if keep else None
+
+
+def gradient(
+    op: Any,
+    numbers: Any,
+    dy: Tensor,
+    x: Tensor | None,
+    needs_sums: bool,
+    quantizer: Any,
+    usage: Usage,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """The gradient of an activation, quantized, and its sum over all rows.
+
+    Args:
+        op: The activation, or None.
+        numbers: The op's numbers in the forward.
+        dy: The gradient of the output.
+        x: What the activation was applied to; None: there is no activation, and the gradient is
+            ``dy``.
+        needs_sums: Whether to give the sums.
+        quantizer: See :func:`cast`.
+        usage: See :func:`cast`.
+
+    Returns:
+        The quantized gradient of ``x``; the sums ``(features,)`` in the dtype of the gradient, or
+        None.
+    """
+    dx = dy if x is None else op.with_numbers(numbers).backward_value(dy.to(x.dtype), x)
+    sums = dx.unsqueeze(0).flatten(0, -2).sum(0) if needs_sums else None
+    return cast(dx, quantizer, usage), sums

@@ -1,0 +1,671 @@
+"""The fused casts: codes and scales to the bit, values against fp64, and what they record.
+
+``python -m pytest`` runs the twins; ``TRITON_INTERPRET=1 python -m pytest`` the kernels, on a CPU.
+"""
+
+import functools
+import itertools
+
+import opfuse_fp8 as fp8
+import pytest
+import torch
+from opfuse_fp8 import casts
+
+import opfuse
+from opfuse import ops
+from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.testing import assert_close, interpreter
+from opfuse.testing.machine import is_interpreting
+from opfuse.tolerance import code_steps
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from opfuse_fp8 import cases, formulas, library
+from opfuse_fp8.kernels import device, launch, launch_norms, tiles
+
+from opfuse.triton import TARGETS, recording
+
+GPU = torch.cuda.is_available() and not is_interpreting()
+DEVICE = "cuda" if GPU else "cpu"
+computes = pytest.mark.skipif(
+    not (GPU or is_interpreting()), reason="no GPU, and Triton does not interpret"
+)
+compiles = pytest.mark.skipif(is_interpreting(), reason="TRITON_INTERPRET is set")
+# numpy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+if is_interpreting():
+    interpreter.install()  # exact for bf16 and fp8, which Triton's own is not
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+QUANTIZERS = {
+    "delayed": lambda dtype: fp8.DelayedQuantizer(dtype, device=DEVICE),
+    "current": fp8.CurrentQuantizer,
+    "current, power of 2": lambda dtype: fp8.CurrentQuantizer(dtype, power_of_2=True),
+    "1 x 128": lambda dtype: fp8.BlockQuantizer(dtype, (1, 128)),
+    "1 x 128, any scale": lambda dtype: fp8.BlockQuantizer(dtype, (1, 128), power_of_2=False),
+    "128 x 128": lambda dtype: fp8.BlockQuantizer(dtype, (128, 128)),
+    "MX": fp8.MXQuantizer,
+}
+every = pytest.mark.parametrize("form", QUANTIZERS)
+
+
+@triton.jit
+def soft_step(x, slope):
+    return x * tl.sigmoid(slope * x)
+
+
+@triton.jit
+def soft_step_derivative(x, slope):
+    s = tl.sigmoid(slope * x)
+    return s + slope * x * s * (1 - s)
+
+
+class SoftStep(ops.Activation):
+    """An activation of another package, with a number of its own."""
+
+    slope = 2.0
+
+    def value(self, x):
+        return x * torch.sigmoid(self.slope * x)
+
+    def derivative(self, x):
+        s = torch.sigmoid(self.slope * x)
+        return s + self.slope * x * s * (1 - s)
+
+    def device_functions(self):
+        return soft_step, soft_step_derivative
+
+
+ACTS = {
+    "GELU": ops.GELU,
+    "SReLU": ops.SReLU,
+    "SwiGLU": ops.SwiGLU,
+    "SwiGLU by 1": functools.partial(ops.SwiGLU, glu_interleave_size=1),
+    "SwiGLU by 32": functools.partial(ops.SwiGLU, glu_interleave_size=32),
+    "SiTUGLU": functools.partial(ops.SiTUGLU, beta1=2.0, beta2=3.0),
+    "another package's": SoftStep,
+}
+
+
+def drawn(*shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def quantizer_of(form, dtype=E4M3):
+    quantizer = QUANTIZERS[form](dtype)
+    if isinstance(quantizer, fp8.DelayedQuantizer):
+        quantizer.scale.fill_(37.3)
+    return quantizer
+
+
+def assert_same(got, expected):
+    """The same tensors to the bit, of a NaN whatever its sign."""
+    assert type(got) is type(expected)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    for name, mine, other in zip(got.tensor_names, got.tensors(), expected.tensors(), strict=True):
+        assert (mine is None) == (other is None), name
+        if mine is None:
+            continue
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
+        wide = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in (mine, other)]
+        if mine.dtype in (E4M3, E5M2):
+            wide = [
+                torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8)) for t in (mine, other)
+            ]
+        assert torch.equal(*wide), name
+
+
+# Codes and scales
+
+
+@computes
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_device_functions_are_those_of_the_quantizers(dtype, native):
+    """For every bfloat16, and for fp32 numbers all over the range."""
+
+    every_bf16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    sample = torch.arange(0, 1 << 32, 65521 * 5).to(torch.int32).view(torch.float32)
+    x = torch.cat([every_bf16.float(), sample]).to(DEVICE)
+    mantissa, most = (3, 448.0) if dtype is E4M3 else (2, 57344.0)
+    amax = torch.where(x.isnan(), 0.0, x.abs())
+    for scale in (1.0, 3.7, 2.0**-127, 1e20):
+        given = torch.tensor([scale], device=DEVICE)
+        codes, exponents = (torch.empty_like(x, dtype=torch.uint8) for _ in range(2))
+        scales, inverses = torch.empty_like(x), torch.empty_like(x)
+        count = x.numel()
+        native_here = native and (not GPU or torch.cuda.get_device_capability() >= (8, 9))
+        probe[(triton.cdiv(count, 65536),)](
+            x, given, codes, scales, inverses, exponents, count,
+            MANTISSA=mantissa, NATIVE=native_here, POWER_OF_2=native, BLOCK=65536,
+        )  # fmt: skip
+        expected = casts.cast(x, given, dtype)
+        both = [
+            torch.where(expected.float().isnan(), 0, c) for c in (codes, expected.view(codes.dtype))
+        ]
+        assert torch.equal(*both)
+        assert torch.equal(codes.view(dtype).float().isnan(), expected.float().isnan())
+        wanted = casts.scale_of(amax, most, power_of_2=native, if_infinite=casts.FP32_MAX)
+        assert torch.equal(scales, wanted)
+        assert torch.equal(inverses, wanted.reciprocal())
+        assert torch.equal(exponents, casts.e8m0_of(amax, dtype))
+
+
+@triton.jit
+def probe(
+    x_ptr, scale_ptr, codes_ptr, scales_ptr, inverses_ptr, exponents_ptr, count,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = tl.load(x_ptr + at, inside, 0.0)
+    codes = device.codes_of(x, tl.load(scale_ptr), MANTISSA, NATIVE)
+    tl.store(codes_ptr + at, codes, inside)
+    amax = device.magnitude(x)
+    scale = device.scale_of(amax, MANTISSA, POWER_OF_2, 3.4028234663852886e38)
+    tl.store(scales_ptr + at, scale, inside)
+    tl.store(inverses_ptr + at, device.inverse_of(scale, POWER_OF_2), inside)
+    tl.store(exponents_ptr + at, device.exponent_of(amax, MANTISSA).to(tl.uint8), inside)
+
+
+def special(dtype, rows, columns):
+    """Numbers of all sizes, with zeros, infinities and NaN."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= 2.0 ** torch.randint(-30, 14, x.shape, generator=generator)
+    x[0], x[:, 0] = 0.0, -0.0
+    x[1, 3::40], x[-1, 5::70] = torch.inf, -torch.inf
+    x[2, ::3] = torch.nan
+    x[rows // 2 :] *= torch.finfo(dtype).tiny * 8
+    return x.to(DEVICE, dtype)
+
+
+@computes
+@every
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cast_alone_is_the_quantizers(form, dtype):
+    x = special(dtype, 160, 192)
+    for usage, codes in ((ROWWISE, E4M3), (COLUMNWISE, E5M2), (BOTH, E4M3), (BOTH, E5M2)):
+        quantizer, other = quantizer_of(form, codes), quantizer_of(form, codes)
+        assert_same(library.cast(x, quantizer, usage), other.quantize(x, usage))
+        for name in quantizer.state_names:
+            assert torch.equal(getattr(quantizer, name), getattr(other, name)), name
+
+
+SHAPES = [(1,), (3,), (127,), (1, 1), (3, 127), (5, 200), (129, 130), (2, 3, 64), (2, 1, 3, 40)]
+
+
+@computes
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 8), (8, 0), ()], ids=str)
+def test_shapes(shape):
+    x = drawn(shape, dtype=torch.bfloat16)[0]
+    for form in ("delayed", "current", "1 x 128", "128 x 128"):
+        made = library.cast(x, quantizer_of(form), BOTH)
+        assert_same(made, quantizer_of(form).quantize(x, BOTH))
+        if x.ndim and x.numel():
+            dx, sums = library.gradient(
+                launch.IDENTITY, None, None, x, None, True, quantizer_of(form, E5M2), BOTH
+            )
+            assert_same(dx, quantizer_of(form, E5M2).quantize(x, BOTH))
+            assert_close(sums, x.double().reshape(-1, shape[-1]).sum(0))
+
+
+@computes
+def test_layouts():
+    """What is not contiguous is copied first, as the separate ops do."""
+    x = drawn((64, 96), dtype=torch.bfloat16)[0]
+    for tensor in (x.t(), x[:, ::2], x[:1].expand(64, 96)):
+        made = library.cast(tensor, quantizer_of("current"), BOTH)
+        assert_same(made, quantizer_of("current").quantize(tensor, BOTH))
+
+
+def values_of(call, dtype, device):
+    """What a kernel computes before it casts."""
+    values = []
+    original = launch.Casting.made
+
+    def made(self):
+        values.append(self.values)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Casting, "made", made)
+        call(fp8.CurrentQuantizer(E4M3))
+    return values[0]
+
+
+def assert_few_steps(got, expected, name):
+    """Codes at most one step off, in at most one of a thousand; says how many."""
+    count = total = 0
+    for field in (name for name in got.data_names if getattr(got, name) is not None):
+        steps = code_steps(getattr(got, field), getattr(expected, field))
+        assert steps.max() <= 1
+        count, total = count + int((steps > 0).sum()), total + steps.numel()
+    print(f"{name}: {count} of {total} codes are one step off")
+    assert count <= max(1, 1e-3 * total)
+
+
+@computes
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in ACTS]
+    + [(name, dtype) for name in ("GELU", "SwiGLU") for dtype in DTYPES[::2]],
+    ids=str,
+)
+def test_forward(name, dtype):
+    """The codes are those of the values that the same kernel writes, and the values are right."""
+    op = ACTS[name]()
+    x, bias = drawn((160, 128 * op.feature_ratio), (128 * op.feature_ratio,), dtype=dtype)
+    formula = formulas.formula_of(op)
+
+    def run(quantizer, usage=BOTH, again=None):
+        given = formula, op, x, bias, dtype, True, quantizer, usage, again
+        made, kept = library.activation(*given)
+        assert torch.equal(kept, (x.float() + bias.float()).to(dtype))
+        return made
+
+    values = values_of(run, dtype, x.device)
+    hidden = (x.float() + bias.float()).to(dtype)
+    separate = op.forward_value(hidden)
+    close_to(values, separate, true_value(op, hidden.double()))
+    for form, usage in [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE)]:
+        quantizer = quantizer_of(form)
+        made = run(quantizer, usage)
+        assert_same(made, quantizer_of(form).quantize(values, usage))
+        if usage is BOTH:
+            assert_few_steps(made, quantizer_of(form).quantize(separate, usage), f"{name}, {form}")
+            quantizer.discard()
+            assert_same(run(quantizer, usage, made.without_data()), made)
+            assert all(
+                (getattr(quantizer, pending) == -1).all() for pending in quantizer.pending_names
+            )
+
+
+@computes
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in ACTS]
+    + [(name, dtype) for name in ("GELU", "SwiGLU") for dtype in DTYPES[::2]],
+    ids=str,
+)
+def test_backward(name, dtype):
+    op = ACTS[name]()
+    x, dy = drawn((160, 128 * op.feature_ratio), (160, 128), dtype=dtype)
+    formula, numbers = formulas.formula_of(op), op.numbers_of()
+
+    def run(quantizer, usage=BOTH, sums=True):
+        return library.gradient(formula, op, numbers, dy, x, sums, quantizer, usage)
+
+    values, separate = values_of(run, dtype, x.device), op.backward_value(dy, x)
+    truth = true_gradient(op, dy.double(), x.double())
+    close_to(values, separate, truth)
+    for form, usage in [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE)]:
+        made, sums = run(quantizer_of(form, E5M2), usage)
+        assert_same(made, quantizer_of(form, E5M2).quantize(values, usage))
+        assert_close(sums, truth.sum(0))
+        if usage is BOTH:
+            expected = quantizer_of(form, E5M2).quantize(separate, usage)
+            assert_few_steps(made, expected, f"{name} backward, {form}")
+    assert run(quantizer_of("MX"), BOTH, False)[1] is None
+
+
+def true_value(op, x):
+    if not op.gated:
+        return op.value(x)
+    a, b = op.split(x)
+    return op.value(a) * op.linear_value(b)
+
+
+def true_gradient(op, dy, x):
+    if not op.gated:
+        return dy * op.derivative(x)
+    a, b = op.split(x)
+    slope = op.linear_derivative(b)
+    db = op.value(a) * dy * (1 if slope is None else slope)
+    return op.join(op.derivative(a) * dy * op.linear_value(b), db)
+
+
+def close_to(got, separate, truth):
+    """Within the tolerance, or within twice the error of the separate operations."""
+    own = (separate.double() - truth).abs().max()
+    if (got.double() - truth).abs().max() > 2 * own:
+        assert_close(got, truth)
+
+
+# Norms
+
+
+NORMS = {
+    "RMSNorm": ops.RMSNorm,
+    "RMSNorm, zero-centered": functools.partial(ops.RMSNorm, zero_centered_gamma=True),
+    "LayerNorm": ops.LayerNorm,
+    "LayerNorm without parameters": functools.partial(ops.LayerNorm, elementwise_affine=False),
+}
+
+
+@computes
+@pytest.mark.parametrize("added", ["", "added", "added, of another dtype"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norm(name, added):
+    dtype = torch.bfloat16
+    op = NORMS[name](192, device=DEVICE)
+    x, extra, weight, bias = drawn((2, 80, 192), (2, 80, 192), (192,), (192,), dtype=dtype)
+    extra = None if not added else extra.float() if "another" in added else extra
+    given = (weight, bias)[: len(list(op.parameters()))]
+    weight, bias = (*given, None, None)[:2]
+    kind = "layer" if isinstance(op, ops.LayerNorm) else "rms"
+    which = launch_norms.Norm(kind, op.eps, op.zero_centered_gamma)
+
+    def run(quantizer, usage=BOTH):
+        made = launch_norms.norm(
+            x, extra, weight, bias, which, dtype, extra is not None, True, quantizer, usage
+        )
+        results.append(made)
+        return made.output
+
+    results = []
+    values = values_of(run, dtype, x.device)
+    total = x if extra is None else x + extra
+    if extra is not None:
+        assert torch.equal(results[0].total, total)
+    truth, mean, rstd = true_norm(op, total.double(), weight, bias)
+    assert_close(values, truth)
+    assert_close(results[0].rstd, rstd)
+    if kind == "layer":
+        assert_close(results[0].mean, mean)
+    wanted = [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE), ("MX", ROWWISE)]
+    for form, usage in [*wanted, ("delayed", COLUMNWISE), ("delayed", ROWWISE)]:
+        quantizer, other = quantizer_of(form), quantizer_of(form)
+        made, expected = run(quantizer, usage), other.quantize(values, usage)
+        if form in ("128 x 128", "1 x 128", "1 x 128, any scale", "MX"):
+            assert_few_steps(made, expected, f"{name}, {form}")  # another kernel than for values
+        else:
+            assert_same(made, expected)
+        for state in quantizer.state_names:
+            assert torch.equal(getattr(quantizer, state), getattr(other, state))
+
+
+def true_norm(op, x, weight, bias):
+    mean = x.mean(-1, keepdim=True)
+    centered = x - mean if isinstance(op, ops.LayerNorm) else x
+    rstd = (centered.square().mean(-1, keepdim=True) + op.eps).rsqrt()
+    y = centered * rstd
+    if weight is not None:
+        y = y * (weight.double() + (1 if op.zero_centered_gamma else 0))
+    return y if bias is None else y + bias.double(), mean, rstd
+
+
+# Plans
+
+
+class Again(opfuse.FusedOperation):
+    """An activation that is computed again in the backward, as other plugins do it."""
+
+    recomputes = True
+    times = 0
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y = self.basic_ops[0].op_forward(basic_op_ctxs[0], input_)
+        if basic_op_ctxs[0].may_recompute:
+            basic_op_ctxs[0].recomputable_output = y
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        Again.times += 1
+        (x,) = basic_op_ctxs[0].saved_tensors
+        return self.basic_ops[0].forward_value(x)
+
+
+def mlp(act=ops.GELU, width=64, norm=None, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    hidden = 2 * width
+    chain = [ops.Linear(width, hidden * act().feature_ratio), act(), ops.Linear(hidden, width)]
+    return opfuse.Sequential(*([norm(width)] if norm else []), *chain).to(DEVICE, dtype)
+
+
+def trained(chain, x, recipe, steps=2):
+    """What some steps give: outputs, gradients, and the state of quantizers."""
+    leaf, results = x.clone().requires_grad_(), []
+    weight = torch.linspace(-1, 1, x.numel(), device=x.device).view_as(x).to(x.dtype)
+    for _ in range(steps):
+        with opfuse.autocast(recipe):
+            y = chain(leaf)
+        (y * weight).sum().backward()
+        results.append(y.detach())
+    grads = [leaf.grad, *(p.grad for p in chain.parameters())]
+    state = {k: v for k, v in chain.state_dict().items() if "quantizers" in k}
+    return results + grads, state
+
+
+def fusions_of(chain, x, recipe, **options):
+    with opfuse.autocast(recipe), opfuse.options(**options):
+        row = opfuse.explain(chain, x.clone().requires_grad_()).to_dict()
+    steps = [[step["fusion"] for step in row[name]] for name in ("forward", "backward")]
+    return steps, {step["reason"] for step in row["refused"]}
+
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+
+
+@pytest.fixture
+def alone():
+    with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.twins": not computing()}):
+        yield
+
+
+def computing():
+    return GPU or is_interpreting()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
+def test_a_model_gives_what_the_separate_ops_give(act, recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    (forward, backward), _ = fusions_of(mlp(act, norm=ops.RMSNorm), x, recipe)
+    assert {"norm+cast", "activation+cast"} <= {*forward}
+    assert {"cast+bias", "cast+activation"} <= {*backward}
+    got, state = trained(mlp(act, norm=ops.RMSNorm), x, recipe)
+    with opfuse.options(fusion_limit=0):
+        expected, other = trained(mlp(act, norm=ops.RMSNorm), x, recipe)
+    for one, two in zip(got, expected, strict=True):
+        if computing():
+            torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+        else:
+            assert torch.equal(one, two)
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-6, atol=0)
+
+
+@pytest.fixture
+def twins_wanted():
+    """Without a list of plugins, which would come before what is registered."""
+    with opfuse.options(**{"fp8.twins": not computing()}):
+        yield
+
+
+@pytest.mark.usefixtures("twins_wanted")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_another_fusion_computes_again_is_not_kept(recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    expected, state = trained(mlp(), x, recipe)
+    fusion = opfuse.Fusion((ops.GELU,), Again, name="again")
+    handle = opfuse.register_forward_fusion(fusion, prepend=True)
+    try:
+        (forward, _), _ = fusions_of(mlp(), x, recipe)
+        assert "again" in forward and "cast" in forward
+        before = Again.times
+        got, other = trained(mlp(), x, recipe)
+    finally:
+        handle.unregister()
+    assert Again.times == before + 2
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+    for name, value in state.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_are_computed_again_where_memory_is_preferred(recipe):
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    saved, results = [], []
+    for prefer in ("speed", "memory"):
+        sizes = {}
+
+        def pack(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with (
+            opfuse.options(prefer=prefer),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            results.append(trained(mlp(), x, recipe, steps=1))
+        saved.append(sum(sizes.values()))
+    codes = 64 * 128
+    assert saved[0] - saved[1] >= codes
+    (one, state), (two, other) = results
+    assert all(map(torch.equal, one, two))
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", RECIPES[:1])
+def test_nothing_is_recorded_without_grad_mode(recipe):
+    x, chain = drawn((64, 64), dtype=torch.bfloat16)[0], mlp(norm=ops.LayerNorm)
+    _, before = trained(chain, x, recipe)
+    with torch.no_grad(), opfuse.autocast(recipe):
+        chain(1000 * x)
+    after = {k: v for k, v in chain.state_dict().items() if "quantizers" in k}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_activation_checkpointing_counts_once():
+    from torch.utils.checkpoint import checkpoint
+
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    states = []
+    for checkpointing in (False, True):
+        chain, leaf = mlp(), x.clone().requires_grad_()
+        for _ in range(2):
+            with opfuse.autocast("fp8-delayed"):
+                more = {"use_reentrant": False, "context_fn": opfuse.checkpoint_contexts}
+                call = functools.partial(checkpoint, chain, **more)
+                (call if checkpointing else chain)(leaf).sum().backward()
+        states.append({k: v for k, v in chain.state_dict().items() if "quantizers" in k})
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# Where the kernels are not used
+
+
+def reasons(recipe, chain=None, x=None, **options):
+    with opfuse.plugins.using("fp8"):
+        given = drawn((64, 64), dtype=torch.bfloat16)[0] if x is None else x
+        (forward, backward), why = fusions_of(chain or mlp(), given, recipe, **options)
+    return {*filter(None, forward + backward)}, " ".join(why)
+
+
+def test_where_no_kernel_runs_nothing_is_fused_unless_the_twins_are_wanted():
+    x = torch.randn(64, 64, dtype=torch.float64)
+    chain = mlp(dtype=torch.float64).cpu()
+    names, why = reasons("fp8-current", chain, x)
+    assert not names
+    assert ("float64" if computing() and not GPU else "this is cpu") in why
+    assert reasons("fp8-current", chain, x, **{"fp8.twins": True})[0]
+
+
+class Own(fp8.CurrentQuantizer):
+    """A quantizer that overrides something."""
+
+
+def own(role):
+    return Own(E4M3)
+
+
+def of_squares(role):
+    return fp8.MXQuantizer(E4M3, square=True)
+
+
+def test_other_quantizers_are_left_alone():
+    recipe = fp8.CustomRecipe(own, name="own for the tests of kernels")
+    names, why = reasons(recipe, **{"fp8.twins": True})
+    assert not names and "this is a Own" in why
+    recipe = fp8.CustomRecipe(of_squares, name="squares for the tests of kernels")
+    names, why = reasons(recipe, **{"fp8.twins": True})
+    assert not names and "32 x 32 share one" in why
+
+
+@computes
+def test_activations_and_norms_that_the_kernels_do_not_take():
+    act = functools.partial(ops.SwiGLU, glu_interleave_size=3)
+    x = drawn((64, 96), dtype=torch.bfloat16)[0]
+    names, why = reasons("fp8-current", mlp(act, 96), x)
+    assert "activation+cast" not in names and "a power of two up to 64" in why
+    norm = functools.partial(lambda width: ops.RMSNorm((64, width)))
+    names, why = reasons("fp8-current", mlp(norm=norm))
+    assert "norm+cast" not in names and "normalize one dimension" in why
+
+
+# Without a GPU
+
+
+@compiles
+@pytest.mark.parametrize("number", range(0, len(cases.CASES), 9))
+def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
+    from opfuse.triton.checking import check_case
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for arch in TARGETS:
+        rows = check_case("fp8", "opfuse_fp8.cases:CASES", number, arch)
+        assert rows and not [sentence for row in rows for sentence in row.refusals]
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
+    from opfuse.triton.ledger import count_small
+
+    for shape in case.small:
+        assert count_small(case, shape).full <= 1.02 * case.floor_bytes(shape)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_partial_results_are_few(case):
+    """Sums and largest magnitudes of tiles are written and read once."""
+    for arch, shape in itertools.product(TARGETS, case.shapes):
+        with recording(arch) as launches:
+            case.run(**case.inputs(shape))
+        names = "sums_ptr", "amax_ptr"
+        partial = [launch.arguments.get(name) for launch in launches for name in names]
+        moved = sum(2 * tensor.nbytes for tensor in partial if tensor is not None)
+        assert moved <= 0.05 * case.floor_bytes(shape)
+
+
+def test_floors_say_what_has_to_be_read_twice():
+    """Current scaling knows its scale late; a columnwise copy of a norm needs the statistics."""
+    floors = {case.name: case.floor_bytes(case.shapes[0]) for case in cases.CASES}
+    full = 8192 * 4096
+    assert floors["cast, delayed"] == full * (2 + 1 + 1)
+    assert floors["cast, current"] == full * (2 + 2 + 1 + 1)
+    assert floors["cast, 1 x 128"] == floors["cast, MX"] == floors["cast, delayed"]
+    assert floors["RMSNorm + cast, delayed"] == full * (2 + 1 + 1 + 1)
+    assert floors["RMSNorm + cast, MX"] == full * (2 + 2 + 1 + 1)
+
+
+def test_rows_and_features_may_pass_32_bits():
+    """The row is of 64 bits before anything is multiplied by it."""
+    (case,) = [case for case in cases.CASES if case.name == "cast, delayed"]
+    with recording(90) as launches:
+        case.run(**case.inputs({"rows": 1 << 20, "features": 1 << 14}))
+    config = launches[0].config
+    assert launches[0].grid[0] * config["BLOCK_ROWS"] * config["BLOCK_COLUMNS"] == 1 << 34
+    assert tiles.programs(1 << 20, 1 << 14, config) == launches[0].grid[0]
