@@ -5,8 +5,6 @@
 
 import functools
 import itertools
-import pathlib
-import sys
 
 import opfuse_fp8 as fp8
 import pytest
@@ -24,7 +22,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_fp8 import cases, formulas, fused, library, twins
+from opfuse_fp8 import cases, formulas, library
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
 
 from opfuse.triton import TARGETS, recording
@@ -109,16 +107,16 @@ def assert_same(got, expected):
     """The same tensors to the bit, of a NaN whatever its sign."""
     assert type(got) is type(expected)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    for name, mine, other in zip(
-        got.tensor_names, got.tensors(), expected.tensors(), strict=True
-    ):
+    for name, mine, other in zip(got.tensor_names, got.tensors(), expected.tensors(), strict=True):
         assert (mine is None) == (other is None), name
         if mine is None:
             continue
         assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
         wide = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in (mine, other)]
         if mine.dtype in (E4M3, E5M2):
-            wide = [torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8)) for t in (mine, other)]
+            wide = [
+                torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8)) for t in (mine, other)
+            ]
         assert torch.equal(*wide), name
 
 
@@ -147,7 +145,9 @@ def test_device_functions_are_those_of_the_quantizers(dtype, native):
             MANTISSA=mantissa, NATIVE=native_here, POWER_OF_2=native, BLOCK=65536,
         )  # fmt: skip
         expected = casts.cast(x, given, dtype)
-        both = [torch.where(expected.float().isnan(), 0, c) for c in (codes, expected.view(codes.dtype))]
+        both = [
+            torch.where(expected.float().isnan(), 0, c) for c in (codes, expected.view(codes.dtype))
+        ]
         assert torch.equal(*both)
         assert torch.equal(codes.view(dtype).float().isnan(), expected.float().isnan())
         wanted = casts.scale_of(amax, most, power_of_2=native, if_infinite=casts.FP32_MAX)
@@ -288,7 +288,9 @@ def test_forward(name, dtype):
             assert_few_steps(made, quantizer_of(form).quantize(separate, usage), f"{name}, {form}")
             quantizer.discard()
             assert_same(run(quantizer, usage, made.without_data()), made)
-            assert all((getattr(quantizer, pending) == -1).all() for pending in quantizer.pending_names)
+            assert all(
+                (getattr(quantizer, pending) == -1).all() for pending in quantizer.pending_names
+            )
 
 
 @computes

@@ -68,9 +68,7 @@ def _given(*made: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in made if tensor is not None]
 
 
-def _floor(
-    tensors: Callable[..., Mapping[str, Operand]], *again: str
-) -> Callable[..., int] | None:
+def _floor(tensors: Callable[..., Mapping[str, Operand]], *again: str) -> Callable[..., int] | None:
     """The floor of a case: its operands, and what has to be read twice once more."""
     if not any(again):
         return None
@@ -234,4 +232,4 @@ CASES = [
     _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
     _norm("LayerNorm + cast", "layer", "MX", _MODEL),
 ]
-"""Linears of 4096 and 16384 features, and of Llama 3 8B; bfloat16 in, E4M3 or for gradients E5M2."""
+"""Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

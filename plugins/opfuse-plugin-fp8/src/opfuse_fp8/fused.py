@@ -7,14 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opfuse import (
-    Environment,
-    FusedOperation,
-    Fusion,
-    OperationContext,
-    Optional,
-    Subclasses,
-)
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
 from opfuse.ops import Activation, Bias, Cast
 from opfuse.quantization import QuantizedTensor
 
@@ -100,9 +93,7 @@ class ForwardActivationCast(_Fused):
         wanted = env.options.get("prefer") == "memory"
         self.recomputes = wanted and self._act[0].deterministic and not env.compiling
 
-    def fuser_forward(
-        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
-    ) -> tuple[Any, Any]:
+    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         *_, ctx, cast = basic_op_ctxs
         (op,) = self._act

@@ -71,7 +71,7 @@ def _halves(
 
 @triton.jit
 def _column_sums(sums_ptr, v, tile, width, first):
-    """The sum of each column of a tile, in fp32 or where there is one tile in the result's dtype."""
+    """The sum of each column of a tile, in fp32; in the result's dtype where it is the only one."""
     column = first + tl.arange(0, v.shape[1])
     total = tl.sum(v, 0).to(sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + tile * width + column, total, column < width)
@@ -184,9 +184,7 @@ def cast_backward(
             FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
     else:
-        a, b = _halves(
-            x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS
-        )
+        a, b = _halves(x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS)
         if SIZE > 0:
             da = _gate_gradient(
                 dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE

@@ -10,14 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import (
-    codes_of,
-    exponent_of,
-    inverse_of,
-    magnitude,
-    scale_of,
-    scale_of_exponent,
-)
+from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scale_of_exponent
 
 
 @triton.jit
@@ -90,7 +83,7 @@ def _emit_mx(
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
     MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A power of two for 32 values: along the rows for one copy, along the columns for the other."""
+    """A power of two for 32 values: along the rows for one copy, the columns for the other."""
     tall: tl.constexpr = v.shape[0]
     wide: tl.constexpr = v.shape[1]
     if row_ptr is not None:

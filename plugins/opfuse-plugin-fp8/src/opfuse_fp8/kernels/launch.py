@@ -252,7 +252,9 @@ def gradient(
             sums = backward(formula, numbers, dy, x, sums_too, casting)
             each.append((casting.made(), sums))
         (row, sums), (column, _) = each
-        merged = [a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)]
+        merged = [
+            a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)
+        ]
         return row.rebuild(merged), sums
     casting = Casting(quantizer, usage, shape, dy.dtype, dy.device, values=known)
     sums = backward(formula, numbers, dy, x, needs_sums, casting)

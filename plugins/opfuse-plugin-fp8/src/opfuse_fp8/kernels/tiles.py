@@ -65,7 +65,10 @@ def _configs(
     for tall, wide, warps in chosen:
         if sums and tall < 64:  # the fewer sums are left to add up
             tall, warps = 64, 8
-        tile = {"BLOCK_ROWS": min(tall, tallest), "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest)}
+        tile = {
+            "BLOCK_ROWS": min(tall, tallest),
+            "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest),
+        }
         # of 64 threads half as many
         found[Config(tile, warps // 2 if hip else warps)] = None
     return tuple(found)
