@@ -197,7 +197,7 @@ def test_a_cast_alone_is_the_quantizers(form, dtype):
             assert torch.equal(getattr(quantizer, name), getattr(other, name)), name
 
 
-SHAPES = [(1,), (3,), (127,), (1, 1), (3, 127), (5, 200), (129, 130), (2, 3, 64), (2, 1, 3, 40)]
+SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40)]
 
 
 @computes
@@ -207,7 +207,7 @@ def test_shapes(shape):
     for form in ("delayed", "current", "1 x 128", "128 x 128"):
         made = library.cast(x, quantizer_of(form), BOTH)
         assert_same(made, quantizer_of(form).quantize(x, BOTH))
-        if x.ndim and x.numel():
+        if form in ("delayed", "1 x 128") and x.ndim and x.numel():
             dx, sums = library.gradient(
                 launch.IDENTITY, None, None, x, None, True, quantizer_of(form, E5M2), BOTH
             )
@@ -250,6 +250,13 @@ def assert_few_steps(got, expected, name):
     assert count <= max(1, 1e-3 * total)
 
 
+def forms_for(name, dtype):
+    """Every quantizer for two activations, and few for the others, which use the same code."""
+    if name in ("GELU", "SwiGLU") and dtype is torch.bfloat16:
+        return [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE), ("MX", ROWWISE)]
+    return [("delayed", BOTH), ("1 x 128" if dtype is torch.float16 else "MX", BOTH)]
+
+
 @computes
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -260,7 +267,7 @@ def assert_few_steps(got, expected, name):
 def test_forward(name, dtype):
     """The codes are those of the values that the same kernel writes, and the values are right."""
     op = ACTS[name]()
-    x, bias = drawn((160, 128 * op.feature_ratio), (128 * op.feature_ratio,), dtype=dtype)
+    x, bias = drawn((96, 128 * op.feature_ratio), (128 * op.feature_ratio,), dtype=dtype)
     formula = formulas.formula_of(op)
 
     def run(quantizer, usage=BOTH, again=None):
@@ -273,7 +280,7 @@ def test_forward(name, dtype):
     hidden = (x.float() + bias.float()).to(dtype)
     separate = op.forward_value(hidden)
     close_to(values, separate, true_value(op, hidden.double()))
-    for form, usage in [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE)]:
+    for form, usage in forms_for(name, dtype):
         quantizer = quantizer_of(form)
         made = run(quantizer, usage)
         assert_same(made, quantizer_of(form).quantize(values, usage))
@@ -295,7 +302,7 @@ def test_forward(name, dtype):
 )
 def test_backward(name, dtype):
     op = ACTS[name]()
-    x, dy = drawn((160, 128 * op.feature_ratio), (160, 128), dtype=dtype)
+    x, dy = drawn((96, 128 * op.feature_ratio), (96, 128), dtype=dtype)
     formula, numbers = formulas.formula_of(op), op.numbers_of()
 
     def run(quantizer, usage=BOTH, sums=True):
@@ -304,7 +311,7 @@ def test_backward(name, dtype):
     values, separate = values_of(run, dtype, x.device), op.backward_value(dy, x)
     truth = true_gradient(op, dy.double(), x.double())
     close_to(values, separate, truth)
-    for form, usage in [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE)]:
+    for form, usage in forms_for(name, dtype):
         made, sums = run(quantizer_of(form, E5M2), usage)
         assert_same(made, quantizer_of(form, E5M2).quantize(values, usage))
         assert_close(sums, truth.sum(0))
@@ -349,12 +356,15 @@ NORMS = {
 
 
 @computes
-@pytest.mark.parametrize("added", ["", "added", "added, of another dtype"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [*((name, "") for name in NORMS), ("RMSNorm", "added"), ("LayerNorm", "of another dtype")],
+    ids=str,
+)
 def test_norm(name, added):
     dtype = torch.bfloat16
     op = NORMS[name](192, device=DEVICE)
-    x, extra, weight, bias = drawn((2, 80, 192), (2, 80, 192), (192,), (192,), dtype=dtype)
+    x, extra, weight, bias = drawn((2, 32, 192), (2, 32, 192), (192,), (192,), dtype=dtype)
     extra = None if not added else extra.float() if "another" in added else extra
     given = (weight, bias)[: len(list(op.parameters()))]
     weight, bias = (*given, None, None)[:2]

@@ -232,4 +232,4 @@ CASES = [
     _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
     _norm("LayerNorm + cast", "layer", "MX", _MODEL),
 ]
-"""Linears of 4096 and 16384 features, and of Llama 3 8B; bfloat16 in, E4M3 or for gradients E5M2."""
+"""Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

@@ -71,7 +71,7 @@ def _halves(
 
 @triton.jit
 def _column_sums(sums_ptr, v, tile, width, first):
-    """The sum of each column of a tile, in fp32 or where there is one tile in the result's dtype."""
+    """The sum of each column of a tile, in fp32; in the result's dtype where it is the only one."""
     column = first + tl.arange(0, v.shape[1])
     total = tl.sum(v, 0).to(sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + tile * width + column, total, column < width)

@@ -83,7 +83,7 @@ def _emit_mx(
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
     MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A power of two for 32 values: along the rows for one copy, along the columns for the other."""
+    """A power of two for 32 values: along the rows for one copy, the columns for the other."""
     tall: tl.constexpr = v.shape[0]
     wide: tl.constexpr = v.shape[1]
     if row_ptr is not None:

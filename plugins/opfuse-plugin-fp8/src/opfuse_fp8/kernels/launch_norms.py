@@ -154,7 +154,6 @@ def _launch_tiles(
         (tiles.programs(rows, features, config),),
         *(x, weight, bias, mean, rstd, *pointers, rows, features),
         config=config,
-        KIND=which.kind,
         ZERO_CENTERED=which.zero_centered,
         **casting.constants,
     )

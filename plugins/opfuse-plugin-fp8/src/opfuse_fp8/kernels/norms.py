@@ -17,10 +17,9 @@ from .emit import emit
 
 @triton.jit
 def _normalized(
-    x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, KIND: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED: tl.constexpr
 ):  # fmt: skip
-    """The output of a norm in fp32; of a LayerNorm ``x`` is centered already, if ``mean`` is None."""
+    """The output of a norm in fp32. ``mean`` is None where ``x`` is centered, or is not to be."""
     if mean is not None:
         x -= mean
     y = x * rstd
@@ -70,9 +69,7 @@ def norm_rows(
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, row < rows)
     if FORMAT != "statistics":
-        y = _normalized(
-            x, None, rstd, weight_ptr, bias_ptr, column, in_columns, KIND, ZERO_CENTERED
-        )
+        y = _normalized(x, None, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
         y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
         largest = emit(
             y, first_row, 0, rows, features, features,
@@ -88,7 +85,7 @@ def norm_tiles(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
     rows, features,
-    KIND: tl.constexpr, ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
     FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -106,7 +103,7 @@ def norm_tiles(
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + row, in_rows, other=0.0)
     rstd = tl.load(rstd_ptr + row, in_rows, other=0.0)
-    y = _normalized(x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, KIND, ZERO_CENTERED)
+    y = _normalized(x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
     y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
     emit(
         y, first_row, first, rows, features, features,
