@@ -15,11 +15,12 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
 from ..quantization import QuantizedTensor, dequantize, held
+from ..quantization.packing import rebuilt
 from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program
-from .saved import leave, rebuilt, recompute, restore_more
+from .saved import leave, recompute, restore_more
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled

@@ -139,8 +139,7 @@ class Program:
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
         self.params, self.without_params = _param_ranges(chain, first_backward)
-        given = zip(chain.ops, chain.param_ranges, measurements.edges.quantizers, strict=True)
-        self.dequantized = held.dequantized(given, env)
+        self.dequantized = held.dequantized(chain, measurements.edges.quantizers, env)
         self.accumulating = _accumulating(chain, env)
         self.has_extras = chain.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..quantization import QuantizedTensor, Usage
+from ..quantization.packing import is_of, unpacked
 from .calls import WithCasts
 from .checks import forward_of, refuse_saved, saved_nothing
 from .extras import ForwardExtras
@@ -52,7 +53,7 @@ def leave(
     if program.leaves_more:
         _leave_more(func_ctx, program, ctxs, tensors, saved)
     if program.saves_quantized:
-        func_ctx.quantized = _unpack_quantized(saved)
+        func_ctx.quantized = unpacked(saved)
     if extras is not None:
         extras.refuse_overwritten(x, saved)
         func_ctx.shapes = extras.shapes
@@ -156,19 +157,12 @@ def _drop_recomputable(
         if how.cast is not None:
             plain, cast = ctxs[index].cast_input or (None, None)
             output, ctxs[index].cast_input = cast if plain is output else None, None
-        if output is None or not _is_of(kept, output):
+        if output is None or not is_of(kept, output):
             continue
         quantized = isinstance(kept, QuantizedTensor)
         dropped[index] = kept.copies if quantized else Usage()
         saved[how.position] = kept.without_data() if quantized else None
     return dropped
-
-
-def _is_of(kept: Any, output: Any) -> bool:
-    """Whether what an op saved is this very tensor; of a quantized one, copies of it."""
-    if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
-        return kept is output
-    return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
 
 
 def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[int, Usage]) -> None:
@@ -188,30 +182,3 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
         if quantized:
             again = again.only(usage)
         ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
-
-
-def _unpack_quantized(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
-    """Put the tensors of quantized tensors behind all others, so that every place stays.
-
-    Returns:
-        For each its place, what it is without its tensors, and where these are.
-    """
-    found = []
-    for place, entry in enumerate(tuple(saved)):
-        if isinstance(entry, QuantizedTensor):
-            parts = entry.tensors()
-            shell = entry._over((None,) * len(parts))
-            found.append((place, shell, len(saved), len(saved) + len(parts)))
-            saved[place] = None
-            saved.extend(parts)
-    return found
-
-
-def rebuilt(
-    saved: tuple[Any, ...], quantized: Sequence[tuple[int, QuantizedTensor, int, int]]
-) -> tuple[Any, ...]:
-    """Undo :func:`_unpack_quantized`."""
-    entries = list(saved)
-    for place, shell, first, last in quantized:
-        entries[place] = shell._over(saved[first:last])
-    return tuple(entries)

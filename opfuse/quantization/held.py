@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,25 +96,26 @@ def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
     return "; ".join(notes)
 
 
-def dequantized(ops: Iterable[tuple[Any, tuple[int, int], Any]], env: Any) -> tuple[int, ...]:
+def dequantized(chain: Any, quantizers: Sequence[Any], env: Any) -> tuple[int, ...]:
     """Which parameters of a chain live quantized, and are nothing to the op that takes them.
 
     Args:
-        ops: The ops, where the parameters of each begin and end, and its quantizers.
+        chain: The chain.
+        quantizers: Those of each op.
         env: Where they run.
 
     Raises:
         RuntimeError: ``torch.compile`` traces, which does not look into such a parameter.
     """
     found = []
-    for op, (first, last), quantizers in ops:
+    for op, (first, last), its in zip(chain.ops, chain.param_ranges, quantizers, strict=True):
         held = held_by(op)
         if held and env.compiling:
             raise RuntimeError(
                 f"{type(op).__name__} has parameters that live quantized (quantized_model_init), "
                 f"which torch.compile does not look into: run this chain in eager mode"
             )
-        if held and not quantizers:
+        if held and not its:
             places = zip(range(first, last), op.param_names or (), strict=True)
             found += [place for place, name in places if name in held]
     return tuple(found)

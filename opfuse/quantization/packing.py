@@ -1,0 +1,42 @@
+"""Quantized tensors among saved ones: their parts as plain tensors, which autograd can keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .formats import QuantizedTensor
+
+
+def is_of(kept: Any, output: Any) -> bool:
+    """Whether what an op saved is this very tensor; of a quantized one, copies of it."""
+    if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
+        return kept is output
+    return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
+
+
+def unpacked(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
+    """Put the tensors of quantized tensors behind all others, so that every place stays.
+
+    Returns:
+        For each its place, what it is without its tensors, and where these are.
+    """
+    found = []
+    for place, entry in enumerate(tuple(saved)):
+        if isinstance(entry, QuantizedTensor):
+            parts = entry.tensors()
+            shell = entry._over((None,) * len(parts))
+            found.append((place, shell, len(saved), len(saved) + len(parts)))
+            saved[place] = None
+            saved.extend(parts)
+    return found
+
+
+def rebuilt(
+    saved: tuple[Any, ...], quantized: Sequence[tuple[int, QuantizedTensor, int, int]]
+) -> tuple[Any, ...]:
+    """Undo :func:`unpacked`."""
+    entries = list(saved)
+    for place, shell, first, last in quantized:
+        entries[place] = shell._over(saved[first:last])
+    return tuple(entries)
