@@ -401,9 +401,10 @@ class NVFP4Tensor(_TwoCopies):
     def _unpacked(self, data: Tensor) -> Tensor:
         """By arithmetic rather than from a table, which would have to be copied to the device."""
         packed = data.view(torch.uint8)
-        code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).to(torch.int32)
-        exponent, mantissa = (code >> 1) & 3, code & 1
-        twice = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+        code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+        exponent, mantissa = code >> 1 & 3, code & 1
+        normal = (exponent > 0).to(torch.uint8)
+        twice = (2 * normal + mantissa) << (exponent - normal)
         magnitude = twice.float() / 2
         return torch.where(code > 7, -magnitude, magnitude)
 

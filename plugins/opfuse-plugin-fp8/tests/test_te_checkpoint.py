@@ -190,6 +190,16 @@ def test_a_module_with_two_products():
         fp8.from_te_extra_state({}, names={"fc": "0"})
 
 
+def test_a_checkpoint_of_one_layer():
+    """Its keys have no prefix; a layer may get another name."""
+    for layout, prefix in (("op 2", ""), ("module 2", "basic_ops.0.")):
+        made = fp8.from_te_extra_state({"_extra_state": LAYOUTS[layout](trained())})
+        assert f"{prefix}quantizers.0.input.scale" in made and len(made) == 10
+    state = {"fc._extra_state": LAYOUTS["op 2"](trained())}
+    made = fp8.from_te_extra_state(state, names={"fc": "proj"})
+    assert made["proj.quantizers.0.weight.scale"].item() == trained()["weight"].scale
+
+
 def test_beside_what_is_there():
     """State of another recipe stays, under the number that it has."""
     found, other, x = model(), fp8.DelayedScaling(margin=1, amax_history_len=2), torch.randn(8, 16)

@@ -120,22 +120,24 @@ class NVFP4Quantizer(BaseQuantizer):
         """
         rows, columns = matrix.shape
         tall = BLOCK if self.square else 1
-        blocks = matrix.reshape(rows // tall, tall, columns // BLOCK, BLOCK).float()
-        most = casts.largest(matrix)
-        encode = tensor_scale(most)
+        blocks = matrix.contiguous().view(rows // tall, tall, columns // BLOCK, BLOCK).float()
+        numbers = blocks.nan_to_num(0.0, torch.inf, -torch.inf)
+        size = numbers.abs()
+        most = size.amax((1, 3), keepdim=True)
+        encode = tensor_scale(most.amax().reshape(1) if most.numel() else most.new_zeros(1))
         decode = encode.reciprocal()
-        scale = block_scale(casts.largest(blocks, (1, 3)), encode)
-        scaled = blocks * _encoding(scale, decode)
-        values = self._rounded(scaled.reshape(rows, columns).clamp(-MOST, MOST), which)
-        finite = blocks.isfinite().all(3, keepdim=True).all(1, keepdim=True)
+        scale = block_scale(most, encode)
+        scaled = (size * _encoding(scale, decode)).clamp(max=MOST).view(rows, columns)
+        signs = numbers.signbit().to(torch.uint8).view(rows, columns) << 3
+        finite = blocks.abs().amax((1, 3), keepdim=True).isfinite()
         scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
         each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
-        return _Copy(packed(values), each.contiguous(), decode)
+        return _Copy(packed(self._codes(scaled, which) | signs), each.contiguous(), decode)
 
-    def _rounded(self, scaled: Tensor, which: int) -> Tensor:
-        """Values of E2M1: the nearest, of two the one whose code is even."""
-        step = _step(scaled)
-        return (scaled / step).round() * step
+    def _codes(self, size: Tensor, which: int) -> Tensor:
+        """The codes of E2M1 for magnitudes up to 6: the nearest, of two the even one; uint8."""
+        place, first = _places(size)
+        return place.round().to(torch.uint8) + first
 
 
 class StochasticNVFP4Quantizer(NVFP4Quantizer):
@@ -190,11 +192,11 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         self.step.add_(self.arrived >= 0)
         self.discard()
 
-    def _rounded(self, scaled: Tensor, which: int) -> Tensor:
-        step = _step(scaled)
-        below = (scaled.abs() / step).floor()
-        up = (scaled.abs() / step - below) > self._drawn(scaled, which)
-        return ((below + up) * step).copysign(scaled)
+    def _codes(self, size: Tensor, which: int) -> Tensor:
+        place, first = _places(size)
+        below = place.floor()
+        drawn = self._drawn(size, which)
+        return (below + (place - below > drawn)).to(torch.uint8) + first
 
     def _drawn(self, like: Tensor, which: int) -> Tensor:
         """Numbers in [0, 1), multiples of 2^-24."""
@@ -265,26 +267,27 @@ def _encoding(scale: Tensor, decode: Tensor) -> Tensor:
     return (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
 
 
-def packed(values: Tensor) -> Tensor:
-    """Two values of E2M1 in a byte, the first in the low half; NaN becomes 0.
+def packed(codes: Tensor) -> Tensor:
+    """Two codes of E2M1 in a byte, the first in the low half.
 
     Args:
-        values: fp32, ``(rows, columns)``, each a value of E2M1 or NaN.
+        codes: uint8, 0 to 15, ``(rows, columns)``.
 
     Returns:
         float4_e2m1fn_x2, ``(rows, columns / 2)``, contiguous.
     """
-    m = values.abs().nan_to_num(0.0)
-    code = torch.where(m < 2, 2 * m, torch.where(m < 4, m + 2, m / 2 + 4)).to(torch.uint8)
-    code = code | ((values.signbit() & ~values.isnan()).to(torch.uint8) << 3)
-    pairs = code.view(values.shape[0], values.shape[1] // 2, 2)
-    return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
+    pairs = codes.view(codes.shape[0], codes.shape[1] // 2, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).view(torch.float4_e2m1fn_x2)
 
 
-def _step(scaled: Tensor) -> Tensor:
-    """How far apart the values of E2M1 are around each of some magnitudes up to 6."""
-    m = scaled.abs()
-    return 0.5 * (1 + (m >= 2).float() + 2 * (m >= 4).float())
+def _places(size: Tensor) -> tuple[Tensor, Tensor]:
+    """Where magnitudes lie among the values of E2M1 that are as far apart as those around them.
+
+    They are 0.5 apart up to 2, then 1 up to 4, then 2. The sum of both results is a code, and
+    between two codes where the first is not whole. The first is exact, the sum would not be.
+    """
+    ranges = (size < 2).to(torch.uint8) + (size < 4)
+    return size * (0.5 * (1 << ranges).float()), 4 - 2 * ranges
 
 
 def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
