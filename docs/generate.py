@@ -63,8 +63,11 @@ incoming gradient itself or a new tensor, *shared* may alias something that the 
 A step may write into its
 incoming gradient only where its context says `owns_grad_output`, which follows from this column. \
 Under a recipe the
-input and the weight of `BasicLinear` are saved quantized, unless the recipe says otherwise. \
-Where `ctx.saves_params`
+input and the weights of `BasicLinear` and `ParallelLinear` are saved quantized, unless the
+recipe says otherwise; a fusion that multiplies quantized tensors gets them from
+{{meth}}`opfuse.ops.BasicLinear.quantized_operands`. With `cache_quantized_input` an activation
+saves its input quantized. {{meth}}`opfuse.ops.Activation.operand` does so, and a backward fusion
+reads it with {{meth}}`opfuse.ops.Activation.saved_input`. Where `ctx.saves_params`
 (autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast; \
 so are those of `ParallelLinear`, which has these methods too. \
 A forward fusion that calls

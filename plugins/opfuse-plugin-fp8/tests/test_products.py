@@ -7,6 +7,7 @@ import opfuse_fp8 as fp8
 import pytest
 import torch
 from opfuse_fp8 import gemm, hardware, products
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType
 
 import opfuse
@@ -190,7 +191,8 @@ def test_products_of_codes_on_a_cpu(recipe, kind, bias, dtype):
 def test_products_of_a_gpu(gpu, recipe, kind):
     """Every layout, with blocks that are not whole, as a GPU would get it."""
     least = 32 if recipe == "mxfp8" else 16
-    for rows, inputs, outputs in ((least, 64, 128), (96, 160, 288 if kind == "linear" else 128)):
+    wide = 288 if kind == "linear" else 128
+    for rows, inputs, outputs in ((least, 64, 128), (96, 160, wide), (160, 64, 128)):
         rows = rows if recipe == "mxfp8" else rows + 4  # zeros fill up what is summed over
         for bias in (False, True):
             model = linears(kind, inputs, outputs, bias, torch.bfloat16)
@@ -260,6 +262,30 @@ def test_swizzled_scales_by_their_formula():
             assert flat[place] == scale[r, c]
             expected_sum += int(scale[r, c])
     assert int(flat.long().sum()) == expected_sum  # all others are zero
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])
+def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
+    """Its own function for shapes, which refuses scales of another layout; there is no GPU."""
+    sizes = {"input": (256, 256), "weight": (384, 256)}
+    made = {
+        role: fp8.make(fp8.opfuse_recipes()[recipe](), QuantizerRole("linear", role), "cpu")
+        for role in sizes
+    }
+    operands = [
+        gemm.Operand.of(made[role].quantize(torch.randn(size), BOTH), ROWWISE)
+        for role, size in sizes.items()
+    ]
+    with FakeTensorMode():
+        on_gpu = [
+            operand._replace(
+                data=torch.empty(operand.data.shape, dtype=operand.data.dtype, device="cuda"),
+                scale=torch.empty(operand.scale.shape, dtype=operand.scale.dtype, device="cuda"),
+            )
+            for operand in operands
+        ]
+        y = gemm.multiply(*on_gpu, torch.bfloat16)
+    assert (y.shape, y.dtype, y.device.type) == ((256, 384), torch.bfloat16, "cuda")
 
 
 def test_what_is_no_operand():
