@@ -1,7 +1,7 @@
 """How well the example trains under each recipe, beside bf16: losses over seeds, and curves.
 
 python benchmarks/low_precision.py --out losses.json --plot curves.svg
-python benchmarks/low_precision.py --recipes fp8-current,nvfp4 --seeds 1 --steps 20
+python benchmarks/low_precision.py --recipes bf16,fp8-current,nvfp4 --seeds 0 --steps 20
 python benchmarks/low_precision.py --draw losses.json --plot curves.svg
 
 Every run trains the model of ``examples/train_lm.py`` with its default sizes: under
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipes", default=None, help="names; default: all that the example has")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2", help="numbers, with commas between them")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--threads", type=int, default=1)
     for name, what in (
@@ -145,7 +145,7 @@ def main() -> None:
             result["runs"] = json.loads(options.add.read_text())["runs"]
         names = options.recipes.split(",") if options.recipes else [BASE, *script.RECIPES]
         text = script.load_text()
-        for seed in range(options.seeds):
+        for seed in map(int, options.seeds.split(",")):
             for name in names:
                 result["runs"].append(train(script, name, seed, options.steps, text))
                 if options.out:  # after each, since all together take an hour

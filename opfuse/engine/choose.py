@@ -299,6 +299,8 @@ class _Finder:
     def _condition(self, fusion: Fusion, step: Step) -> tuple[Any, Environment]:
         """The answer of a condition, and the environment it was given for."""
         env = self._environment(fusion, step)
+        if fusion.needs_recipe and env.recipe is None:
+            return "no recipe quantizes these ops", env
         answer = fusion.when is None or fusion.when(step.matched, env)
         # else only the running chain knows how many rows come here
         if answer is True and fusion.needs_rows and self.rows_kept[step.start]:

@@ -30,6 +30,11 @@ class QuantizedRow:
     quantizer: str
     where: str
 
+    def cells(self) -> tuple[str, ...]:
+        """What a table says; of the quantizer the steps say more."""
+        both = self.usage.replace("rowwise and columnwise", "both copies")
+        return self.op, self.tensor, self.format, both, self.where
+
 
 class Quantized(NamedTuple):
     """What a recipe does to a chain.
@@ -68,7 +73,7 @@ class Quantized(NamedTuple):
             return []
         share = f"{self.quantized} of {self.products} products of linear ops"
         lines = [f"quantized by {self.recipe}: {share}"]
-        rows = [dataclasses.astuple(row) for row in self.tensors] if full else []
+        rows = [row.cells() for row in self.tensors] if full else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
