@@ -209,6 +209,26 @@ def test_products_of_a_gpu(gpu, recipe, kind):
             assert len(taken) == 2 and all(name.startswith("fp8") for name in taken)
 
 
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_a_gpu(recipe, kind):
+    """What the hardware gives, with as many bits as its sums have."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    how, why = fp8.support("cuda")[recipe]
+    if how != "native":
+        pytest.skip(why)
+    model = linears(kind, 256, 512, True, torch.bfloat16)
+    x, dy = data((96, 256), 512 if kind == "linear" else 1024, torch.bfloat16)
+    y, dx, dw, db = expected(recipe, model, x, dy)
+    model, x = model.cuda(), x.cuda()
+    got = run(model, x, dy.cuda(), recipe, "auto")
+    for mine, right in zip(got, [y, dx, *dw, *db], strict=True):
+        assert (mine.cpu().double() - right).norm() <= 2**-7 * right.norm()
+    taken, _ = fusions(model, x, recipe, "auto")
+    assert len(taken) == 2
+
+
 def test_sums_of_fewer_bits_are_of_a_forward_with_one_scale(gpu):
     for recipe, fast in (("fp8-current", True), ("fp8-delayed", True), ("fp8-block", False)):
         gpu.calls.clear()
