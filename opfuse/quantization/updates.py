@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..settings import current
+from .parameter import held_by
 from .quantizer import Quantizer
 from .recipe import Recipe
 from .state import quantizer_names
@@ -66,8 +67,10 @@ class Block:
             if failed or not torch.is_grad_enabled():
                 for op in ran:
                     forward = quantizer_names(op, "forward")
+                    # of a parameter that lives quantized nothing was recorded in this block
+                    apart = [param.quantizer for param in held_by(op).values()]
                     for name, quantizer in op._quantizers.of(recipe).items():
-                        if name in forward:
+                        if name in forward and all(quantizer is not one for one in apart):
                             quantizer.discard()
             else:
                 quantizers = _quantizers(recipe, ran, env)
