@@ -472,6 +472,18 @@ def test_a_delayed_scale_follows_what_is_written():
     assert model.weight.detach().dequantize().abs().max() > 1.9 * first
 
 
+def test_what_a_write_recorded_outlives_a_block_that_fails():
+    model = linear(DELAYED)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    seen = model.weight.quantizer.seen.clone()
+    with pytest.raises(ZeroDivisionError), opfuse.autocast(DELAYED):
+        model(batch())
+        raise ZeroDivisionError
+    assert seen > 0 and torch.equal(model.weight.quantizer.seen, seen)
+    assert model.basic_ops[0]._quantizers.of(DELAYED)["input"].seen == -1
+
+
 def test_a_weight_of_two_ops_advances_once():
     model = opfuse.Sequential(linear(DELAYED, 48, 48), ops.GELU(), linear(DELAYED, 48, 48))
     model[2].weight = model[0].weight

@@ -164,7 +164,7 @@ def test_delayed_scales_follow_from_earlier_steps():
     assert torch.equal(again.dequantize(), first.dequantize()) and one.seen.item() == -1
     for _ in range(2):
         testing.Delayed().update([one], None)
-    assert one.scale.item() == 1  # two steps that saw nothing
+    assert one.scale.item() == 0.5  # two steps that saw nothing, which says nothing
 
 
 # Codes

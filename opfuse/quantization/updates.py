@@ -10,6 +10,7 @@ import torch
 
 from ..settings import current
 from .names import matching
+from .parameter import held_by
 from .quantizer import Quantizer
 from .recipe import Recipe
 from .state import quantizer_names
@@ -73,8 +74,10 @@ class Block:
             if failed or not records:
                 for op in ran:
                     forward = quantizer_names(op, "forward")
+                    # of a parameter that lives quantized nothing was recorded in this block
+                    apart = [param.quantizer for param in held_by(op).values()]
                     for name, quantizer in op._quantizers.of(recipe).items():
-                        if name in forward:
+                        if name in forward and all(quantizer is not one for one in apart):
                             quantizer.discard()
             else:
                 quantizers = _quantizers(recipe, ran, env, self._skips[recipe])
