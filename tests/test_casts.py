@@ -582,3 +582,21 @@ def test_quantized_tensors_pass_a_cut(register):
     chain[1].register_forward_hook(lambda module, args, out: seen.append(type(out)))
     same(run(chain, x), expected)
     assert seen == [torch.Tensor] and not issubclass(seen[0], QuantizedTensor)
+
+
+def test_a_fusion_that_needs_a_recipe_is_not_looked_for_without(register):
+    asked = []
+
+    def when(ops, env):
+        asked.append(env.recipe)
+        return "not here" if env.recipe.step == 1.0 else True
+
+    register("forward", opfuse.Fusion((ops.GELU,), Separately, when, needs_recipe=True))
+    chain, x = opfuse.Sequential(ops.GELU()), torch.randn(3, 4)
+    assert not opfuse.explain(chain, x).to_dict()["refused"] and not asked
+    with opfuse.autocast(Rounding(step=1.0)):
+        (refusal,) = opfuse.explain(chain, x).to_dict()["refused"]
+    assert refusal["reason"] == "not here"
+    with opfuse.autocast(Rounding()):
+        (row,) = opfuse.explain(chain, x).to_dict()["forward"]
+    assert row["op"] == "Separately" and asked == [Rounding(step=1.0), Rounding()]
