@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import opfuse
 from opfuse.engine.execute import run_forward
-from opfuse.engine.saved import rebuilt, restore_more
+from opfuse.engine.saved import restore_more
+from opfuse.quantization.packing import rebuilt
 
 
 class _Saved:

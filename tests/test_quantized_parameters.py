@@ -659,3 +659,23 @@ def test_the_other_copy_is_read_where_there_is_no_rowwise_one():
     only = QuantizedParameter(param.quantized.only(COLUMNWISE), PER_BLOCK)
     assert only.quantized.copies == COLUMNWISE
     assert torch.equal(only.dequantize(), param.quantized.dequantize(COLUMNWISE))
+
+
+def test_an_op_with_several_weights_uses_their_quantizers():
+    torch.manual_seed(0)
+    with opfuse.quantized_model_init(recipe=testing.Delayed()):
+        both = [ops.Linear(32, 32, bias=False) for _ in range(2)]
+    chain, x = opfuse.Sequential(ops.ParallelLinear(both)), torch.randn(8, 32)
+    with opfuse.autocast(testing.Delayed()):
+        chain(x)
+    known = chain[0]._quantizers.of(testing.Delayed())
+    for i, linear in enumerate(both):
+        assert known[f"weight{i}"] is linear.weight.quantizer
+        before = linear.weight.quantizer.scale.clone()
+        with torch.no_grad():
+            linear.weight.mul_(2)
+        with opfuse.autocast(testing.Delayed()):
+            report = opfuse.explain(chain, x)
+        assert not torch.equal(linear.weight.quantizer.scale, before)
+    rows = report.to_dict()["quantized"][0]["tensors"]
+    assert [row["where"] for row in rows[1:3]] == ["lives quantized"] * 2

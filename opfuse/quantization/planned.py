@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .formats import Usage
 from .quantizer import same_quantizer
-from .state import quantizer_names
+from .state import living_weights, quantizer_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _rows(program: Any, i: int, op: Any) -> list[QuantizedRow]:
     """The tensors that an op quantizes."""
     edges, needs = program.measurements.edges, program.measurements.needs
     backward = program.env.recipe.backward_override is None
-    rows = []
+    rows, lives = [], living_weights(op)
     for name, quantizer in edges.quantizers[i].items():
         is_forward = name in quantizer_names(op, "forward")
         casts, edge = (edges.forward, i) if is_forward else (edges.backward, i + 1)
@@ -117,6 +117,7 @@ def _rows(program: Any, i: int, op: Any) -> list[QuantizedRow]:
         else:
             given = dict(dgrad=needs.inputs[i], wgrad=any(needs.params[i]), backward=backward)
             usage = op.get_usage(name, **given)
+            where = "lives quantized" if name in lives else where
         if any(usage) and (is_forward or backward):
             who = f"{op.name}: {type(op).__name__}" if op.name else type(op).__name__
             by = type(quantizer).__name__

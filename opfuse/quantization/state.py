@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..settings import current
 from .names import matching
-from .parameter import held_by
+from .parameter import QuantizedParameter, held_by
 from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
 
@@ -41,6 +41,21 @@ def roles(op: Any, mode: str) -> list[QuantizerRole]:
     return roles
 
 
+def living_weights(op: Any) -> dict[str, QuantizedParameter]:
+    """The parameters of an op that live quantized, by the names of the quantizers of its weights.
+
+    Where a quantizer has no parameter's name, as in an op with several weights, these come first
+    among the parameters, in the same order.
+    """
+    held, names = held_by(op), quantizer_names(op, "forward")
+    if not held:
+        return {}
+    weights = [name for name in names if name.startswith("weight")]
+    pairs = zip(weights, op.param_names, strict=False)
+    found = {name: held.get(name, held.get(param)) for name, param in pairs}
+    return {name: param for name, param in found.items() if param is not None}
+
+
 class QuantizerStates:
     """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
 
@@ -59,7 +74,8 @@ class QuantizerStates:
         """
         if recipe is None:
             return
-        theirs = {k: p.quantizer for k, p in held_by(op).items() if p.recipe == recipe}
+        lives = living_weights(op).items()
+        theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
         if recipe in self._by_recipe:
             known = self._by_recipe[recipe]
             known.update({name: theirs[name] for name in known if name in theirs})
