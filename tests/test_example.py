@@ -93,6 +93,38 @@ def test_without_a_plugin_in_use(tmp_path):
     assert len(numbers(result.stdout, "saved activations, bytes")) == 1
 
 
+@needs_extras
+def test_a_recipe_beside_bf16(tmp_path):
+    pytest.importorskip("opfuse_fp8", reason="the recipes are those of opfuse-plugin-fp8")
+    tiny = [*TINY, "--recipe", "fp8-delayed", "--out", tmp_path]
+    result = example(*tiny, "--steps", 6, "--save", tmp_path / "whole.pt")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "quantized by DelayedScaling: 24 of 27 products of linear ops" in result.stdout
+    assert "The validation losses with and without fp8-delayed are close: " in result.stdout
+    quantized, bf16 = numbers(result.stdout, "validation loss, nats per byte")
+    assert quantized != bf16 and quantized == pytest.approx(bf16, rel=0.01)
+    assert example(*tiny, "--steps", 3, "--save", tmp_path / "half.pt").returncode == 0
+    more = ["--recipe", "fp8-delayed", "--resume", tmp_path / "half.pt", "--out", tmp_path]
+    result = example(*more, "--steps", 3, "--save", tmp_path / "resumed.pt")
+    assert result.returncode == 0, result.stdout + result.stderr
+    expected, got = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "resumed")
+    )
+    assert same(expected, got)
+    refused = example("--resume", tmp_path / "half.pt", "--out", tmp_path)
+    assert refused.returncode == 2
+    assert "holds no fused run, only fp8-delayed, bf16: see --skip-unfused" in refused.stderr
+
+
+@needs_extras
+def test_a_recipe_that_nobody_offers(tmp_path):
+    if importlib.util.find_spec("opfuse_fp8"):
+        pytest.skip("opfuse-plugin-fp8 offers it here")
+    result = example(*TINY, "--recipe", "nvfp4", "--out", tmp_path)
+    assert result.returncode == 2 and "no plugin offers a recipe 'nvfp4'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_missing_package_is_one_line(tmp_path):
     tmp_path.joinpath("matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
     result = example(PYTHONPATH=str(tmp_path))

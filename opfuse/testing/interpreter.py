@@ -9,10 +9,12 @@ fails once Triton no longer needs this module, or changes.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _MARK = "_opfuse_testing"
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -115,4 +117,17 @@ def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901
         return to_handle(torch.from_numpy(result).bfloat16(), result.shape, tl.bfloat16)
 
     for method in (cast_impl, create_fp_to_fp, create_dot, binary_op):
-        setattr(builder, method.__name__, method)
+        setattr(builder, method.__name__, _unseen(method))
+
+
+def _unseen(method: Any) -> Any:
+    """A method whose operations of torch are the interpreter's own: no dispatch mode sees them."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():
+            return method(*args)
+        with _disable_current_modes():
+            return method(*args)
+
+    return run

@@ -222,6 +222,8 @@ CASES = [
     *_each(_backward, "cast + bias", None, _MODEL, sums=True),
     *_each(_backward, "cast + bias + GELU", _GELU, _HIDDEN, sums=True),
     *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
+    _backward("cast + bias + SwiGLU", _SWIGLU, "delayed", _LLAMA, sums=True),
+    _backward("cast + bias + SwiGLU", _SWIGLU, "MX", _LLAMA, sums=True),
     _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
     _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
     *_each(_norm, "RMSNorm + cast", "rms", _MODEL, _WIDE),

@@ -54,8 +54,7 @@ def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     found: dict[Config, None] = {}
     for size, share in ((4096, 16), (2048, 16), (4096, 32)):
         rows = max(1, min(size // block, 32))
-        # threads of 32, also where a warp has 64
-        warps = max(1, min(rows * block // share // 32, 16))
+        warps = max(1, min(rows * block // share // (64 if target.backend == "hip" else 32), 16))
         found[Config({"BLOCK_ROWS": rows, "BLOCK_COLUMNS": block}, warps)] = None
     return list(found)
 

@@ -24,6 +24,8 @@ _TILES = {  # rows and columns, with warps; with a columnwise copy, and without 
 _OF_HALVES = {  # two tiles at a time
     ("none", False): ((16, 128, 4), (32, 128, 8), (64, 64, 8)),
     ("tensor", True): ((64, 64, 8), (128, 64, 8), (64, 64, 4)),
+    ("block", True): ((128, 64, 8), (128, 32, 4)),
+    ("mx", True): ((32, 64, 4), (64, 32, 4)),
 }
 LEAST = 32
 """The least height of a tile, which MX blocks have."""
@@ -59,12 +61,12 @@ def _configs(
     hip: bool, form: str, column: bool, sums: bool, tallest: int, widest: int, halves: str
 ) -> tuple[Config, ...]:
     found: dict[Config, None] = {}
-    chosen = _TILES[form, column]
+    chosen, least = _TILES[form, column], 32 if halves == "apart" else 64
     if halves == "apart" and (form, column) in _OF_HALVES:
         chosen = _OF_HALVES[form, column]
     for tall, wide, warps in chosen:
-        if sums and tall < 64:  # the fewer sums are left to add up
-            tall, warps = 64, 8
+        if sums and tall < least:  # the fewer sums are left to add up
+            tall, warps = least, 8
         tile = {
             "BLOCK_ROWS": min(tall, tallest),
             "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest),
