@@ -43,7 +43,7 @@ OF_NUMBERS = tuple(f"-{check}]" for check in (*NUMBERS, "autocast", "unmodified_
 
 
 class TestFusions(FusionSuite):
-    """Under one recipe with state; ``test_fused.py`` compares the codes of all quantizers."""
+    """Under one recipe with state; ``test_kernels.py`` compares the codes of all quantizers."""
 
     plugin = "fp8"
     recipes = (fp8.DelayedScaling(),)

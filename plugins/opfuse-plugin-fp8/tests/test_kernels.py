@@ -614,6 +614,13 @@ def test_other_quantizers_are_left_alone():
     assert not names and "32 x 32 share one" in why
 
 
+def test_gated_gradients_have_no_square_blocks():
+    recipe = fp8.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2)
+    names, why = reasons(recipe, mlp(ops.SwiGLU), **{"fp8.twins": True})
+    assert "cast+activation" not in names and "a gated gradient has two halves" in why
+    assert "cast+activation" in reasons(recipe, **{"fp8.twins": True})[0]
+
+
 @computes
 def test_activations_and_norms_that_the_kernels_do_not_take():
     act = functools.partial(ops.SwiGLU, glu_interleave_size=3)
