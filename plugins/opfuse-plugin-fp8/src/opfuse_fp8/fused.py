@@ -151,6 +151,16 @@ def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
     return conditions.runs(quantizer_of(ops), env, activation_of(ops))
 
 
+def _runs_backward(ops: Sequence[Any], env: Environment) -> bool | str:
+    quantizer, act = quantizer_of(ops), activation_of(ops)
+    of_squares = getattr(quantizer, "block", (1, 1))[0] > 1
+    if of_squares and act is not None and act.gated:
+        return (
+            "its programs hold one block of 128 x 128 values, and a gated gradient has two halves"
+        )
+    return _runs(ops, env)
+
+
 # How many tensors as large as the input are not read or written any more, in half precision. A cast
 # in PyTorch's operations goes over fp32 values several times
 _CAST = 8.0
@@ -184,6 +194,10 @@ BACKWARD = [
     Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
     Fusion((Cast, Bias), BackwardCast, _runs, _saved_backward, name="cast+bias"),
     Fusion(
-        (Cast, Optional(Bias), _ACT), BackwardCast, _runs, _saved_backward, name="cast+activation"
+        (Cast, Optional(Bias), _ACT),
+        BackwardCast,
+        _runs_backward,
+        _saved_backward,
+        name="cast+activation",
     ),
 ]

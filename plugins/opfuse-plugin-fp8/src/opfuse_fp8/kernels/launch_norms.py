@@ -49,14 +49,12 @@ class Normalized(NamedTuple):
 
 
 def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """Tiles of whole rows, with about 16 numbers per thread."""
+    """A tile of whole rows, with about 16 numbers per thread."""
     block = max(tiles.LEAST, int(triton.next_power_of_2(facts["features"])))
-    found: dict[Config, None] = {}
-    for size, share in ((4096, 16), (2048, 16), (4096, 32)):
-        rows = max(1, min(size // block, 32))
-        warps = max(1, min(rows * block // share // (64 if target.backend == "hip" else 32), 16))
-        found[Config({"BLOCK_ROWS": rows, "BLOCK_COLUMNS": block}, warps)] = None
-    return list(found)
+    rows = max(1, min(4096 // block, 32))
+    threads = 64 if target.backend == "hip" else 32
+    warps = max(1, min(rows * block // 16 // threads, 16))
+    return [Config({"BLOCK_ROWS": rows, "BLOCK_COLUMNS": block}, warps)]
 
 
 ROWS = Kernel(norms.norm_rows, _row_configs)

@@ -10,30 +10,30 @@ import triton
 
 from opfuse.triton import Config, Target
 
-_TILES = {  # rows and columns, with warps; with a columnwise copy, and without one
-    ("none", False): ((32, 128, 4), (16, 128, 4), (64, 128, 8)),
-    ("tensor", False): ((32, 128, 4), (16, 256, 4), (64, 128, 8)),
-    ("tensor", True): ((128, 64, 8), (64, 64, 8), (64, 64, 4)),
-    ("block", False): ((32, 128, 4), (16, 128, 4), (64, 128, 8)),
-    ("block", True): ((128, 128, 16), (128, 128, 8)),
-    ("square", False): ((128, 128, 16), (128, 128, 8)),
-    ("square", True): ((128, 128, 16), (128, 128, 8)),
-    ("mx", False): ((32, 128, 4), (64, 128, 8)),
-    ("mx", True): ((64, 64, 8), (32, 128, 8), (64, 64, 4)),
+_TILES = {  # rows, columns and warps, by format and whether there is a columnwise copy
+    ("none", False): (32, 128, 4),
+    ("tensor", False): (32, 128, 4),
+    ("tensor", True): (128, 64, 8),
+    ("block", False): (32, 128, 4),
+    ("block", True): (128, 128, 16),
+    ("square", False): (128, 128, 16),
+    ("square", True): (128, 128, 16),
+    ("mx", False): (32, 128, 4),
+    ("mx", True): (64, 64, 8),
 }
 _OF_HALVES = {  # two tiles at a time
-    ("none", False): ((16, 128, 4), (32, 128, 8), (64, 64, 8)),
-    ("tensor", True): ((64, 64, 8), (128, 64, 8), (64, 64, 4)),
-    ("block", True): ((128, 64, 8), (128, 32, 4)),
-    ("mx", True): ((32, 64, 4), (64, 32, 4)),
+    ("none", False): (16, 128, 4),
+    ("tensor", True): (64, 64, 8),
+    ("block", True): (128, 64, 8),
+    ("mx", True): (32, 64, 4),
 }
 LEAST = 32
 """The least height of a tile, which MX blocks have."""
 
 
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """The tiles for a launch of a kernel that casts, the best guess first."""
-    return list(_configs(
+    """The tile for a launch of a kernel that casts."""
+    return [_config(
         target.backend == "hip",
         facts["FORMAT"],
         facts["column_ptr"] is not None,
@@ -41,7 +41,7 @@ def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
         _up_to(facts["rows"], 128),
         _up_to(facts["features"], 256),
         _halves(facts),
-    ))  # fmt: skip
+    )]  # fmt: skip
 
 
 def _halves(facts: Mapping[str, Any]) -> str:
@@ -57,23 +57,20 @@ def _up_to(size: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _configs(
+def _config(
     hip: bool, form: str, column: bool, sums: bool, tallest: int, widest: int, halves: str
-) -> tuple[Config, ...]:
-    found: dict[Config, None] = {}
-    chosen, least = _TILES[form, column], 32 if halves == "apart" else 64
-    if halves == "apart" and (form, column) in _OF_HALVES:
-        chosen = _OF_HALVES[form, column]
-    for tall, wide, warps in chosen:
-        if sums and tall < least:  # the fewer sums are left to add up
-            tall, warps = least, 8
-        tile = {
-            "BLOCK_ROWS": min(tall, tallest),
-            "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest),
-        }
-        # of 64 threads half as many
-        found[Config(tile, warps // 2 if hip else warps)] = None
-    return tuple(found)
+) -> Config:
+    tall, wide, warps = _TILES[form, column]
+    if halves == "apart":
+        tall, wide, warps = _OF_HALVES.get((form, column), (tall, wide, warps))
+    least = 32 if halves == "apart" else 64
+    if sums and tall < least:  # the fewer sums are left to add up
+        tall, warps = least, 8
+    tile = {
+        "BLOCK_ROWS": min(tall, tallest),
+        "BLOCK_COLUMNS": min(wide // 2 if halves == "woven" else wide, widest),
+    }
+    return Config(tile, warps // 2 if hip else warps)  # of 64 threads half as many
 
 
 def programs(rows: int, features: int, config: Config) -> int:

@@ -197,7 +197,7 @@ def test_a_cast_alone_is_the_quantizers(form, dtype):
             assert torch.equal(getattr(quantizer, name), getattr(other, name)), name
 
 
-SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40)]
+SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40), (3, 1536)]
 
 
 @computes
@@ -614,6 +614,13 @@ def test_other_quantizers_are_left_alone():
     assert not names and "32 x 32 share one" in why
 
 
+def test_gated_gradients_have_no_square_blocks():
+    recipe = fp8.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2)
+    names, why = reasons(recipe, mlp(ops.SwiGLU), **{"fp8.twins": True})
+    assert "cast+activation" not in names and "a gated gradient has two halves" in why
+    assert "cast+activation" in reasons(recipe, **{"fp8.twins": True})[0]
+
+
 @computes
 def test_activations_and_norms_that_the_kernels_do_not_take():
     act = functools.partial(ops.SwiGLU, glu_interleave_size=3)
@@ -627,12 +634,21 @@ def test_activations_and_norms_that_the_kernels_do_not_take():
 
 # Without a GPU
 
+EACH_KERNEL = (
+    "cast, 1 x 128",
+    "cast + bias + GELU, current",
+    "cast + SwiGLU, MX",
+    "RMSNorm + cast, delayed",
+    "LayerNorm + cast, MX",
+)
+
 
 @compiles
-@pytest.mark.parametrize("number", range(0, len(cases.CASES), 9))
-def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", EACH_KERNEL)
+def test_it_compiles_for_every_target(name, monkeypatch, tmp_path):
     from opfuse.triton.checking import check_case
 
+    (number,) = [i for i, case in enumerate(cases.CASES) if case.name == name]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for arch in TARGETS:
         rows = check_case("fp8", "opfuse_fp8.cases:CASES", number, arch)
