@@ -135,9 +135,11 @@ class autocast(Setting):
             if recipe is not None:
                 raise TypeError(f"autocast: got two recipes, {enabled!r} and {recipe!r}")
             recipe, enabled = enabled, True
-        patterns = (skip,) if isinstance(skip, str) else tuple(skip)
-        if isinstance(skip, str) or not all([isinstance(name, str) for name in patterns]):
+        patterns = None if isinstance(skip, str) or skip is None else tuple(skip)
+        if patterns is None or not all([isinstance(name, str) for name in patterns]):
             raise TypeError(f"autocast: expected a list of patterns as skip, got {skip!r}")
+        if not isinstance(calibrating, bool):
+            raise TypeError(f"autocast: expected a bool as calibrating, got {calibrating!r}")
         if weights not in ("fresh", "cached"):
             raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
         if recipe is None:

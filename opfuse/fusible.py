@@ -204,7 +204,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _set_name(self, attribute: str, name: str) -> None:
         setattr(self, attribute, name)
-        remember(name)
+        remember(self)
         if self._captured:
             self._count_change()  # a recipe may skip it now, or no longer
 
@@ -271,6 +271,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        remember(self)
         self.__dict__["_cache"] = ModuleCache()  # not that of the op a shallow copy was made from
         self._count_change()
 

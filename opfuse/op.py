@@ -278,14 +278,14 @@ class BasicOperation(FusibleOperation):
         """Make ``recipe`` current; the first time, create this op's quantizers for it."""
         self._quantizers.use(self, recipe)
 
+    def _check_name(self, name: str) -> None:
+        states = vars(self).get("_quantizers")  # maybe before super().__init__()
+        if states is not None:
+            states.check_name(self, name)
+
     def _set_name(self, attribute: str, name: str) -> None:
-        before, states = self.name, vars(self).get("_quantizers")  # maybe before super().__init__()
+        self._check_name(self._name or name if attribute == "_path" else name or self._path)
         super()._set_name(attribute, name)
-        if self.name != before and states is not None and states.in_use:
-            raise RuntimeError(
-                f"{type(self).__name__} {self.name!r} has quantizers that know it as {before!r}: "
-                f"set its name, or call opfuse.prepare, before the first call under a recipe"
-            )
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe."""

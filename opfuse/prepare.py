@@ -33,17 +33,20 @@ def prepare(model: M) -> M:
         RuntimeError: An op has quantizers already that know it by another name.
     """
     ops: dict[BasicOperation, str] = {}
+    fused: dict[FusedOperation, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, FusibleOperation):
             basic: Iterable[nn.Module] = [module]
             if isinstance(module, FusedOperation):
-                module._rename(path)
+                fused[module] = path
                 basic = module.basic_ops
             for op in basic:
                 assert isinstance(op, BasicOperation)
                 ops.setdefault(op, path)
-    for op, path in ops.items():
-        op._rename(path)
+    for op, path in ops.items():  # all, before any is renamed
+        op._check_name(op._name or path)
+    for named, path in [*fused.items(), *ops.items()]:
+        named._rename(path)
     prepared = PreparedOps(ops)
     for op in ops:
         op._prepared = prepared

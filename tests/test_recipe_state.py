@@ -344,7 +344,7 @@ def test_a_name_can_be_set():
     assert opfuse.prepare(nn.ModuleList([Own("a")]))[0].name == "a"
     with opfuse.autocast(RECIPE):
         linear(torch.randn(3, 2))
-    with pytest.raises(RuntimeError, match="'later' has quantizers that know it as 'after'"):
+    with pytest.raises(RuntimeError, match="know it as 'after', not 'later'"):
         linear.name = "later"
 
 
@@ -618,3 +618,16 @@ def test_a_cache_holds_no_weight_and_is_not_copied():
     del weight
     gc.collect()
     assert gone() is None
+
+
+def test_state_for_a_recipe_with_other_fields_waits_and_says_so():
+    (chain, x), (other, _) = mlp(), mlp()
+    step(chain, x)
+    other.load_state_dict(chain.state_dict())
+    with pytest.warns(
+        UserWarning, match='quantizer state for .*"levels": 8.*none for .*"levels": 9'
+    ):
+        with opfuse.autocast(Rounding(levels=9)):
+            other(x)
+    step(other, x)  # here it is used, and nothing is said
+    assert state(other) == state(chain) or updates(other) == [2, 2, 0] * 2

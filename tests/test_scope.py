@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 
 import pytest
@@ -79,7 +81,10 @@ def test_a_name_that_changes_is_looked_at_again():
     with opfuse.autocast(STATELESS, skip=["first"]):
         assert torch.equal(chain(x), plain)
         chain[0].name = "other"
-        assert not torch.equal(chain(x), plain)
+        with pytest.raises(ValueError, match="'first' matches no op"):
+            chain(x)
+    with opfuse.autocast(STATELESS, skip=["other"]):
+        assert torch.equal(chain(x), plain)
 
 
 def test_a_fusion_is_told_no_recipe_where_all_is_skipped():
@@ -188,3 +193,49 @@ def test_calibrating_goes_with_skip_and_with_recipes_without_state():
     assert {key.split(".")[0] for key in scales(made)} == {"block"}
     with opfuse.autocast(enabled=False, calibrating=True, recipe=STATELESS):
         assert torch.equal(made(x), made(x))
+
+
+def test_a_pattern_for_a_part_of_an_op_is_refused():
+    both = {"gate_proj": ops.Linear(8, 8), "up_proj": ops.Linear(8, 8)}
+    made = opfuse.prepare(nn.ModuleDict({"mlp": opfuse.Sequential(ops.ParallelLinear(both))}))
+    x = torch.randn(4, 8)
+    with opfuse.autocast(STATELESS, skip=["*.gate_proj"]):
+        with pytest.raises(ValueError, match="a part of ParallelLinear 'mlp.0': skip all of it"):
+            made["mlp"](x)
+    with opfuse.autocast(STATELESS, skip=["mlp.0"]):
+        assert torch.equal(made["mlp"](x), opfuse.Sequential(*made["mlp"])(x))
+
+
+def test_only_names_of_ops_that_are_there_and_quantized_count():
+    made, x = model()
+    for name in ("block.1", "head_of_another_model"):  # a ReLU; nothing
+        with pytest.raises(ValueError, match=f"'{name}' matches no op"):
+            with opfuse.autocast(STATELESS, skip=[name]):
+                raise AssertionError
+    around = nn.ModuleDict({"inner": made})
+    opfuse.prepare(around)  # the ops have other names now
+    twin = copy.deepcopy(around)
+    del made, around
+    gc.collect()
+    with opfuse.autocast(STATELESS, skip=["inner.head"]):
+        twin["inner"](x)
+
+
+def test_preparing_renames_all_or_none():
+    chain, x = opfuse.Sequential(ops.Linear(8, 8), ops.ReLU(), ops.Linear(8, 8)), torch.randn(4, 8)
+    with opfuse.autocast(STATELESS):
+        chain(x)
+    with pytest.raises(RuntimeError, match="know it as '', not '0'"):
+        opfuse.prepare(chain)
+    assert [op.name for op in chain.modules() if isinstance(op, opfuse.FusibleOperation)] == [
+        ""
+    ] * 7
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [({"skip": None}, "a list of patterns as skip, got None"), ({"calibrating": "yes"}, "a bool")],
+)
+def test_bad_arguments(given, error):
+    with pytest.raises(TypeError, match=f"autocast: expected {error}"):
+        opfuse.autocast(STATELESS, **given)

@@ -64,7 +64,7 @@ def test_the_report():
     assert data["0.0 input"]["casts"] == 1 and data["0.0 weight"]["saturated"] == 0
     with opfuse.watch_quantization() as seen:
         made(x)
-    assert str(seen).startswith("Nothing was quantized")
+    assert str(seen).startswith("Nothing was recorded")
 
 
 @pytest.mark.parametrize("name", ["PerTensor", "PerBlock", "Delayed"])
@@ -193,3 +193,47 @@ def test_explain_counts_ops_that_do_not_quantize():
         report = opfuse.explain(chain, torch.randn(4, 128), torch.tensor([1, 3]))
     (found,) = report.to_dict()["quantized"]
     assert (found["products"], found["quantized"]) == (5, 3)
+
+
+def test_explain_counts_no_product_where_nothing_is_cast():
+    made, x = model()
+    with opfuse.autocast(False, calibrating=True, recipe=testing.Delayed()):
+        (found,) = opfuse.explain(made, x).to_dict()["quantized"]
+    assert (found["products"], found["quantized"]) == (6, 0)
+
+
+def test_explain_counts_the_products_of_each_weight():
+    chain = opfuse.Sequential(ops.ParallelLinear([ops.Linear(128, 128) for _ in range(2)]))
+    with opfuse.autocast(testing.PerTensor()):
+        report = opfuse.explain(chain, torch.randn(4, 128, requires_grad=True))
+    (found,) = report.to_dict()["quantized"]
+    assert (found["products"], found["quantized"]) == (6, 6)
+
+
+def test_a_block_in_a_block_tells_both_and_recipes_have_rows_of_their_own():
+    made, x = model()
+    with opfuse.watch_quantization() as outer:
+        with opfuse.watch_quantization() as inner, opfuse.autocast(testing.PerTensor()):
+            made(x)
+        assert outer.to_dict() == inner.to_dict() != {}
+        with opfuse.autocast(testing.PerBlock()):
+            made(x)
+    assert (
+        outer.tensors["0.0 input"].casts == 1 and outer.tensors["0.0 input, _PerBlock"].casts == 1
+    )
+
+
+def test_mixed_values_are_compared_with_mixed_ones():
+    """The columnwise copy of NVFP4 may hold each 16 rows times an orthogonal matrix."""
+    from opfuse.quantization.hadamard import mixed
+    from opfuse.quantization.watch import _as_cast
+
+    torch.manual_seed(0)
+    x, scale = torch.randn(32, 4, dtype=torch.float64), torch.full((1,), 1.0)
+    codes = torch.full((4, 16), 0x22, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # ones
+    small = torch.ones(4, 2).to(torch.float8_e4m3fn)
+    given = torch.Size((32, 4)), torch.float32, None, None, None, codes, small, None, scale
+    made = NVFP4Tensor(*given, columnwise_signs=0xD7E8)
+    turned, plain = _as_cast(x, made, COLUMNWISE)
+    torch.testing.assert_close(turned, mixed(x.t().contiguous(), 0xD7E8).t())
+    assert plain.dequantize(COLUMNWISE).unique().tolist() == [1.0]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-_known: dict[str, None] = {}
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
+_changes = itertools.count(1)
+_change = 0
 
 
-def remember(name: str) -> None:
-    """Take note of a name that an op got."""
-    if name:
-        _known[name] = None
+def remember(op: Any) -> None:
+    """Take note of an op that got a name."""
+    global _change
+    _named.add(op)
+    _change = next(_changes)
 
 
 @functools.lru_cache(4096)
@@ -33,9 +37,14 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
         ops: The ops of a chain.
         skip: Patterns of what the recipe skips.
         off: Why nothing serves the recipe, or ``""``.
+
+    Raises:
+        ValueError: A pattern names a part of an op, and not the op.
     """
     found = {}
     for i, op in enumerate(ops):
+        if skip:
+            _refuse_part(op, skip)
         why = off if op.num_quantizers("forward") else op.unquantized
         if pattern := matching(op.name, skip) if op.num_quantizers("forward") else "":
             why = f"not quantized: skip names it, by {pattern!r}"
@@ -44,29 +53,44 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
     return found
 
 
+def _refuse_part(op: Any, skip: tuple[str, ...]) -> None:
+    """Refuse a pattern for a linear inside of an op that multiplies several at once."""
+    if matching(op.name, skip):
+        return
+    for inner in op.modules():
+        name = getattr(inner, "name", "")
+        if isinstance(name, str) and (pattern := matching(name, skip)):
+            raise ValueError(
+                f"autocast(skip=...): {pattern!r} names {name!r}, which is a part of "
+                f"{type(op).__name__} {op.name!r}: skip all of it, by {op.name!r}"
+            )
+
+
 def check_names(patterns: tuple[str, ...]) -> None:
     """Refuse patterns that match no op.
 
     Raises:
-        ValueError: One matches no name that any op got.
+        ValueError: One matches no op that there is, and that would be quantized.
     """
     if patterns:
-        _check(patterns, len(_known))
+        _check(patterns, _change)
 
 
 @functools.lru_cache(64)
-def _check(patterns: tuple[str, ...], known: int) -> None:
+def _check(patterns: tuple[str, ...], change: int) -> None:
+    ops = [op for op in list(_named) if getattr(op, "num_quantizers", lambda _: 0)("forward")]
+    known = {op.name: None for op in ops if op.name}
     for pattern in patterns:
-        if any(matching(name, (pattern,)) for name in _known):
+        if any(matching(name, (pattern,)) for name in known):
             continue
-        if not _known:
+        if not known:
             raise ValueError(
-                f"autocast(skip=...): {pattern!r} matches no op, since none has a name: call "
-                f"opfuse.prepare(model) first, or give ops a name when you make them"
+                f"autocast(skip=...): {pattern!r} matches no op, since none that is quantized has "
+                f"a name: call opfuse.prepare(model) first, or give ops a name when you make them"
             )
-        close = difflib.get_close_matches(pattern, _known, 3, 0) or [*_known][:3]
+        close = difflib.get_close_matches(pattern, known, 3, 0) or [*known][:3]
         raise ValueError(
-            f"autocast(skip=...): {pattern!r} matches no op of a prepared model; {known} names are "
-            f"known, such as {', '.join(map(repr, close))}; opfuse.prepare(model) gives an op its "
-            f"dotted name"
+            f"autocast(skip=...): {pattern!r} matches no op of a prepared model that is quantized; "
+            f"{len(known)} have names, such as {', '.join(map(repr, close))}; "
+            f"opfuse.prepare(model) gives an op its dotted name"
         )

@@ -94,12 +94,22 @@ def quantized_by(program: Any) -> Quantized:
         if not op.param_names or not (op.num_quantizers("backward") or op.unquantized):
             rows += _rows(program, i, op) if edges.quantizers[i] else []
             continue
-        dgrad, wgrad = needs.inputs[i], any(needs.params[i])
-        products += 1 + dgrad + wgrad
-        if edges.quantizers[i]:
-            quantized += 1 + (dgrad + wgrad if backward else 0)
-            rows += _rows(program, i, op)
+        of_op = _products(op, edges.quantizers[i], needs.inputs[i], any(needs.params[i]), backward)
+        products, quantized = products + len(of_op), quantized + sum(of_op)
+        rows += _rows(program, i, op)
     return Quantized(type(recipe).__name__, products, quantized, tuple(rows))
+
+
+def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool) -> list[bool]:
+    """For each product of a linear op whether both of its operands are quantized."""
+    weights = [n for n in quantizer_names(op, "forward") if n.startswith("weight")] or [""]
+    casts = {name for name, quantizer in quantizers.items() if quantizer.quantizes}
+    found = []
+    for weight in weights:
+        found.append({"input", weight} <= casts)
+        found += [backward and {"grad_output", weight} <= casts] * dgrad
+        found += [backward and {"grad_output", "input"} <= casts] * wgrad
+    return found
 
 
 def _rows(program: Any, i: int, op: Any) -> list[QuantizedRow]:

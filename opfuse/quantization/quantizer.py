@@ -27,10 +27,13 @@ class Quantizer(ABC):
             (amax) seen since the last :meth:`Recipe.update`, which folds them into the others.
             They hold maxima, and -1 where nothing was recorded. State that is not pending changes
             in ``update`` only.
+        quantizes: Whether values change; False for one that leaves them as they are, which reports
+            do not count.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     pending_names: ClassVar[tuple[str, ...]] = ()
+    quantizes: ClassVar[bool] = True
     _recording: Quantizer | None = None
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,7 +93,7 @@ class QuantizerStates:
         self._recipe_names[recipe] = current.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
-            self._restore(recipe)
+            self._restore(recipe, op)
         except RuntimeError:  # the next call is to meet it too
             del self._by_recipe[recipe]
             raise
@@ -133,6 +135,14 @@ class QuantizerStates:
     def in_use(self) -> bool:
         """Whether there are quantizers."""
         return bool(self._by_recipe)
+
+    def check_name(self, op: Any, name: str) -> None:
+        """Refuse another name for an op where quantizers know it by one."""
+        if self.in_use and name != op.name:
+            raise RuntimeError(
+                f"{type(op).__name__} has quantizers that know it as {op.name!r}, not {name!r}: "
+                f"set its name, or call opfuse.prepare, before the first call under a recipe"
+            )
 
     @property
     def has_state(self) -> bool:
@@ -204,14 +214,18 @@ class QuantizerStates:
         for recipe in self._by_recipe:
             self._restore(recipe)
 
-    def _restore(self, recipe: Recipe) -> None:
+    def _restore(self, recipe: Recipe, op: Any = None) -> None:
         """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
         state = self._loaded.get(self._text(recipe))
         if state is None:
+            if self._loaded and any(self._entries(recipe)):
+                _warn_of_others(self._text(recipe), tuple(sorted(self._loaded)))
             return
         targets = {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
         if targets.keys() != state.keys():
-            what = f"quantizer state for {recipe}: expected {', '.join(sorted(targets)) or 'none'}"
+            who = f" of {type(op).__name__} {op.name!r}" if op is not None and op.name else ""
+            expected = ", ".join(sorted(targets)) or "none"
+            what = f"quantizer state{who} for {recipe}: expected {expected}"
             raise RuntimeError(f"{what}; the checkpoint has {', '.join(sorted(state))}")
         for key, target in targets.items():
             if target.shape != state[key].shape:
@@ -239,6 +253,16 @@ def check_state(quantizer: Quantizer) -> None:
             raise TypeError(f"{who}.{name} is state: set it in __init__ only, not on the class")
     if more := {*quantizer.pending_names} - {*quantizer.state_names}:
         raise TypeError(f"{who}.pending_names expected names of its state, got {sorted(more)}")
+
+
+@functools.cache
+def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
+    """Tell, once, that scales start anew though a checkpoint has some."""
+    warnings.warn(
+        f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
+        f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same fields",
+        stacklevel=2,
+    )
 
 
 def _moved(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..settings import Setting, current
-from .formats import QuantizedTensor, Usage
+from .formats import NVFP4Tensor, QuantizedTensor, Usage
+from .hadamard import mixed
 from .quantizer import ROWWISE, Quantizer, unchanged
 
 _BEYOND = 1 + 1 / 32  # a quotient of scales may be off in its last bits
@@ -42,6 +43,8 @@ class CalibratingQuantizer(Quantizer):
     Args:
         quantizer: The other one.
     """
+
+    quantizes = False
 
     def __init__(self, quantizer: Quantizer) -> None:
         self._recording = self._inner = quantizer
@@ -80,6 +83,7 @@ class WatchedQuantizer(Quantizer):
     def __init__(self, quantizer: Quantizer, watch: watch_quantization, name: str) -> None:
         self._recording = quantizer._recording or quantizer
         self._inner, self._watch, self._name = quantizer, watch, name
+        self.quantizes = quantizer.quantizes  # type: ignore[misc]
         self.state_names = quantizer.state_names  # type: ignore[misc]
         self.pending_names = quantizer.pending_names  # type: ignore[misc]
 
@@ -175,6 +179,7 @@ class watch_quantization(Setting, Observer):
     """
 
     records = False
+    _around: watch_quantization | None = None
 
     def __init__(self) -> None:
         super().__init__(4, self)
@@ -184,10 +189,14 @@ class watch_quantization(Setting, Observer):
         if is_compiling():
             raise RuntimeError("opfuse.watch_quantization cannot be traced by torch.compile")
         super().__enter__()
+        (before,) = self._before[-1]
+        self._around = before if isinstance(before, watch_quantization) else None
         return self
 
     def wrap(self, quantizer: Quantizer, op: Any, tensor: str) -> Quantizer:
         """What stands for a quantizer of an op."""
+        if self._around is not None:
+            quantizer = self._around.wrap(quantizer, op, tensor)
         if current.environment is not None and current.environment.compiling:
             raise RuntimeError(
                 "opfuse.watch_quantization sees nothing of code that torch.compile compiles: run "
@@ -196,9 +205,12 @@ class watch_quantization(Setting, Observer):
         return WatchedQuantizer(quantizer, self, f"{op.name or type(op).__name__} {tensor}")
 
     def _add(self, name: str, by: Quantizer, tensor: Tensor, made: QuantizedTensor) -> None:
-        record = self.tensors.setdefault(name, TensorRecord(by.describe()))
-        x = tensor.double()
+        kind = by.describe()
+        if name in self.tensors and self.tensors[name].format != kind:
+            name += f", {kind}"  # another recipe
+        record = self.tensors.setdefault(name, TensorRecord(kind))
         usage = ROWWISE if made.usage.rowwise else made.usage
+        x, made = _as_cast(tensor.double(), made, usage)
         finite, y = x.isfinite(), made.dequantize(usage).double()
         magnitude = torch.where(finite, x.abs(), 0.0)
         record.casts += 1
@@ -206,7 +218,8 @@ class watch_quantization(Setting, Observer):
         record.not_finite += int((~finite).sum())
         if not x.numel():
             return
-        record.amax = max(record.amax, float(magnitude.max()))
+        largest = tensor[tensor.isfinite()].abs()
+        record.amax = max(record.amax, float(largest.max()) if largest.numel() else 0.0)
         record.underflow += int(((magnitude > 0) & (y == 0)).sum())
         record.saturated += int((magnitude > _limit(made, usage) * _BEYOND).sum())
         lost = torch.where(finite & y.isfinite(), x - y, 0.0).square().sum()
@@ -219,7 +232,7 @@ class watch_quantization(Setting, Observer):
 
     def __str__(self) -> str:
         if not self.tensors:
-            return "Nothing was quantized: no op ran under a recipe that quantizes it."
+            return "Nothing was recorded: no op ran under a recipe that quantizes it."
         rows = [
             ("TENSOR", "FORMAT", "CASTS", "AMAX", "TO ZERO", "SATURATED", "NOT FINITE", "ERROR")
         ]
@@ -244,6 +257,18 @@ class watch_quantization(Setting, Observer):
             ).rstrip()
             for row in rows
         )
+
+
+def _as_cast(x: Tensor, made: QuantizedTensor, usage: Usage) -> tuple[Tensor, QuantizedTensor]:
+    """The values as they were cast, and what they were cast to.
+
+    The columnwise copy of NVFP4 may hold mixed values.
+    """
+    if usage.rowwise or not isinstance(made, NVFP4Tensor) or made.columnwise_signs is None:
+        return x, made
+    matrix = x.reshape(-1, x.shape[-1])
+    turned = mixed(matrix.t().contiguous(), made.columnwise_signs).t().reshape(x.shape)
+    return turned, dataclasses.replace(made, columnwise_signs=None)
 
 
 def _limit(made: QuantizedTensor, usage: Usage) -> Tensor:

@@ -411,6 +411,8 @@ class MXQuantizer(BaseQuantizer):
 class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
+    quantizes = False
+
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return "unchanged"
