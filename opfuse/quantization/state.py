@@ -260,7 +260,8 @@ def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
     """Tell, once, that scales start anew though a checkpoint has some."""
     warnings.warn(
         f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
-        f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same fields",
+        f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same "
+        f"fields",
         stacklevel=2,
     )
 
