@@ -632,6 +632,22 @@ def test_activations_and_norms_that_the_kernels_do_not_take():
     assert "norm+cast" not in names and "normalize one dimension" in why
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["norm+cast", "add+norm+cast"])
+def test_norms_that_are_too_wide_for_registers(adds):
+    """``test_conformance.py`` declares that as a limit: no width of the kit is as large."""
+    name = "add+norm+cast" if adds else "norm+cast"
+    for width, fits in ((16384, True), (16400, False)):
+        norm = ops.RMSNorm(width), ops.Linear(width, 16)
+        chain = opfuse.Sequential(*([ops.AddExtraInput()] if adds else []), *norm)
+        given = [torch.ones(16, width) for _ in range(1 + adds)]
+        with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.twins": True}):
+            with opfuse.autocast("fp8-current"):
+                row = opfuse.explain(chain, *given).to_dict()
+        sentence = "its kernels keep rows in registers, up to 16384 features, and these are 16400"
+        assert (sentence in {each["reason"] for each in row["refused"]}) == (not fits)
+        assert (name in {each["fusion"] for each in row["forward"]}) == fits
+
+
 # Without a GPU
 
 EACH_KERNEL = (
