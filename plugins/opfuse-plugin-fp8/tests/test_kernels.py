@@ -547,6 +547,17 @@ def test_codes_are_computed_again_where_memory_is_preferred(recipe):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
+def test_a_cast_input_is_read(act):
+    """In the backward, and to compute codes again; ``test_memory.py`` holds the twins to the bits."""
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    got, _ = trained(mlp(functools.partial(act, cache_quantized_input=True)), x, "fp8-current")
+    expected, _ = trained(mlp(act), x, "fp8-current")
+    for one, two in zip(got, expected, strict=True):
+        assert (one.float() - two.float()).norm() <= 0.09 * two.float().norm()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("recipe", RECIPES[:1])
 def test_nothing_is_recorded_without_grad_mode(recipe):
     x, chain = drawn((64, 64), dtype=torch.bfloat16)[0], mlp(norm=ops.LayerNorm)
