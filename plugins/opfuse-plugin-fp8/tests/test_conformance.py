@@ -38,11 +38,18 @@ INEXACT = dict.fromkeys(
 )
 
 
+TOO_WIDE = (
+    "one sentence needs more than 16384 features, and the kit makes no norm as wide: "
+    "test_kernels.py shows it"
+)
+
+
 class TestConformance(FusionSuite):
     """Products under every recipe, casts under one."""
 
     plugin = "fp8"
     inexact = INEXACT
+    limits = dict.fromkeys(("norm+cast: refusals", "add+norm+cast: refusals"), TOO_WIDE)
 
     @classmethod
     def chains(cls, subject, device):

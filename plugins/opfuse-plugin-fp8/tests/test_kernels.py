@@ -547,6 +547,17 @@ def test_codes_are_computed_again_where_memory_is_preferred(recipe):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
+def test_a_cast_input_is_read(act):
+    """In the backward, and to compute codes again; ``test_memory.py`` holds the twins to the bits."""
+    x = drawn((64, 64), dtype=torch.bfloat16)[0]
+    got, _ = trained(mlp(functools.partial(act, cache_quantized_input=True)), x, "fp8-current")
+    expected, _ = trained(mlp(act), x, "fp8-current")
+    for one, two in zip(got, expected, strict=True):
+        assert (one.float() - two.float()).norm() <= 0.09 * two.float().norm()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("recipe", RECIPES[:1])
 def test_nothing_is_recorded_without_grad_mode(recipe):
     x, chain = drawn((64, 64), dtype=torch.bfloat16)[0], mlp(norm=ops.LayerNorm)
@@ -630,6 +641,22 @@ def test_activations_and_norms_that_the_kernels_do_not_take():
     norm = functools.partial(lambda width: ops.RMSNorm((64, width)))
     names, why = reasons("fp8-current", mlp(norm=norm))
     assert "norm+cast" not in names and "normalize one dimension" in why
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["norm+cast", "add+norm+cast"])
+def test_norms_that_are_too_wide_for_registers(adds):
+    """``test_conformance.py`` declares that as a limit: no width of the kit is as large."""
+    name = "add+norm+cast" if adds else "norm+cast"
+    for width, fits in ((16384, True), (16400, False)):
+        norm = ops.RMSNorm(width), ops.Linear(width, 16)
+        chain = opfuse.Sequential(*([ops.AddExtraInput()] if adds else []), *norm)
+        given = [torch.ones(16, width) for _ in range(1 + adds)]
+        with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.twins": True}):
+            with opfuse.autocast("fp8-current"):
+                row = opfuse.explain(chain, *given).to_dict()
+        sentence = "its kernels keep rows in registers, up to 16384 features, and these are 16400"
+        assert (sentence in {each["reason"] for each in row["refused"]}) == (not fits)
+        assert (name in {each["fusion"] for each in row["forward"]}) == fits
 
 
 # Without a GPU

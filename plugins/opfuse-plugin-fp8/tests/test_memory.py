@@ -1,5 +1,7 @@
 """What a chain keeps for its backward under a recipe, and what it costs in precision."""
 
+import copy
+
 import opfuse_fp8 as fp8
 import pytest
 import torch
@@ -11,6 +13,9 @@ from opfuse.quantization import ROWWISE
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 WIDTH, INNER, ROWS = 256, 704, 128
+TWINS = pytest.mark.parametrize("twins", [False, True], ids=["separate", "twins"])
+"""Whether the twins of the kernels cast, in one fused op with what is before or behind the cast."""
+
 BF16 = 2 * (WIDTH + 2 * INNER)
 """Bytes per row that an MLP keeps in bf16 where the activation's output is computed again."""
 
@@ -47,28 +52,31 @@ def kept(model, recipe, rows=ROWS, width=WIDTH):
     return (many - few) / rows, 2 * few - many
 
 
+@TWINS
 @pytest.mark.parametrize("first", ["linear", "side by side"])
-def test_a_recipe_and_its_options_halve_what_is_kept(first):
-    with opfuse.plugins.using("fp8"), opfuse.options(prefer="memory"):
+def test_a_recipe_and_its_options_halve_what_is_kept(first, twins):
+    casts = {"fp8.twins": twins}
+    with opfuse.plugins.using("fp8"), opfuse.options(prefer="memory", **casts):
         of_rows, of_weights = kept(mlp(first), "fp8-current")
         assert of_rows == WIDTH + 4 * INNER and of_rows <= 0.95 * BF16
         weights = sum(param.numel() for param in mlp(first).parameters())
         assert weights < of_weights < weights + 64  # a byte each, and a scale for each tensor
-    with opfuse.plugins.using("fp8"):  # whoever asks for less need not ask twice
+    with opfuse.plugins.using("fp8"), opfuse.options(**casts):  # who asks for less asks once
         of_rows, _ = kept(mlp(first, cache_quantized_input=True), "fp8-current")
         assert of_rows == WIDTH + 2 * INNER and of_rows <= 0.55 * BF16
 
 
+@TWINS
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_each_recipe_keeps(recipe):
+def test_what_each_recipe_keeps(recipe, twins):
     """Scales of blocks come on top; those that a cast again needs are kept."""
-    extra = {"fp8-block": 4 / 128, "mxfp8": 1 / 32}.get(recipe, 0)
-    with opfuse.plugins.using("fp8"), opfuse.options(prefer="memory"):
+    extra, casts = {"fp8-block": 4 / 128, "mxfp8": 1 / 32}.get(recipe, 0), {"fp8.twins": twins}
+    with opfuse.plugins.using("fp8"), opfuse.options(prefer="memory", **casts):
         of_rows, _ = kept(mlp(), recipe)
         less, _ = kept(mlp(cache_quantized_input=True), recipe)
     scales = extra * (WIDTH + INNER)
     assert of_rows == WIDTH + 4 * INNER + scales and less == of_rows - 2 * INNER
-    with opfuse.plugins.using("fp8"):
+    with opfuse.plugins.using("fp8"), opfuse.options(**casts):
         more, _ = kept(mlp(), recipe)
     assert more == of_rows + INNER  # the codes of the activation's output
 
@@ -140,6 +148,30 @@ def test_less_precise_gradients_and_the_same_output(recipe):
     for got, right in zip(less[1:], plain[1:], strict=True):
         error = (got.float() - right.float()).norm() / right.float().norm()
         assert error < 0.09  # the cast input, and codes of gradients that fall to the other side
+
+
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_casts_read_a_cast_input_as_the_separate_ops_do(recipe, prefer):
+    """Behind a bias, a gate and a change of dtype, in both directions."""
+    torch.manual_seed(0)
+    model = opfuse.Sequential(
+        ops.Linear(64, 128),
+        ops.GELU(cache_quantized_input=True),
+        ops.Linear(128, 256, bias=False),
+        ops.ClampedSwiGLU(limit=0.5, cache_quantized_input=True),
+        ops.Linear(128, 32),
+    )
+    x = torch.randn(32, 64)
+    results = []
+    for twins in (True, False):
+        call_with = {"prefer": prefer, "fp8.twins": twins}
+        with opfuse.plugins.using("fp8"), opfuse.options(**call_with), opfuse.autocast(recipe):
+            row = opfuse.explain(model, x.requires_grad_()).to_dict()
+        fused = {step["fusion"] for name in ("forward", "backward") for step in row[name]}
+        assert ({"activation+cast", "cast+activation"} <= fused) == twins
+        results.append(step(copy.deepcopy(model), x, recipe, **call_with))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("op", [ops.GELU, ops.SiLU, ops.SwiGLU, ops.SiTUGLU, ops.ClampedSwiGLU])

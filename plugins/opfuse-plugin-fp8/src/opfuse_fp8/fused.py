@@ -81,8 +81,9 @@ class CastAlone(_Fused):
 class ForwardActivationCast(_Fused):
     """[Bias +] activation + cast: the output is written as codes alone, where the scale is known.
 
-    Under ``prefer="memory"`` the codes are computed again in the backward, from the activation's
-    input and the scale of the forward, if the activation gives the same again.
+    Under ``prefer="memory"``, and for an activation with ``cache_quantized_input``, the codes are
+    computed again in the backward, from the activation's input as it was saved and the scale of the
+    forward, if the activation gives the same again.
     """
 
     _call = "activation"
@@ -90,8 +91,9 @@ class ForwardActivationCast(_Fused):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        wanted = env.options.get("prefer") == "memory"
-        self.recomputes = wanted and self._act[0].deterministic and not env.compiling
+        (act,) = self._act
+        wanted = act.cache_quantized_input or env.options.get("prefer") == "memory"
+        self.recomputes = wanted and act.deterministic and not env.compiling
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any) -> tuple[Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
@@ -114,7 +116,8 @@ class ForwardActivationCast(_Fused):
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Any:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
         *_, ctx, cast = basic_op_ctxs
-        (op,), (x,) = self._act, ctx.saved_tensors
+        (op,) = self._act
+        x = op.saved_input(ctx)
         op = op.with_numbers(getattr(ctx, "numbers", None) or op.numbers_of())
         given = *self._first[:-1], op, x, None, x.dtype, False, cast.quantizer, cast.usage
         return self._run(*given, cast.saved_tensors[0])[0]
@@ -133,7 +136,7 @@ class BackwardCast(_Fused):
         cast, first, ctx = basic_op_ctxs[0], basic_op_ctxs[1], basic_op_ctxs[-1]
         (op,), x, numbers = self._act, None, None
         if op is not None:
-            (x,) = ctx.saved_tensors  # type: ignore[misc]
+            x = op.saved_input(ctx)
             # a forward of its own may have left none
             numbers = getattr(ctx, "numbers", None) or op.numbers_of()
             if x is None:
