@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..settings import current
-from .formats import QuantizedTensor, Usage
-from .parameter import QuantizedParameter, alike, held_by, place_state
-from .quantizer import BOTH, ROWWISE
+from .parameter import QuantizedParameter, alike, held_by
+from .quantizer import BOTH, ROWWISE, settled
 from .recipe import QuantizerRole, Recipe
 from .state import quantizer_names, roles
 
@@ -66,7 +65,6 @@ def new_parameter(
         requires_grad: Whether it gets a gradient.
     """
     quantizer = current.quantizer(recipe, role, None)
-    place_state(quantizer, values.device)
     usage = BOTH if torch.is_grad_enabled() else ROWWISE
     with torch.no_grad():
         made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
@@ -74,15 +72,6 @@ def new_parameter(
     if preserve:
         param._init_val = values.detach().cpu().clone()
     return param  # type: ignore[no-any-return]
-
-
-def settled(quantizer: Any, recipe: Recipe, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them whose state has seen them before."""
-    if quantizer.pending_names:
-        quantizer.quantize(values, usage)
-        recipe.update([quantizer], None)
-    made: QuantizedTensor = quantizer.quantize(values, usage)
-    return made
 
 
 def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
