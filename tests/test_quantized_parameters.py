@@ -607,30 +607,82 @@ def test_what_a_checkpoint_may_not_hold():
     model = linear(PER_TENSOR)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         model.load_state_dict(ops.Linear(48, 41).state_dict())
-    before = codes(model.weight)
-    for key, value in {
-        "format": torch.tensor([1, 2], dtype=torch.uint8),
-        "rowwise_data": torch.zeros(3),
-        "scale_inv": None,
-        "of_another_kind": torch.zeros(3),
-    }.items():
-        checkpoint = saved(model)
-        if value is None:
-            del checkpoint[f"quantized.weight.{key}"]
-        else:
-            checkpoint[f"quantized.weight.{key}"] = value
-        model.load_state_dict(checkpoint)  # by its values
-        assert torch.equal(
-            model.weight.detach().dequantize(), cast(model.weight, checkpoint["weight"])
-        )
-        model.load_state_dict(saved(model))
-    assert len(before) == len(codes(model.weight))
+    checkpoint = saved(model)
+    del checkpoint["quantized.weight.scale_inv"]
+    model.load_state_dict(checkpoint)  # by its values
+    assert torch.equal(model.weight.detach().dequantize(), cast(model.weight, checkpoint["weight"]))
     kept = model.state_dict(keep_vars=True)
     assert kept["weight"] is model.weight
     model.load_state_dict(saved(linear(PER_TENSOR, seed=2)), assign=True)
     assert isinstance(model.weight, QuantizedParameter) and isinstance(model.weight, nn.Parameter)
     model.load_state_dict(ops.Linear(48, 40).state_dict(), assign=True)
     assert isinstance(model.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "words"),
+    [
+        ("format", torch.tensor([1, 2], dtype=torch.uint8), "expected JSON as bytes"),
+        ("format", None, "expected JSON as bytes, got nothing"),
+        ("rowwise_data", torch.zeros(3), "of shape .40, 48., got torch.float32 of shape .3,"),
+        ("rowwise_data", torch.zeros(40, 48), "expected torch.float8_e4m3fn of shape"),
+        ("scale_inv", 3.0, "expected a tensor, got float"),
+        ("state.history", torch.zeros(5), "expected torch.float32 of shape .2,"),
+        ("of_another_kind", torch.zeros(3), "is not known here: expected only rowwise_data"),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_entry_that_does_not_fit_is_an_error_that_names_it(entry, value, words, strict):
+    model = linear(DELAYED)
+    checkpoint, key = saved(model), f"quantized.weight.{entry}"
+    checkpoint[key] = value
+    if value is None:
+        del checkpoint[key]
+    with pytest.raises(RuntimeError, match=f"{key}.*{words}"):
+        model.load_state_dict(checkpoint, strict=strict)
+    other = linear(PER_TENSOR)
+    if entry != "format":  # of another recipe they are nobody's affair
+        other.load_state_dict(checkpoint)
+        assert torch.equal(
+            other.weight.detach().dequantize(), cast(other.weight, checkpoint["weight"])
+        )
+
+
+@recipe_of_each
+def test_values_that_were_edited_win_over_the_codes(recipe):
+    source = linear(recipe)
+    checkpoint = saved(source)
+    edited = {
+        "all": torch.ones(40, 48),
+        "doubled": checkpoint["weight"] * 2,
+        "one": checkpoint["weight"].clone().index_fill_(0, torch.tensor([3]), 0.25),
+    }
+    for values in edited.values():
+        model = linear(recipe, seed=4)
+        model.load_state_dict({**checkpoint, "weight": values})
+        got = model.weight.detach().dequantize()
+        assert (got - values).norm() < 0.05 * values.norm()
+        assert torch.equal(got, cast(model.weight, values))
+    for dtype in (torch.bfloat16, torch.float64):  # rounded, and by another model: not edited
+        model = linear(recipe, seed=4, dtype=dtype)
+        model.load_state_dict(checkpoint)
+        assert same(codes(model.weight), codes(source.weight))
+        model = linear(recipe, seed=4)
+        model.load_state_dict({**checkpoint, "weight": checkpoint["weight"].to(dtype)})
+        assert same(codes(model.weight), codes(source.weight))
+
+
+@recipe_of_each
+def test_a_state_dict_is_of_one_moment(recipe):
+    model = linear(recipe)
+    before, checkpoint = codes(model.weight), model.state_dict()
+    with torch.no_grad():
+        model.weight.mul_(4)
+    quantized, plain = linear(recipe, seed=4), ops.Linear(48, 40)
+    quantized.load_state_dict(checkpoint)
+    plain.load_state_dict(checkpoint)
+    assert same(codes(quantized.weight), before)
+    assert torch.equal(quantized.weight.detach().dequantize(), plain.weight)
 
 
 # The block
