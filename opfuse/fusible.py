@@ -285,7 +285,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         held.save(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        held.load(self, state_dict, prefix)
+        held.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from ..settings import current
 from .formats import QuantizedTensor, Usage
-from .parameter import QuantizedParameter, alike, held_by, place_state
-from .quantizer import BOTH, ROWWISE
+from .parameter import QuantizedParameter, alike, held_by
+from .quantizer import BOTH, ROWWISE, settled
 from .recipe import QuantizerRole, Recipe
 from .state import quantizer_names, roles
 
@@ -66,7 +67,6 @@ def new_parameter(
         requires_grad: Whether it gets a gradient.
     """
     quantizer = current.quantizer(recipe, role, None)
-    place_state(quantizer, values.device)
     usage = BOTH if torch.is_grad_enabled() else ROWWISE
     with torch.no_grad():
         made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
@@ -74,15 +74,6 @@ def new_parameter(
     if preserve:
         param._init_val = values.detach().cpu().clone()
     return param  # type: ignore[no-any-return]
-
-
-def settled(quantizer: Any, recipe: Recipe, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them whose state has seen them before."""
-    if quantizer.pending_names:
-        quantizer.quantize(values, usage)
-        recipe.update([quantizer], None)
-    made: QuantizedTensor = quantizer.quantize(values, usage)
-    return made
 
 
 def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
@@ -136,6 +127,7 @@ def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
 def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Write the values of a module's quantized parameters as plain tensors; and codes and scales.
 
+    All are copies, of one moment: the values are, and what is beside them is to fit them later too.
     With ``keep_vars`` the Parameters themselves stay there.
     """
     for name, param in module._parameters.items():
@@ -154,28 +146,48 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars:
         parts |= {f"state.{key}": getattr(quantizer, key) for key in quantizer.state_names}
         for part, tensor in parts.items():
             if tensor is not None:
-                destination[f"{where}.{part}"] = tensor.detach()
+                destination[f"{where}.{part}"] = tensor.detach().clone()
 
 
-def load(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+def load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str] | None = None
+) -> None:
     """Take what :func:`save` wrote beside the values; have the values as the parameter casts them.
 
-    Codes and scales are taken as they are where the recipe and the layout are those here. Else the
-    values are quantized anew. A parameter that does not live quantized gets the values.
+    Codes and scales are taken as they are where the recipe and the layout are those here, and where
+    they stand for the values to the bit: these may have been edited. Else the values are quantized
+    anew. A parameter that does not live quantized gets the values.
+
+    Args:
+        module: The module.
+        state_dict: The checkpoint; loses what is beside the values.
+        prefix: What names of the module's parameters begin with.
+        errors: Gets a sentence for each entry that does not fit.
     """
     for name, param in module._parameters.items():
-        codes = _taken(state_dict, f"{prefix}{_KEY}{name}.")
-        values = state_dict.get(prefix + name)
+        where = f"{prefix}{_KEY}{name}."
+        codes, values = _taken(state_dict, where), state_dict.get(prefix + name)
         if not isinstance(param, QuantizedParameter) or not isinstance(values, Tensor):
             continue
         if isinstance(values, QuantizedParameter) or values.shape != param.shape:
             continue  # torch copies it, or says what is wrong
-        with torch.no_grad():
-            made = _from_codes(param, codes)
-            if made is None:
-                given = values.detach().to(param.device), param.quantized.copies
-                made = settled(param.quantizer, param.recipe, *given)
+        device = values.device if param.is_meta else param.device
+        try:
+            with torch.no_grad():
+                made = _from_codes(param, codes, values, device)
+                if made is None:
+                    given = values.detach().to(device), param.quantized.copies
+                    made = settled(param.quantizer, param.recipe, *given)
+        except _Misfit as error:
+            if errors is None:
+                raise
+            errors.append(f"{where}{error}")
+            continue
         state_dict[prefix + name] = QuantizedParameter(made, param.recipe)
+
+
+class _Misfit(RuntimeError):
+    """An entry of a checkpoint that does not fit; the text begins with its name."""
 
 
 def _description(param: QuantizedParameter) -> dict[str, Any]:
@@ -188,24 +200,67 @@ def _taken(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {key[len(prefix) :]: state_dict.pop(key) for key in keys}
 
 
-def _from_codes(param: QuantizedParameter, codes: dict[str, Any]) -> Any:
-    """Codes and scales of a checkpoint, as the parameter has them; None if they do not fit."""
-    text, there, quantizer = codes.pop("format", None), param.quantized, param.quantizer
-    state = {name: codes.pop(f"state.{name}", None) for name in quantizer.state_names}
-    if not isinstance(text, Tensor) or not {*codes} <= {*there.tensor_names}:
+def _from_codes(
+    param: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
+) -> Any:
+    """Codes and scales of a checkpoint, as the parameter has them; None: others, or not all.
+
+    Raises:
+        _Misfit: They say that they are of this recipe and format, and one is not.
+    """
+    if not codes or _read(codes.pop("format", None)) != _description(param):
         return None
-    try:
-        if json.loads(bytes(text.tolist())) != _description(param):
-            return None
-    except ValueError:
+    there, quantizer = param.quantized, param.quantizer
+    state = {f"state.{name}": getattr(quantizer, name) for name in quantizer.state_names}
+    expected = dict(zip(there.tensor_names, there.tensors(), strict=True)) | state
+    for name, given in codes.items():
+        _check(name, given, expected)
+    # of the copies, those that are here
+    parts = [
+        None if expected[name] is None or name not in codes else codes[name].detach().to(device)
+        for name in there.tensor_names
+    ]
+    made = there._over(parts)
+    if not alike(there, made) or not _stands_for(made, values):
         return None
-    made = there._over([codes.get(name) for name in there.tensor_names])
-    if not alike(there, made):
-        return None
-    for name, value in state.items():
-        if value is not None and value.shape == getattr(quantizer, name).shape:
-            getattr(quantizer, name).copy_(value)
+    for name in quantizer.state_names:
+        if f"state.{name}" in codes:
+            getattr(quantizer, name).copy_(codes[f"state.{name}"])
     return made
+
+
+def _read(text: Any) -> Any:
+    """What :func:`_description` gave, from a checkpoint."""
+    try:
+        return json.loads(bytes(text.tolist()))
+    except (AttributeError, TypeError, ValueError):
+        found = "nothing" if text is None else f"{text!r:.80}"
+        raise _Misfit(f"format: expected JSON as bytes, got {found}") from None
+
+
+def _check(name: str, given: Any, expected: dict[str, Tensor | None]) -> None:
+    """Refuse an entry of a checkpoint that is not what the parameter has under its name."""
+    if name not in expected:
+        raise _Misfit(f"{name} is not known here: expected only {', '.join(expected)}")
+    want = expected[name]
+    if not isinstance(given, Tensor):
+        raise _Misfit(f"{name}: expected a tensor, got {type(given).__name__}")
+    if want is not None and (given.shape, given.dtype) != (want.shape, want.dtype):
+        raise _Misfit(
+            f"{name}: expected {want.dtype} of shape {tuple(want.shape)}, got {given.dtype} of "
+            f"shape {tuple(given.shape)}; without the entries beside it the values are quantized"
+        )
+
+
+def _stands_for(made: QuantizedTensor, values: Tensor) -> bool:
+    """Whether codes stand for values, to the bit, in the dtype of these."""
+    if not values.is_floating_point() or values.is_meta:
+        return False
+    usage = ROWWISE if made.usage.rowwise else Usage(False, True)
+    wide = copy.copy(made)
+    wide.dtype = values.dtype
+    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (wide.dequantize(usage), values)]
+    return torch.equal(pair[0], pair[1].to(pair[0].device))
 
 
 def _sharded(param: Any, local: QuantizedParameter) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from . import sharding
 from .formats import QuantizedTensor, Usage
-from .quantizer import ROWWISE, Quantizer
+from .quantizer import ROWWISE, Quantizer, settled, with_own_state
 from .recipe import Recipe
 
 _aten = torch.ops.aten
@@ -23,7 +23,9 @@ class QuantizedParameter(Tensor):
     """A tensor that is stored quantized, and read as what its codes stand for.
 
     Any operation of torch sees the dequantized values. One that writes into it computes with them,
-    and what comes out is quantized again, in the same memory. Its gradient is a plain tensor.
+    and what comes out is quantized again, in the same memory. A scale that follows from earlier
+    maxima sees the new values first, so that none of them is clipped. Its gradient is a plain
+    tensor.
 
     :meth:`detach`, ``view``, ``data`` and a slice of the first rows are the same memory. What other
     views give is a copy of the values: to write there does not change this tensor, ``p[i] = x``
@@ -94,7 +96,7 @@ class QuantizedParameter(Tensor):
         return plain if dtype is None else plain.to(dtype)
 
     def requantize_(self, values: Tensor) -> QuantizedParameter:
-        """Take new values, in the memory that it has; its quantizer sees them as they come.
+        """Take new values, in the memory that it has; its quantizer sees them before it casts them.
 
         Args:
             values: Of any dtype; broadcast to the shape of this tensor.
@@ -261,9 +263,7 @@ def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
         whole = _values(QuantizedParameter(there, param.recipe)).to(values.dtype)
         whole.view(-1)[: param.numel()] = values.reshape(-1)
         values = whole
-    place_state(there.quantizer, param.device)
-    made: QuantizedTensor = there.quantizer.quantize(values, there.copies)
-    return made
+    return settled(there.quantizer, param.recipe, values, there.copies)
 
 
 def _overwrite(there: QuantizedTensor, made: QuantizedTensor) -> None:
@@ -283,13 +283,6 @@ def as_bytes(part: Tensor) -> Tensor:
     """A tensor as bytes, where its dtype has one byte: torch copies few of these dtypes itself."""
     one = part.element_size() == 1 and part.dtype != torch.uint8
     return part.view(torch.uint8) if one else part
-
-
-def place_state(quantizer: Any, device: torch.device) -> None:
-    """Have the state of a quantizer where what it quantizes is."""
-    for name in quantizer.state_names:
-        if getattr(quantizer, name).device != device:
-            setattr(quantizer, name, getattr(quantizer, name).to(device))
 
 
 def _like_parameter(
@@ -361,11 +354,17 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _clone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Memory of its own; new values are quantized as here, but are recorded nowhere."""
-    param = args[0]
-    parts = [None if part is None else part.clone() for part in param.quantized.tensors()]
+    """Memory and a quantizer of its own: what is written here moves no scale there."""
+    parts = [None if part is None else part.clone() for part in args[0].quantized.tensors()]
+    return _copy_over(args[0], parts)
+
+
+def _copy_over(
+    param: QuantizedParameter, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
+) -> QuantizedParameter:
     made = param.quantized._over(parts)
-    made.quantizer = made.quantizer.unrecorded()
+    made.dtype = dtype or param.dtype
+    made.quantizer = with_own_state(made.quantizer)
     return QuantizedParameter(made, param.recipe, param.shape)
 
 
@@ -377,9 +376,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     how = {"device": device, "non_blocking": kwargs.get("non_blocking", False), "copy": True}
     parts = [part if part is None else part.to(**how) for part in param.quantized.tensors()]
-    made = param.quantized._over(parts)
-    made.dtype = dtype
-    return QuantizedParameter(made, param.recipe, param.shape)
+    return _copy_over(param, parts, dtype)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:

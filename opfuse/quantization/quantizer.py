@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -141,6 +141,44 @@ def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> Scal
     columnwise = matrix.t().contiguous() if usage.columnwise else None
     rowwise = values.contiguous() if usage.rowwise else None
     return ScaledTensor(values.shape, values.dtype, quantizer, rowwise, columnwise, one)
+
+
+def place_state(quantizer: Quantizer, device: torch.device) -> None:
+    """Have the state of a quantizer where what it quantizes is."""
+    for name in quantizer.state_names:
+        if getattr(quantizer, name).device != device:
+            setattr(quantizer, name, getattr(quantizer, name).to(device))
+
+
+def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
+    """Values as a quantizer casts them whose state has seen them before: none is clipped.
+
+    What was recorded before is forgotten, and these values are recorded for the next update.
+
+    Args:
+        quantizer: The quantizer.
+        recipe: Advances its state.
+        values: The values.
+        usage: Which copies are needed.
+    """
+    place_state(quantizer, values.device)
+    if quantizer.pending_names:
+        quantizer.discard()
+        quantizer.quantize(values, usage)
+        recipe.update([quantizer], None)
+    return quantizer.quantize(values, usage)
+
+
+def with_own_state(quantizer: Quantizer) -> Quantizer:
+    """One that casts as another does, whose state begins as that one's and is its own then."""
+    if not quantizer.state_names:
+        return quantizer
+    made: Quantizer = object.__new__(type(quantizer))
+    vars(made).update(vars(quantizer), _recording=None)
+    with torch.inference_mode(False):  # it serves other calls too
+        for name in quantizer.state_names:
+            setattr(made, name, getattr(quantizer, name).clone())
+    return made
 
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:

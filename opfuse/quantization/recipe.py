@@ -72,6 +72,9 @@ class Recipe:
         weight whose cast is used again (``weights="cached"``): take 0 for "not known", and keep the
         scale, unless an earlier maximum says otherwise.
 
+        Also called for the quantizer of a parameter that lives quantized, alone and without a
+        group, whenever values are written there: what it recorded of them is to fit.
+
         Args:
             quantizers: Those of the ops that ran in the block; in a model that was prepared
                 (:func:`opfuse.prepare`) those of all its ops, in its order. Forward quantizers and

@@ -78,8 +78,7 @@ class QuantizerStates:
             return
         lives = living_weights(op).items()
         theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
-        if recipe in self._by_recipe:
-            known = self._by_recipe[recipe]
+        if (known := self._by_recipe.get(recipe)) is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return
         made: dict[str, Quantizer] = {}
@@ -97,6 +96,11 @@ class QuantizerStates:
         except RuntimeError:  # the next call is to meet it too
             del self._by_recipe[recipe]
             raise
+
+    def follow(self, op: Any) -> None:
+        """Have the quantizers that the parameters of ``op`` have now: a copy has one of its own."""
+        for recipe in self._by_recipe:
+            self.use(op, recipe)
 
     def of(self, recipe: Recipe | None, *, recording: bool = True) -> dict[str, Quantizer]:
         """The quantizers for ``recipe`` by name, forward ones first; empty without one.
