@@ -122,12 +122,13 @@ def opfuse_options() -> dict[str, Any]:
 
     If you set one with :class:`opfuse.options`, every fusion finds it in ``env.options``. A name
     that the plugin does not declare is refused when a plan is made, and so is a value of another
-    type than the default's (None: any).
+    type than the default's (None: any). A tuple has all values that the option takes, its default
+    first: any other value is refused.
 
     Example:
         @opfuse.hookimpl
         def opfuse_options():
-            return {"example.min_rows": 64}
+            return {"example.min_rows": 64, "example.rounding": ("nearest", "up")}
     """
 
 

@@ -309,7 +309,7 @@ class PluginManager:
         """Refuse options that a plugin does not know or of another type; warn of nobody's.
 
         Raises:
-            ValueError: A plugin does not have an option of this name.
+            ValueError: A plugin does not have an option of this name, or it takes other values.
             TypeError: The option takes another type: that of its default.
         """
         selection = Selection.parse(text)

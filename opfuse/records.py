@@ -152,7 +152,15 @@ def check_hookimpl(hook: str, impl: Any) -> None:
 
 
 def check_option(owner: str, name: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the default's; None as default: any."""
+    """Refuse a value of another type than the default's, or that is none of a tuple's.
+
+    None as default takes any.
+    """
+    if isinstance(default, tuple):
+        if value not in default:
+            expected = f"expected {' or '.join(map(repr, default))}, got {value!r}"
+            raise ValueError(f"option {name!r} of the plugin {owner}: {expected}")
+        return
     accepted = (int, float) if type(default) is float else (type(default),)
     if default is not None and type(value) not in accepted:
         expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"

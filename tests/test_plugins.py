@@ -312,6 +312,7 @@ def test_options_are_declared(register, monkeypatch):
                 "example.mode": "fast",
                 "example.rate": 0.5,
                 "example.any": None,
+                "example.path": ("short", "long"),
             }
 
     record = plugins.register(Plugin, name="example")
@@ -335,6 +336,11 @@ def test_options_are_declared(register, monkeypatch):
                 match=r"unknown option 'example.sise': the plugin example has example.size, exam",
             ),
         ):
+            chain(x)
+        with opfuse.options(**{"example.path": "long"}):
+            chain(x)
+        says = "option 'example.path' of the plugin example: expected 'short' or 'long', got 'lon'"
+        with opfuse.options(**{"example.path": "lon"}), pytest.raises(ValueError, match=says):
             chain(x)
         with opfuse.options(**{"example.sise": 8}), plugins.using(""):
             chain(x)  # the plugin is off

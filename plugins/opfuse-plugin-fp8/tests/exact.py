@@ -27,6 +27,12 @@ def positive_values(name):
     raise AssertionError(name)
 
 
+def in_fp32(values):
+    """Values of float64 in float32: finite ones stay so."""
+    kept = np.where(np.isinf(values), values, np.clip(values, -FP32_MAX, FP32_MAX))
+    return kept.astype(np.float32)
+
+
 def encode(values, name):
     """Codes of finite float32 values within the range: the nearest, of two the one that is even."""
     table = positive_values(name)

@@ -17,7 +17,7 @@ import exact  # from the folder just added
 
 NAMES = {torch.float8_e4m3fn: exact.E4M3, torch.float8_e5m2: exact.E5M2}
 ROLES = {kind: QuantizerRole("linear", kind) for kind in ("input", "weight", "grad_output")}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 USAGES = (ROWWISE, COLUMNWISE, BOTH)
 
 
@@ -26,6 +26,8 @@ def tensors(dtype, rows=64, columns=96):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, columns, generator=generator)
     info = torch.finfo(dtype)
+    wide = dtype == torch.float64
+    fp32 = torch.finfo(torch.float32) if wide else info  # in which scales are computed
     one_hot = torch.zeros(rows, columns)
     one_hot[1, 37] = -2.5
     spread = x * 2.0 ** torch.randint(-12, 12, x.shape, generator=generator)
@@ -39,19 +41,27 @@ def tensors(dtype, rows=64, columns=96):
         "zeros": torch.zeros(rows, columns),
         "minus zeros": -torch.zeros(rows, columns),
         "one hot": one_hot,
-        "huge": x.clamp(-1, 1) * info.max,
-        "tiny": x * info.tiny,
-        "subnormal": x.sign() * info.smallest_normal / 16,
+        "huge": x.clamp(-1, 1).to(dtype) * info.max,
+        "tiny": x * fp32.tiny,
+        "subnormal": x.sign() * fp32.smallest_normal / 16,
         "inf and NaN": special,
         "NaN": nan,
         "all NaN": torch.full((rows, columns), torch.nan),
         "all inf": torch.full((rows, columns), torch.inf),
     }
+    if wide:  # beyond fp32, and finite; beside what fp32 holds
+        found["too large"] = x.double() * 10.0 ** torch.randint(
+            30, 42, x.shape, generator=generator
+        )
+        found["too large"][0, 1], found["too large"][2, 3] = torch.inf, torch.nan
+        found["edge"] = x.double().sign() * torch.finfo(torch.float32).max * (1 + 1e-9)
     return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
 def as_numpy(tensor):
-    return tensor.float().numpy()
+    return (
+        exact.in_fp32(tensor.numpy()) if tensor.dtype == torch.float64 else tensor.float().numpy()
+    )
 
 
 def bits(tensor):
@@ -143,7 +153,7 @@ def test_block_scaling(role, f32_scales, dtype):
             values = as_numpy(x)
             copies = []
             for matrix in (values, values.T):
-                rule = not f32_scales, torch.finfo(dtype).max
+                rule = not f32_scales, min(torch.finfo(dtype).max, float(exact.FP32_MAX))
                 codes, inverse = exact.by_blocks(matrix, block, exact.E4M3, *rule)
                 if block == (1, 128):
                     inverse = inverse.T

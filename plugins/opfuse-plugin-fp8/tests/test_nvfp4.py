@@ -18,7 +18,7 @@ from opfuse.quantization.hadamard import mixed, unmixed
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import exact  # from the folder just added
 import exact_nvfp4 as nv
-from test_casts import DTYPES, ROLES, USAGES, tensors
+from test_casts import DTYPES, ROLES, USAGES, as_numpy, tensors
 
 SIGNS = 0xD7E8
 PLAIN = fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -38,11 +38,15 @@ def rounded_to(dtype):
 
 def expected(recipe, role, x, seed=0, step=0):
     """The copies of numpy."""
-    matrix, weight = x.float().numpy(), role == "weight"
+    matrix, weight = as_numpy(x), role == "weight"
     tall = 16 if weight and not recipe.disable_2d_quantization else 1
     turned = matrix.T
     if not weight and not recipe.disable_rht:
-        turned = nv.transformed(turned, np.float32(torch.finfo(x.dtype).max), rounded_to(x.dtype))
+        turned = nv.transformed(
+            turned,
+            np.float32(min(torch.finfo(x.dtype).max, float(exact.FP32_MAX))),
+            rounded_to(x.dtype),
+        )
     copies = []
     for which, source in enumerate((matrix, turned)):
         draw = None

@@ -371,11 +371,6 @@ def cuda_13(monkeypatch):
         ),
         (
             (LINEAR,),
-            environment("fp8-current", options={"fp8.products": "fast"}),
-            "expected 'auto', 'native' or 'emulated', got 'fast'",
-        ),
-        (
-            (LINEAR,),
             environment(fp8.CustomRecipe(lambda role: None, name="made up in test_products")),
             "does not know what CustomRecipe quantizes to",
         ),
@@ -483,3 +478,11 @@ def test_how_each_recipe_runs(here, native):
 def test_where_no_recipe_runs():
     for how, why in fp8.support("mps").values():
         assert (how, why) == ("cannot run", "PyTorch has no FP8 dtypes on mps")
+
+
+def test_another_value_of_the_option_is_refused():
+    chain, x = opfuse.Sequential(ops.Linear(16, 16)), torch.ones(16, 16)
+    says = r"option 'fp8.products' of the plugin fp8: expected 'auto' or 'native' or 'emulated', got 'nativ'"
+    with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.products": "nativ"}):
+        with pytest.raises(ValueError, match=says):
+            chain(x)

@@ -85,7 +85,7 @@ def simulated(amaxes, most, length, margin, most_recent):
 
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("margin", [0, 3, -2, 64, 100, -126])
 def test_delayed_scales_over_steps(length, margin, most_recent):
     amaxes = [3.0, 0.5, 0.0, 0.25, 1e-44, 7.0, float("inf"), 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 5.0]
     made = DelayedQuantizer(
@@ -297,7 +297,17 @@ def test_a_factory_that_is_wrong_is_the_users_to_see(function, says):
     [
         (lambda: fp8.DelayedScaling(margn=3), TypeError, "unexpected keyword argument 'margn'"),
         (lambda: fp8.DelayedScaling(margin=1.5), TypeError, "margin: expected an integer, got 1.5"),
-        (lambda: fp8.DelayedScaling(fp8_format="HYBRID"), TypeError, "expected one of Format"),
+        (
+            lambda: fp8.DelayedScaling(fp8_format="HYBRID"),
+            TypeError,
+            "expected Format.E4M3 or Format.HYBRID, got 'HYBRID'",
+        ),
+        (lambda: fp8.NVFP4BlockScaling(fp4_format="E2M1"), TypeError, "expected Format.E2M1, got"),
+        (lambda: fp8.NVFP4BlockScaling(fp8_format="E4M3"), TypeError, "expected Format.E4M3, got"),
+        *[
+            (lambda m=m: fp8.DelayedScaling(margin=m), ValueError, f"expected -126 to 127.*got {m}")
+            for m in (-127, 128, 200)
+        ],
         (lambda: fp8.DelayedScaling(fp8_format=fp8.Format.E5M2), ValueError, "too few to train"),
         (lambda: fp8.DelayedScaling(amax_history_len=0), ValueError, "at least 1, got 0"),
         (lambda: fp8.DelayedScaling(amax_compute_algo="mean"), ValueError, "got 'mean'"),

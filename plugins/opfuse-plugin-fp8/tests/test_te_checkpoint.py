@@ -6,12 +6,13 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import traceback
 
 import numpy as np
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8 import te_pickle
+from opfuse_fp8 import te_checkpoint, te_pickle
 
 import opfuse
 from opfuse import ops
@@ -312,6 +313,16 @@ def overridden():
 @pytest.mark.parametrize("value, error, says", [
     ("text", TypeError, "expected what Transformer Engine saves.*got str"),
     (torch.ones(3), TypeError, "got Tensor"),
+    (lambda: te_layout.pickled({"forward": [1]}), ValueError, "expected a dictionary in 'forward', got list"),
+    (lambda: te_layout.pickled({"forward": 7}), ValueError, "expected a dictionary in 'forward', got int"),
+    (lambda: te_layout.pickled({"scales": 7}), ValueError, r"expected one of .*scale_fwd, got \['scales'\]"),
+    (lambda: te_layout.pickled({"recipe": 7}), ValueError, "expected a recipe, got 7"),
+    (lambda: broken(scale_fwd=torch.ones(3) + 0j), ValueError, r"got \(3,\) of torch.complex64"),
+    (lambda: broken(amax_history_bwd=torch.zeros(5, 2)), ValueError, "one length, got 4 steps forward and 5 backward"),
+    *[(lambda scale=scale: broken(scale_fwd=torch.tensor([scale] * 3, dtype=torch.float64)), ValueError, "float32 holds")
+      for scale in (1e300, 1e-300, 1e-40)],
+    (lambda: broken(amax_history_fwd=torch.full((4, 3), 1e300, dtype=torch.float64)), ValueError, "float32 holds"),
+    (lambda: broken(amax_history_fwd=torch.ones(0, 3), amax_history_bwd=torch.ones(0, 2), recipe=None), ValueError, "amax_history_len: expected at least 1"),
     (lambda: te_layout.pickled([1]), ValueError, "expected a dictionary, got list"),
     (lambda: broken(scale_fwd=torch.ones(2)), ValueError, r"scale_fwd of shape \(n,\).*got \(2,\) and \(4, 3\)"),
     (lambda: broken(scale_bwd=None), ValueError, r"got None and \(4, 2\)"),
@@ -350,3 +361,92 @@ def test_without_it_the_message_says_so():
     state = checkpoint("op 2", [trained(), trained()])
     with pytest.raises(RuntimeError, match=r"0._extra_state is .*opfuse_fp8.from_te_extra_state"):
         model().load_state_dict(state)
+
+
+class Loads:
+    """A storage that torch has saved, with something else in it."""
+
+    def __init__(self, content, **how):
+        file = io.BytesIO()
+        torch.save(content, file, **how)
+        self.saved = file.getvalue()
+
+    def __reduce__(self):
+        return torch.storage._load_from_bytes, (self.saved,)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_refused_storage_is_not_advised_to_be_loaded(new, tmp_path):
+    """torch's error says how to run it; the traceback does not have that either."""
+    hidden = Loads(Runs(tmp_path / "made"), _use_new_zipfile_serialization=new)
+    value = te_layout.pickled({"scale_fwd": hidden})
+    with pytest.raises(ValueError, match="fc._extra_state: .*storage") as caught:
+        fp8.from_te_extra_state({"fc._extra_state": value})
+    text = "".join(traceback.format_exception(caught.value))
+    assert "Re-running" not in text and "weights_only=False" not in text
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_advice_of_torch_is_left_out_everywhere(tmp_path):
+    value = te_layout.saved({"scale_fwd": Runs(tmp_path / "made")})
+    for content in (value, io.BytesIO(b"garbage"), io.BytesIO(b"")):
+        with pytest.raises(ValueError, match="fc._extra_state: ") as caught:
+            fp8.from_te_extra_state({"fc._extra_state": content})
+        text = "".join(traceback.format_exception(caught.value))
+        assert "Re-running" not in text and "add_safe_globals" not in text
+
+
+def doubled(count, then):
+    """A tuple of a tuple twice, and so on: 2^count of them in 5 * count bytes."""
+    parts = [b"h%ch%c\x86\x94" % (i, i) for i in range(count)]
+    return b"\x80\x04)\x94" + b"".join(parts) + then
+
+
+@pytest.mark.parametrize("text", [
+    doubled(60, b")R."),  # it is called
+    doubled(60, b"h\x3c\x93."),  # it is a name
+    doubled(60, b"}h\x3cNs."),  # it is a key
+    doubled(60, b"cbuiltins\ngetattr\nh\x3ch\x3c\x86R."),
+    doubled(60, b"ccollections\nOrderedDict\n]h\x3ca\x85R."),
+    doubled(60, b"ctransformer_engine.common.recipe\nDelayedScaling\n)\x81h\x3cb."),
+    doubled(60, b"ctorch._utils\n_rebuild_tensor_v2\n(h\x3cK\x00h\x3ch\x3ctR."),
+    b"\x80\x04" + b")" + b"\x85" * 100_000 + b")R.",
+    b"\x80\x04" + b"(" * 100_000 + b"t" * 100_001 + b".",
+])  # fmt: skip
+def test_what_is_small_is_refused_in_no_time(text):
+    """A value that stands in others many times is not walked through, nor printed."""
+    with pytest.raises(te_pickle.NotReadable) as caught:
+        te_pickle.read(text)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("field", ["margin", "fp8_format", "amax_compute_algo", "reduce_amax"])
+def test_a_recipe_of_values_in_values(field):
+    """Neither compared nor printed."""
+    value = ()
+    for _ in range(60):
+        value = value, value
+    if field == "fp8_format":
+        value = te_pickle.Value(te_pickle.Name("m", "Format"), value, {})
+    recipe = te_pickle.Value(te_pickle.Name("m", "DelayedScaling"), (), {field: value})
+    with pytest.raises(ValueError, match=rf"fc: its recipe .*{field}") as caught:
+        te_checkpoint._recipe("fc", recipe, STEPS)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_storage_is_held_once():
+    """Its bytes may stand in a pickle once, and be named any number of times."""
+    loads = b"ctorch.storage\n_load_from_bytes\n"
+    saved = Loads(torch.ones(99), _use_new_zipfile_serialization=False).saved
+    with pytest.raises(te_pickle.NotReadable, match="one storage many times"):
+        te_pickle.read(b"\x80\x04B" + len(saved).to_bytes(4, "little") + saved + b"\x94" + (loads + b"h\x00\x85R") * 2 + b".")  # fmt: skip
+
+
+def test_a_recipe_by_name():
+    forward, backward = of_module(trained())
+    state = {"fc._extra_state": te_layout.module_1(forward, backward)}
+    with pytest.raises(ValueError, match=r"history of 1024 steps, .*got 4"):
+        fp8.from_te_extra_state(state, recipe="fp8-delayed")
+    for other in ("fp8-current", fp8.Float8CurrentScaling(), 7):
+        with pytest.raises(TypeError, match="expected a DelayedScaling or 'fp8-delayed', got"):
+            fp8.from_te_extra_state(state, recipe=other)

@@ -393,7 +393,9 @@ def test_refusals(monkeypatch):
     assert refusal(ops.Dropout(0.5)) is True
     assert refusal(ops.Bias(8), ops.GELU()) is True
     assert "5 passes" in refusal(norm, options={"inductor.min_passes": 6})
-    assert "expected 'inductor' or 'eager'" in refusal(norm, options={"inductor.backend": "tvm"})
+    with opfuse.plugins.using("inductor"), opfuse.options(**{"inductor.backend": "tvm"}):
+        with pytest.raises(ValueError, match="expected 'inductor' or 'eager', got 'tvm'"):
+            opfuse.Sequential(ops.GELU())(torch.ones(2))
     assert "normalizes over 2 dimensions" in refusal(ops.RMSNorm((4, 8)))
     assert "has tensors of its own" in refusal(norm, Table())
     untidy = Untraceable()

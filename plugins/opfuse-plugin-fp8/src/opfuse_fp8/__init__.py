@@ -60,4 +60,4 @@ def opfuse_options() -> dict[str, Any]:
     ``fp8.products``: whether products run in FP8, where that pays, wherever PyTorch can, or
     nowhere. ``fp8.twins``: whether PyTorch's operations stand in where kernels cannot run.
     """
-    return {"fp8.products": "auto", "fp8.twins": False}
+    return {"fp8.products": ("auto", "native", "emulated"), "fp8.twins": False}

@@ -1,8 +1,9 @@
 """Scales and casts in plain PyTorch, exact to the bit: what kernels are compared with.
 
 Numbers that are not finite stay so: infinity is infinity in E5M2 and NaN in E4M3, which has no
-infinity. A finite number saturates. So an overflow of fp16 reaches a GradScaler. The largest
-magnitude of a block or tensor is that of its numbers; NaN does not count.
+infinity. So an overflow of fp16 reaches a GradScaler. A finite number saturates, and one of fp64
+that fp32 does not hold counts as the largest that it holds. The largest magnitude of a block or
+tensor is that of its numbers; NaN does not count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ FP32_MAX = torch.finfo(torch.float32).max
 _EXPONENT = 0x7F800000
 
 
+def wide(values: Tensor) -> Tensor:
+    """The values in fp32; finite ones of fp64 saturate, and do not become infinite."""
+    if values.dtype == torch.float64:
+        values = torch.where(values.isinf(), values, values.clamp(-FP32_MAX, FP32_MAX))
+    return values.float()
+
+
 def largest(tensor: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     """The largest magnitude in fp32, NaN left out; 0 of nothing.
 
@@ -21,7 +29,7 @@ def largest(tensor: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
         tensor: The values.
         dims: The dimensions to go over, which stay as 1; None: all, and the result has shape (1,).
     """
-    values = tensor.detach().abs().float()
+    values = wide(tensor.detach()).abs()
     values = torch.where(values.isnan(), torch.zeros((), device=values.device), values)
     if not values.numel():
         sizes = [1 if i in (dims or ()) else size for i, size in enumerate(values.shape)]
@@ -56,11 +64,11 @@ def cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: An FP8 dtype.
     """
     most = torch.finfo(dtype).max
-    wide = values.float()
-    scaled = (wide * scale).clamp(-most, most)
+    exact = wide(values)
+    scaled = (exact * scale).clamp(-most, most)
     # versions of torch differ in what they make of infinity in E4M3
-    infinite = wide if dtype is torch.float8_e5m2 else torch.full_like(wide, torch.nan)
-    return torch.where(wide.isinf(), infinite, scaled).to(dtype)
+    infinite = exact if dtype is torch.float8_e5m2 else torch.full_like(exact, torch.nan)
+    return torch.where(exact.isinf(), infinite, scaled).to(dtype)
 
 
 def e8m0_of(amax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -120,7 +120,8 @@ class NVFP4Quantizer(BaseQuantizer):
         """
         rows, columns = matrix.shape
         tall = BLOCK if self.square else 1
-        blocks = matrix.contiguous().view(rows // tall, tall, columns // BLOCK, BLOCK).float()
+        values = casts.wide(matrix.contiguous())
+        blocks = values.view(rows // tall, tall, columns // BLOCK, BLOCK)
         numbers = blocks.nan_to_num(0.0, torch.inf, -torch.inf)
         size = numbers.abs()
         most = size.amax((1, 3), keepdim=True)
@@ -295,7 +296,7 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
 
     Where one of 16 neighbours is not finite, all of them become NaN.
     """
-    wide = matrix.float()
+    wide = casts.wide(matrix)
     # so that no sum overflows; it grows to at most 4 times the largest
     found = mixed(wide / 16, signs) * 16
     most = torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX

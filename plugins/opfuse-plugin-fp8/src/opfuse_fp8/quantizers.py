@@ -271,7 +271,7 @@ class DelayedQuantizer(_TensorQuantizer):
         history = self.amax_history.clone()
         history[:1] = amax
         most = history[:1] if self.most_recent else history.amax().reshape(1)
-        scale = torch.full_like(most, torch.finfo(self.dtype).max) / most / 2**self.margin
+        scale = torch.full_like(most, torch.finfo(self.dtype).max) / most / 2.0**self.margin
         scale = torch.where(scale.isinf(), torch.full_like(scale, casts.FP32_MAX), scale)
         scale = torch.where((most > 0) & most.isfinite(), scale, self.scale)
         rolled = history.roll(-1)

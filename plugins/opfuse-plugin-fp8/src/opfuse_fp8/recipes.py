@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_compiling
@@ -59,6 +59,7 @@ class _FP8Recipe(opfuse.Recipe):
         fp8_mha: As ``fp8_dpa``.
     """
 
+    _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
     fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
     fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -73,7 +74,8 @@ class _FP8Recipe(opfuse.Recipe):
                 self._refuse(field.name, "an integer", value)
             if field.type == "Format":
                 if not isinstance(value, Format):
-                    self._refuse(field.name, f"one of {', '.join(map(str, Format))}", value)
+                    formats = (Format.E2M1,) if field.name == "fp4_format" else self._formats
+                    self._refuse(field.name, " or ".join(map(str, formats)), value)
                 if (value is Format.E2M1) != (field.name == "fp4_format"):
                     fits = "Format.E2M1" if field.name == "fp4_format" else "an FP8 format"
                     raise ValueError(
@@ -110,7 +112,8 @@ class DelayedScaling(_FP8Recipe):
     the amax is 0 or not finite. A value is stored as ``x * scale``, saturated.
 
     Attributes:
-        margin: How many powers of two are left free above the amax.
+        margin: How many powers of two are left free above the amax: -126 to 127, so that
+            ``2^margin`` is a number of float32.
         fp8_format: The dtypes.
         amax_history_len: Over how many steps the amax is taken.
         amax_compute_algo: ``"max"`` over these steps, or ``"most_recent"``.
@@ -143,6 +146,11 @@ class DelayedScaling(_FP8Recipe):
             )
         if self.scaling_factor_compute_algo is not None:
             self._refuse("scaling_factor_compute_algo", "None", self.scaling_factor_compute_algo)
+        if not -126 <= self.margin <= 127:
+            raise ValueError(
+                f"DelayedScaling.margin: expected -126 to 127, so that 2^margin is a number of "
+                f"float32, got {self.margin}"
+            )
         if self.amax_history_len < 1:
             raise ValueError(
                 f"DelayedScaling.amax_history_len: expected at least 1, got {self.amax_history_len}"
@@ -268,6 +276,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     nvfp4_4over6: str = "none"
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
+    _formats = (Format.E4M3,)
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
 

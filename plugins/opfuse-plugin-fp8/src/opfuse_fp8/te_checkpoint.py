@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import te_pickle
 from .recipes import DelayedScaling, Format
+from .te_pickle import short
 
 __all__ = ["from_te_extra_state"]
 
@@ -20,6 +21,11 @@ _NAME = "fp8-delayed"
 _FORMATS = {(448.0, 448.0): Format.E4M3, (448.0, 57344.0): Format.HYBRID}
 _MODES = ("forward", "backward", "input", "param", "grad_output")  # the last three: 1.13
 _OP = "saved by an op"
+_FIELDS = (
+    *("margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
+    "reduce_amax",
+)
+_KNOWN = {"recipe", "scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 _TENSORS = ("input", "weight", "grad_output")
 _STATELESS = (
     "Float8CurrentScaling",
@@ -39,7 +45,7 @@ class _Column(NamedTuple):
 def from_te_extra_state(
     state_dict: Mapping[str, Any],
     *,
-    recipe: DelayedScaling | None = None,
+    recipe: DelayedScaling | str | None = None,
     names: Mapping[str, str | Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """A checkpoint of Transformer Engine with its state of delayed scaling as opfuse reads it.
@@ -54,8 +60,9 @@ def from_te_extra_state(
 
     Args:
         state_dict: The checkpoint, of ``te.ops`` or of modules such as ``te.Linear``.
-        recipe: To which recipe the state belongs; default: the one that the checkpoint names, or
-            where it names none (before 2.0) a ``DelayedScaling`` with its length of history.
+        recipe: To which recipe the state belongs, or ``"fp8-delayed"`` for its defaults; default:
+            the one that the checkpoint names, or where it names none (before 2.0) a
+            ``DelayedScaling`` with its length of history.
         names: Module of the checkpoint -> which op of your model gets the state of each of its
             products. Default: ``basic_ops.0`` of the layer of that name, as
             :class:`opfuse.ops.Linear` has it, for modules, and the op of that name for ``te.ops``.
@@ -66,10 +73,16 @@ def from_te_extra_state(
         A new dictionary.
 
     Raises:
-        TypeError: An ``_extra_state`` is neither bytes nor a tensor of them.
+        TypeError: An ``_extra_state`` is neither bytes nor a tensor of them, or ``recipe`` is
+            another recipe.
         ValueError: It cannot be read so, belongs to another recipe or op, or ``names`` has a
             module that the checkpoint has not.
     """
+    recipe = DelayedScaling() if recipe == _NAME else recipe
+    if not isinstance(recipe, DelayedScaling | None):
+        raise TypeError(
+            f"from_te_extra_state: recipe expected a DelayedScaling or {_NAME!r}, got {recipe!r}"
+        )
     names = dict(names or {})
     found = {key: value for key, value in state_dict.items() if not _is_extra(key)}
     seen = set()
@@ -77,15 +90,36 @@ def from_te_extra_state(
         if _is_extra(key):
             module = key.removesuffix(_KEY).removesuffix(".")
             seen.add(module)
-            state = _merged(key, _content(key, value))
-            if state and not _is_stateless(state):
-                found |= _entries(key, state, recipe, _targets(module, state, names), found)
+            found |= _read(key, value, recipe, names.get(module), found)
     if unknown := sorted(names.keys() - seen):
         raise ValueError(
             f"from_te_extra_state: names has {unknown[0]!r}, of which the checkpoint has no "
             f"{_KEY}; it has {', '.join(map(repr, sorted(seen))) or 'none'}"
         )
     return found
+
+
+def _read(
+    key: str,
+    value: Any,
+    recipe: DelayedScaling | None,
+    names: str | Sequence[str] | None,
+    found: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What goes into the checkpoint for one extra state; every error says which."""
+    try:
+        state = _merged(key, _content(key, value))
+        if not state or _is_stateless(state):
+            return {}
+        module = key.removesuffix(_KEY).removesuffix(".")
+        return _entries(key, state, recipe, _targets(module, state, names), found)
+    except Exception as error:
+        if isinstance(error, TypeError | ValueError) and str(error).startswith(f"{key}: "):
+            raise
+        raise ValueError(
+            f"{key}: it is not what Transformer Engine saves: {type(error).__name__}: "
+            f"{str(error)[:300]}"
+        ) from error
 
 
 def _is_extra(key: str) -> bool:
@@ -106,11 +140,9 @@ def _content(key: str, value: Any) -> Any:
         try:
             return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)
         except Exception as error:
-            # torch wraps what is wrong in advice to load it all the same
-            why = str(error.__context__ or error).partition("\n")[0]
             raise ValueError(
-                f"{key}: torch.load(weights_only=True) refuses it: {why}; {help_}"
-            ) from error
+                f"{key}: torch.load(weights_only=True) refuses it: {te_pickle.why(error)}; {help_}"
+            ) from None
     if isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel()):
         pickled = bytes(value.detach().cpu().flatten().tolist()) if value.numel() else b""
     elif isinstance(value, bytes | bytearray):
@@ -130,16 +162,22 @@ def _content(key: str, value: Any) -> Any:
 
 def _merged(key: str, content: Any) -> dict[str, Any]:
     """The scales of an extra state in one dictionary; ``te.ops`` has one for each pass."""
-    if not content:
+    if content is None:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"{key}: expected a dictionary, got {type(content).__name__}")
-    if not any(mode in content for mode in _MODES):
-        return content
-    found: dict[str, Any] = {_OP: True}
-    for mode in _MODES:
-        for name, value in (content.get(mode) or {}).items():
-            both = isinstance(value, Tensor) and name in found
+    parts = [(mode, content[mode]) for mode in _MODES if content.get(mode) is not None]
+    found: dict[str, Any] = {_OP: True} if any(mode in content for mode in _MODES) else {}
+    for mode, part in parts if found else [("", content)]:
+        if not isinstance(part, dict):
+            raise ValueError(f"{key}: expected a dictionary in {mode!r}, got {type(part).__name__}")
+        if part and not _KNOWN & part.keys():
+            raise ValueError(
+                f"{key}: expected one of {', '.join(sorted(_KNOWN))}, got {short([*part])}; leave "
+                f"the key out if it is no state of a recipe"
+            )
+        for name, value in part.items():
+            both = isinstance(value, Tensor) and isinstance(found.get(name), Tensor)
             found[name] = torch.cat([found[name], value], -1) if both else value
     return found
 
@@ -150,11 +188,8 @@ def _is_stateless(state: dict[str, Any]) -> bool:
     return isinstance(saved, te_pickle.Value) and saved.name.name in _STATELESS
 
 
-def _targets(
-    module: str, state: dict[str, Any], names: Mapping[str, str | Sequence[str]]
-) -> list[str]:
+def _targets(module: str, state: dict[str, Any], given: str | Sequence[str] | None) -> list[str]:
     """The ops that get the state of a module, in the order of its products."""
-    given = names.get(module)
     if given is None:
         return [module if _OP in state else f"{module}.basic_ops.0".removeprefix(".")]
     return [given] if isinstance(given, str) else list(given)
@@ -168,11 +203,13 @@ def _entries(
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What goes into the checkpoint for one extra state."""
-    products = _products(key, state)
+    products, saved = _products(key, state), state.get("recipe")
     if not products:
-        return {}
+        if isinstance(saved, te_pickle.Value | None):
+            return {}
+        raise ValueError(f"{key}: expected a recipe, got {short(saved)}")
     rows = len(products[0]["input"].history)
-    recipe = _recipe(key, state.get("recipe"), rows) if recipe is None else recipe
+    recipe = _recipe(key, saved, rows) if recipe is None else recipe
     if recipe.amax_history_len != rows:
         raise ValueError(
             f"{key}: expected a history of {recipe.amax_history_len} steps, the amax_history_len "
@@ -196,6 +233,12 @@ def _products(key: str, state: dict[str, Any]) -> list[dict[str, _Column]]:
     forward, backward = _columns(key, state, "fwd"), _columns(key, state, "bwd")
     if not forward and not backward:
         return []
+    lengths = [len(column.history) for column in (*forward, *backward)]
+    if min(lengths) != max(lengths):
+        raise ValueError(
+            f"{key}: expected histories of one length, got {len(forward[0].history)} steps forward "
+            f"and {len(backward[0].history)} backward"
+        )
     if _OP not in state:
         count = len(forward) // 3
         if not count or (len(forward), len(backward)) != (3 * count, 2 * count):
@@ -217,19 +260,33 @@ def _columns(key: str, state: dict[str, Any], way: str) -> list[_Column]:
     scale, history = state.get(f"scale_{way}"), state.get(f"amax_history_{way}")
     if scale is None and history is None:
         return []
-    good = isinstance(scale, Tensor) and isinstance(history, Tensor)
+    good = _is_numbers(scale) and _is_numbers(history)
     if not good or scale.ndim != 1 or history.ndim != 2 or len(scale) != history.shape[1]:
         raise ValueError(
-            f"{key}: expected scale_{way} of shape (n,) and amax_history_{way} of shape "
-            f"(steps, n), got {_shape(scale)} and {_shape(history)}"
+            f"{key}: expected floating-point numbers in scale_{way} of shape (n,) and "
+            f"amax_history_{way} of shape (steps, n), got {_shape(scale)} and {_shape(history)}"
         )
-    if not (scale.isfinite() & (scale > 0)).all() or not (history >= 0).all():
-        raise ValueError(f"{key}: expected positive scales and maxima, got others in {way}")
-    return [_Column(scale[i : i + 1].float(), history[:, i].float()) for i in range(len(scale))]
+    whole = history.isinf()  # of fp64, before it becomes so in fp32
+    scale, history = scale.float(), history.float()
+    # the reciprocal, by which a product is multiplied, is to be a number too
+    usable = scale.isfinite() & (scale > 0) & scale.reciprocal().isfinite()
+    if not usable.all() or not (history >= 0).all() or not (history.isinf() == whole).all():
+        raise ValueError(
+            f"{key}: expected positive scales and maxima that float32 holds, got others in {way}"
+        )
+    return [_Column(scale[i : i + 1], history[:, i]) for i in range(len(scale))]
+
+
+def _is_numbers(value: Any) -> bool:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return dense and value.dtype.is_floating_point and value.dtype.itemsize > 1
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return short(value)
+    shape = str(tuple(value.shape))
+    return shape if _is_numbers(value) else f"{shape} of {value.dtype}"
 
 
 def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
@@ -241,7 +298,7 @@ def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
     if saved is None:
         return DelayedScaling(amax_history_len=rows)
     if not isinstance(saved, te_pickle.Value) or saved.name.name != "DelayedScaling":
-        what = saved.name if isinstance(saved, te_pickle.Value) else repr(saved)
+        what = saved.name if isinstance(saved, te_pickle.Value) else short(saved)
         raise ValueError(f"{key}: expected the state of DelayedScaling, got that of {what}")
     fields = {**dataclasses.asdict(DelayedScaling()), **saved.fields}
     functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
@@ -250,11 +307,16 @@ def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
             f"{key}: its recipe has the function {functions[0]}, which is no part of a recipe of "
             f"opfuse; pass recipe=..."
         )
-    if any(getattr(fields.get("override_linear_precision"), "given", ())):
+    overridden = fields.pop("override_linear_precision", None)
+    if any(value is not False for value in getattr(overridden, "given", ())):
         raise ValueError(
             f"{key}: its recipe has override_linear_precision, which opfuse has not; "
             f"pass recipe=..."
         )
+    plain = str | int | float | None
+    odd = [name for name in _FIELDS if not isinstance(fields[name], plain)]
+    if odd:
+        raise ValueError(f"{key}: its recipe has {short(fields[odd[0]])} as its {odd[0]}")
     try:
         return DelayedScaling(
             margin=int(fields["margin"]),
@@ -279,9 +341,10 @@ def _format(value: Any) -> Format:
         given = tuple(float(number) for number in given.given)
     if isinstance(given, str) and given in Format.__members__:
         return Format[given]
-    if given not in _FORMATS:
-        raise ValueError(f"expected fp8_format to be E4M3 or HYBRID, got {given!r}")
-    return _FORMATS[given]
+    found = next((made for most, made in _FORMATS.items() if most == given), None)
+    if found is None:
+        raise ValueError(f"expected fp8_format to be E4M3 or HYBRID, got {short(given)}")
+    return found
 
 
 def _saved(

@@ -2,7 +2,8 @@
 
 The stream is taken apart into its instructions, and those that build plain values are followed.
 A name in it, such as that of a function, is only a name: nothing is imported, and nothing that it
-names is called.
+names is called. What a broken one costs grows with its length: a value may stand in others any
+number of times, so nothing walks through values, and messages quote only their beginning.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import dataclasses
 import io
 import math
 import pickletools
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +21,23 @@ import torch
 from torch import Tensor
 
 _RECIPES = "transformer_engine.common.recipe"
+_STORAGE = "torch.storage._load_from_bytes"
 _MARK = object()
+_SCALAR = (str, int, float, bytes, type(None))
+_ADVICE = re.compile(r"\n|In PyTorch 2|Please |Re-running |Check the doc|To bypass |If you trust")
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxother = 2, 60
+
+
+def short(value: Any) -> str:
+    """The beginning of the ``repr`` of a value, however large it is."""
+    return _short.repr(value)
+
+
+def why(error: BaseException) -> str:
+    """What torch says is wrong with a file, without its advice to load it all the same."""
+    text = str(error.__context__ or error).removeprefix("Weights only load failed. ")
+    return _ADVICE.split(text)[0].strip()[:300] or type(error).__name__
 
 
 class NotReadable(ValueError):
@@ -33,10 +52,10 @@ class Name:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return f"{self.module}.{self.name}"[:200]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False, eq=False)
 class Value:
     """What a pickle makes of a class of ``transformer_engine.common.recipe``.
 
@@ -50,6 +69,9 @@ class Value:
     given: tuple[Any, ...]
     fields: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"{self.name}(...)"
+
 
 def read(pickled: bytes) -> Any:
     """What a pickle of Transformer Engine holds: plain values, tensors, and :class:`Value`.
@@ -60,23 +82,28 @@ def read(pickled: bytes) -> Any:
     Raises:
         NotReadable: It holds something else, or is no pickle.
     """
-    reader = _Reader()
+    reader = _Reader(len(pickled))
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             reader.follow(opcode.name, argument)
     except NotReadable:
         raise
     except Exception as error:  # cut off, or out of order
-        raise NotReadable(f"it is no whole pickle: {error}") from error
+        raise NotReadable(f"it is no whole pickle: {str(error)[:300]}") from error
     if len(reader.stack) != 1:
         raise NotReadable("it is no whole pickle: it ends early")
     return reader.stack[0]
 
 
 class _Reader:
-    """A stack on which instructions build values."""
+    """A stack on which instructions build values.
 
-    def __init__(self) -> None:
+    Args:
+        room: How many bytes the storages may have together.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -109,7 +136,10 @@ class _Reader:
         return found
 
     def _pop_to_mark(self) -> list[Any]:
-        at = max(i for i, value in enumerate(self.stack) if value is _MARK)
+        places = reversed(range(len(self.stack)))
+        at = next((i for i in places if self.stack[i] is _MARK), None)
+        if at is None:
+            raise NotReadable("it is no whole pickle: a mark is missing")
         found = self.stack[at + 1 :]
         del self.stack[at:]
         return found
@@ -117,6 +147,9 @@ class _Reader:
     def _set_items(self, _: Any, items: list[Any] | None = None) -> None:
         items = self._pop(2) if items is None else items
         target = self._target(dict)
+        for key in items[::2]:
+            if not isinstance(key, _SCALAR):
+                raise NotReadable(f"it has {short(key)} as the key of a dictionary")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _append(self, _: Any, items: list[Any] | None = None) -> None:
@@ -130,17 +163,23 @@ class _Reader:
 
     def _name(self, argument: Any) -> None:
         parts = self._pop(2) if argument is None else argument.split(" ")
-        self.stack.append(Name(*map(str, parts)))
+        if not all(isinstance(part, str) for part in parts):
+            raise NotReadable(f"it names {short(parts)}")
+        self.stack.append(Name(*parts))
 
     def _call(self, _: Any) -> None:
         function, given = self._pop(2)
+        if isinstance(function, Name) and isinstance(given, tuple) and str(function) == _STORAGE:
+            self.room -= sum(len(saved) for saved in given if isinstance(saved, bytes))
+            if self.room < 0:
+                raise NotReadable("it has one storage many times")
         self.stack.append(_called(function, given))
 
     def _build(self, _: Any) -> None:
         (state,) = self._pop(1)
         target = self._target(Value)
         if not isinstance(state, dict):
-            raise NotReadable(f"it sets the attributes of {target.name} to {state!r}")
+            raise NotReadable(f"it sets the attributes of {target.name} to {short(state)}")
         target.fields.update(state)
 
 
@@ -176,7 +215,7 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
 def _called(function: Any, given: Any) -> Any:
     """What stands in for the call that a pickle asks for."""
     if not isinstance(function, Name) or not isinstance(given, tuple):
-        raise NotReadable(f"it calls {function!r}")
+        raise NotReadable(f"it calls {short(function)}")
     if function.module == _RECIPES:
         return Value(function, given, {})
     known = _KNOWN.get(str(function))
@@ -187,27 +226,38 @@ def _called(function: Any, given: Any) -> Any:
 
 def _member(of: Any, name: Any) -> Value:
     """A member of an enumeration, as Python 3.11 and 3.12 write it at times."""
-    if not isinstance(of, Name) or of.module != _RECIPES:
-        raise NotReadable(f"it takes {name!r} of {of}")
-    return Value(of, (str(name),), {})
+    if not isinstance(of, Name) or of.module != _RECIPES or not isinstance(name, str):
+        raise NotReadable(f"it takes {short(name)} of {short(of)}")
+    return Value(of, (name,), {})
 
 
 def _storage(saved: bytes) -> Any:
     """A storage, which torch has saved by itself."""
-    return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+    if not isinstance(saved, bytes) or saved.startswith(b"PK"):
+        raise NotReadable("it has a storage that is not as pickle.dumps writes it")
+    try:
+        return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise NotReadable(
+            f"torch.load(weights_only=True) refuses a storage: {why(error)}"
+        ) from None
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
     """A tensor over a storage; torch refuses one that reaches beyond it."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise NotReadable(f"it makes a tensor of {short(storage)}")
+    if not isinstance(size, tuple) or not all(isinstance(n, int) and n >= 0 for n in size):
+        raise NotReadable(f"it has a tensor of shape {short(size)}")
     whole = torch.empty(0, dtype=storage.dtype).set_(storage)
     if math.prod(size) > whole.numel():
-        raise NotReadable(f"a tensor of shape {size} is larger than its storage")
-    return whole.as_strided(size, stride, offset).clone()
+        raise NotReadable(f"a tensor of shape {short(size)} is larger than its storage")
+    return whole.as_strided(size, stride, offset)
 
 
 _KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch.storage._load_from_bytes": _storage,
-    "collections.OrderedDict": dict,
+    _STORAGE: _storage,
+    "collections.OrderedDict": lambda: {},
     "builtins.getattr": _member,
 }

@@ -24,5 +24,5 @@ def opfuse_options() -> dict[str, Any]:
     return {
         "inductor.min_elements": 1 << 14,
         "inductor.min_passes": 2,
-        "inductor.backend": "inductor",
+        "inductor.backend": ("inductor", "eager"),
     }

@@ -37,16 +37,12 @@ DEFAULTS = opfuse_options()
 
 def option(env: Environment, name: str) -> Any:
     """One of the plugin's options."""
-    return env.options.get(name, DEFAULTS[name])
+    default = DEFAULTS[name]
+    return env.options.get(name, default[0] if isinstance(default, tuple) else default)
 
 
 def _unavailable(env: Environment) -> str | None:
     kind = env.device.type
-    if option(env, "inductor.backend") not in ("inductor", "eager"):
-        return (
-            f"the option inductor.backend is {option(env, 'inductor.backend')!r}, "
-            "expected 'inductor' or 'eager'"
-        )
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
     if kind not in ("cpu", "cuda"):
