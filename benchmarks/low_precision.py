@@ -80,16 +80,17 @@ def train(script: Any, name: str, seed: int, steps: int, text: Any) -> dict[str,
 
 def summary(result: dict[str, Any], limits: dict[str, float]) -> list[str]:
     """A line for each recipe, the mean over its seeds beside that of bf16."""
-    losses: dict[str, list[float]] = {}
+    losses: dict[str, dict[int, float]] = {}
     for run in result["runs"]:
-        losses.setdefault(run["recipe"], []).append(run["validation"])
-    base = statistics.fmean(losses[BASE])
+        losses.setdefault(run["recipe"], {})[run["seed"]] = run["validation"]
     lines = []
-    for name, values in losses.items():
+    for name, by_seed in losses.items():
+        values = [*by_seed.values()]
+        base = statistics.fmean(losses[BASE][seed] for seed in by_seed)
         mean, spread = statistics.fmean(values), max(values) - min(values)
         runs = [run for run in result["runs"] if run["recipe"] == name]
         products, quantized = (sum(run[key] for run in runs) for key in ("products", "quantized"))
-        line = f"{name:12} {mean:.4f}  seeds differ by {spread / mean:.2%}"
+        line = f"{name:12} {mean:.4f}  {len(values)} seeds differ by {spread / mean:.2%}"
         if name != BASE:
             apart = mean / base - 1
             good = abs(apart) <= limits[name] and quantized >= 0.9 * products
@@ -104,17 +105,18 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
     import torch
     from matplotlib.figure import Figure
 
-    curves: dict[str, Any] = {}
+    curves: dict[str, dict[int, Any]] = {}
     for run in result["runs"]:
-        curves.setdefault(run["recipe"], []).append(torch.tensor(run["losses"]))
-    means = {name: smooth(torch.stack(runs).mean(0)) for name, runs in curves.items()}
+        curves.setdefault(run["recipe"], {})[run["seed"]] = torch.tensor(run["losses"])
+    means = {name: average([*runs.values()]) for name, runs in curves.items()}
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     for name, mean in means.items():
         steps = range(1, len(mean) + 1)
         style: dict[str, Any] = {"color": "k", "lw": 2} if name == BASE else {"lw": 1.2}
         top.plot(steps, mean, label=name, **style)
-        below.plot(steps, 100 * (mean / means[BASE] - 1), label=name, **style)
+        base = average([curves[BASE][seed] for seed in curves[name]])
+        below.plot(steps, 100 * (mean / base - 1), label=name, **style)
     seeds = len(next(iter(curves.values())))
     top.set(title=f"The example's training loss, mean of {seeds} seeds", ylabel="nats per byte")
     below.set(xlabel="step", ylabel=f"% above {BASE}")
@@ -124,8 +126,9 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def smooth(values: Any, width: int = 5) -> Any:
-    """A mean over neighbours, which noise of single batches does not move."""
+def average(runs: list[Any], width: int = 5) -> Any:
+    """The mean over runs, and over neighbours, which noise of single batches does not move."""
+    values = sum(runs[1:], runs[0]) / len(runs)
     return values.unfold(0, width, 1).mean(-1) if len(values) >= width else values
 
 
