@@ -205,7 +205,8 @@ class quantized_model_init:
             ``clear_high_precision_init_val()``, which frees them.
 
     Raises:
-        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice.
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``preserve_...``
+            is no bool.
         ValueError: A recipe that no installed plugin offers; a weight whose shape the recipe cannot
             quantize.
     """
@@ -220,10 +221,15 @@ class quantized_model_init:
             if recipe is not None:
                 raise TypeError(f"quantized_model_init: got two recipes, {enabled!r}, {recipe!r}")
             recipe, enabled = enabled, True
+        if not isinstance(preserve_high_precision_init_val, bool):
+            raise TypeError(
+                f"quantized_model_init: preserve_high_precision_init_val expected a bool, got "
+                f"{preserve_high_precision_init_val!r}"
+            )
         self._asked = None
         if enabled:
             found = _offered(DEFAULT_RECIPE if recipe is None else recipe, type(self).__name__)
-            self._asked = ModelInit(found, bool(preserve_high_precision_init_val))
+            self._asked = ModelInit(found, preserve_high_precision_init_val)
         self._outside: list[Any] = []
 
     def __enter__(self) -> None:

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from .op_context import ModuleCache, OperationContext
 from .quantization import Quantizer, held
 from .quantization.names import remember
+from .settings import current
 
 if TYPE_CHECKING:
     Grads = Iterable[Tensor | None] | None
@@ -51,12 +52,16 @@ class _OperationMeta(ABCMeta):
         name = "" if _takes_name(cls) else kwargs.pop("name", "")
         if not isinstance(name, str):
             raise TypeError(f"{cls.__name__} expected a string as name, got {name!r}")
+        outside = current.building
+        current.building = name or outside
         try:
             op = super().__call__(*args, **kwargs)
         except TypeError:
             if (sentence := _misfit(cls, args, kwargs)) is None:
                 raise
             raise TypeError(sentence) from None
+        finally:
+            current.building = outside
         if op.param_names is None:
             names = [name for name, _ in op.named_parameters(recurse=True)]
             taken = cls.takes_params  # type: ignore[attr-defined]

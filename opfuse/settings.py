@@ -55,6 +55,7 @@ class ThreadSettings(threading.local):
         block: The outermost :class:`opfuse.autocast` block, or None.
         recording: Whether the forward that runs may move the scales of a recipe.
         model_init: What :class:`opfuse.quantized_model_init` asks of new ops, or None.
+        building: The name of the op that is being built, which those inside of it get too, or "".
         environment: What a plan is being made for, while it is made.
         quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
             its own here.
@@ -75,6 +76,7 @@ class ThreadSettings(threading.local):
     block: Any = None
     recording: bool = True
     model_init: Any = None
+    building: str = ""
     environment: Any = None
     quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
     recipe_name: ClassVar[Any] = staticmethod(_class_name)

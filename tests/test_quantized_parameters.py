@@ -13,6 +13,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, plugins, testing
 from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizedParameter
+from opfuse.settings import current
 from opfuse.testing import recipes
 
 pytestmark = pytest.mark.alone
@@ -204,7 +205,7 @@ def test_without_a_recipe_it_is_dequantized(recipe, mixed):
 
 def test_another_recipe_is_refused():
     model, x = linear(PER_TENSOR), batch()
-    expected = r"weight is quantized by another recipe: it lives as PerTensor.*in force is PerBlock"
+    expected = r"weight of BasicLinear is quantized by another recipe: it lives as PerTensor.*in force is PerBlock"
     with pytest.raises(RuntimeError, match=expected), opfuse.autocast(PER_BLOCK):
         model(x)
     with opfuse.autocast(PER_TENSOR):
@@ -369,6 +370,31 @@ def test_to_another_dtype_or_device(recipe):
     assert type(model.weight) is QuantizedParameter
     moved = param.detach().to("meta")
     assert moved.is_meta and all(part.is_meta for part in moved.tensors())
+
+
+@recipe_of_each
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_to_empty_stays_quantized(recipe, device):
+    source = linear(recipe)
+    checkpoint, model = saved(source), linear(recipe, seed=4)
+    model.to(device).to_empty(device="cpu")
+    assert isinstance(model.weight, QuantizedParameter) and isinstance(model.weight, nn.Parameter)
+    assert not model.weight.is_meta
+    for given in ({"weight": checkpoint["weight"], "bias": checkpoint["bias"]}, checkpoint):
+        model.load_state_dict(given)
+        got = model.weight.detach().dequantize()
+        assert (got - source.weight.detach()).norm() < 0.05 * got.norm()
+    assert same(codes(model.weight), codes(source.weight))
+    assert same(step(model, batch(), recipe), step(source, batch(), recipe))
+    assert type(torch.empty_like(model.weight)) is torch.Tensor
+
+
+def test_state_that_was_left_on_the_meta_device_is_not_made_up():
+    model = linear(DELAYED)
+    step(model, batch(), DELAYED)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match="cannot leave the meta device by to_empty.*build the"):
+        model.to_empty(device="cpu")
 
 
 # Training
@@ -722,10 +748,45 @@ def test_what_a_block_refuses():
         opfuse.quantized_model_init(recipe=3)
     with pytest.raises(ValueError, match="no plugin offers a recipe 'fp9'"):
         opfuse.quantized_model_init("fp9")
+    with pytest.raises(TypeError, match="preserve_.* expected a bool, got 'no'"):
+        opfuse.quantized_model_init(PER_TENSOR, preserve_high_precision_init_val="no")
     with plugins.using(""), pytest.warns(opfuse.PluginWarning, match="is off"):
         plugins.manager._warned.clear()
         with opfuse.quantized_model_init(PER_TENSOR):
             assert type(ops.Linear(4, 4).weight) is nn.Parameter
+
+
+def test_errors_name_the_op():
+    model = opfuse.Sequential(linear(PER_TENSOR, name="head"))
+    with pytest.raises(RuntimeError, match="^weight of BasicLinear 'head' is quantized by another"):
+        with opfuse.autocast(PER_BLOCK):
+            model(batch())
+
+
+def test_a_size_that_the_recipe_cannot_take(monkeypatch):
+    def refuse(*args):
+        raise ValueError("expected a multiple of 32: leave the op out by autocast(skip=[...])")
+
+    monkeypatch.setattr(recipes._PerTensor, "quantize", refuse)
+    with pytest.raises(ValueError, match="multiple of 32.*build it outside of the block"):
+        linear(PER_TENSOR)
+    assert not current.building
+
+
+def test_a_recipe_sees_the_name_of_the_op_around(monkeypatch):
+    seen, make = [], current.quantizer
+    monkeypatch.setattr(
+        type(current),
+        "quantizer",
+        staticmethod(lambda recipe, role, env: seen.append(role) or make(recipe, role, env)),
+    )
+    with opfuse.quantized_model_init(PER_TENSOR):
+        ops.Linear(8, 8, name="abc")
+        ops.BasicLinear(8, 8, name="inner")
+        ops.Linear(8, 8)
+    assert [(role.tensor_type, role.name) for role in seen] == [
+        ("weight", name) for name in ("abc", "inner", "")
+    ]
 
 
 def test_names_and_reports():

@@ -45,6 +45,9 @@ def quantize_parameters(op: Any) -> None:
         param = op._parameters.get(name)
         if param is None or param.is_meta or isinstance(param, QuantizedParameter):
             continue
+        role = role._replace(
+            name=role.name or current.building
+        )  # who is around it has not named it
         made = new_parameter(
             param, asked.recipe, role, preserve=asked.preserve, requires_grad=param.requires_grad
         )
@@ -65,11 +68,21 @@ def new_parameter(
         role: What the tensor is.
         preserve: Whether to keep the values on the CPU.
         requires_grad: Whether it gets a gradient.
+
+    Raises:
+        ValueError: The recipe cannot quantize its shape.
     """
     quantizer = current.quantizer(recipe, role, None)
     usage = BOTH if torch.is_grad_enabled() else ROWWISE
     with torch.no_grad():
-        made = QuantizedParameter(settled(quantizer, recipe, values.detach(), usage), recipe)
+        try:
+            quantized = settled(quantizer, recipe, values.detach(), usage)
+        except ValueError as error:
+            raise ValueError(
+                f"quantized_model_init: {error}; while an op is built, autocast(skip=[...]) does "
+                f"not help: build it outside of the block, or in one with enabled=False"
+            ) from error
+        made = QuantizedParameter(quantized, recipe)
     param: Any = nn.Parameter(made, requires_grad)
     if preserve:
         param._init_val = values.detach().cpu().clone()
@@ -96,7 +109,8 @@ def dequantized(chain: Any, quantizers: Sequence[Any], env: Any) -> tuple[int, .
         env: Where they run.
 
     Raises:
-        RuntimeError: ``torch.compile`` traces, which does not look into such a parameter.
+        RuntimeError: ``torch.compile`` traces, which does not look into such a parameter; or one is
+            quantized by another recipe than that in force.
     """
     found = []
     for op, (first, last), its in zip(chain.ops, chain.param_ranges, quantizers, strict=True):
@@ -106,10 +120,16 @@ def dequantized(chain: Any, quantizers: Sequence[Any], env: Any) -> tuple[int, .
                 f"{type(op).__name__} has parameters that live quantized (quantized_model_init), "
                 f"which torch.compile does not look into: run this chain in eager mode"
             )
+        for name, param in held.items() if its else ():
+            param.for_call(env.recipe, Usage(False, False), f"{name} of {_called(op)}")
         if held and not its:
             places = zip(range(first, last), op.param_names or (), strict=True)
             found += [place for place, name in places if name in held]
     return tuple(found)
+
+
+def _called(op: Any) -> str:
+    return f"{type(op).__name__} {op.name!r}" if op.name else type(op).__name__
 
 
 def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:

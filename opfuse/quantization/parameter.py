@@ -444,6 +444,29 @@ def _run_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda value: originals.get(id(value), value), found)
 
 
+def _empty_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """On a device that is named, as ``to_empty`` asks for it, one that lives quantized; else plain.
+
+    Raises:
+        RuntimeError: The state of the quantizer was left on the meta device.
+    """
+    param, device = args[0], kwargs.get("device")
+    if device is None or kwargs.get("dtype", param.dtype) not in (None, param.dtype):
+        return NotImplemented
+    states = [getattr(param.quantizer, name) for name in param.quantizer.state_names]
+    if torch.device(device).type != "meta" and any(state.is_meta for state in states):
+        raise RuntimeError(
+            "a parameter that lives quantized cannot leave the meta device by to_empty: its "
+            "quantizer has lost the scale that follows from earlier maxima; build the model on "
+            "the device, in a block of quantized_model_init, and load the checkpoint there"
+        )
+    parts = [
+        part if part is None else torch.empty_like(part, device=device)
+        for part in param.quantized.tensors()
+    ]
+    return _copy_over(param, parts)
+
+
 def _empty_like(param: QuantizedParameter) -> Tensor:
     return torch.empty(param.shape, dtype=param.dtype, device=param.device)
 
@@ -461,6 +484,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten.clone.default: _clone,
+    _aten.empty_like.default: _empty_on,
     _aten.detach.default: lambda func, args, kwargs: _alias(args[0]),
     _aten.copy_.default: _copy,
     _aten.new_zeros.default: _new_zeros,

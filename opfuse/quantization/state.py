@@ -97,10 +97,11 @@ class QuantizerStates:
             del self._by_recipe[recipe]
             raise
 
-    def follow(self, op: Any) -> None:
-        """Have the quantizers that the parameters of ``op`` have now: a copy has one of its own."""
+    def following(self, op: Any) -> QuantizerStates:
+        """These, with the quantizers that the parameters of ``op`` have now; a copy has its own."""
         for recipe in self._by_recipe:
             self.use(op, recipe)
+        return self
 
     def of(self, recipe: Recipe | None, *, recording: bool = True) -> dict[str, Quantizer]:
         """The quantizers for ``recipe`` by name, forward ones first; empty without one.
