@@ -74,6 +74,15 @@ def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
             sys.modules.pop(name.removesuffix(".py"), None)
 
 
+def test_the_tests_of_a_recipe_pass_without_an_installed_plugin(tmp_path):
+    """As a reader runs them who made the two files of the page."""
+    for name, code in files(ROOT / "docs" / "write-a-recipe.md").items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "shapes"]
+    ran = subprocess.run([*command, "test_int8.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout + ran.stderr
+
+
 def test_the_plugin_loads_and_changes_no_answer(nothing_installed, tmp_path, monkeypatch):
     written = files(ROOT / "README.md")
     project = tomllib.loads(written.pop("pyproject.toml"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import fields
 
 import pytest
 import recipe_ranks
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
+from opfuse.quantization import ROWWISE
+from opfuse.quantization.formats import ScaledTensor
 
 RECIPE = Rounding(levels=8)
 
@@ -233,9 +236,52 @@ class GivesPlain(RoundingQuantizer):
         return tensor
 
 
+class Strict(ScaledTensor):
+    """Unlike its base, it does not read one copy as the other."""
+
+    usage = property(lambda self: self.copies)
+
+
+class GivesTooFew(RoundingQuantizer):
+    def quantize(self, tensor, usage, out=None):
+        made = super().quantize(tensor, ROWWISE, out)
+        return Strict(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+
+class GivesAnothers(RoundingQuantizer):
+    def __init__(self, recipe, role):
+        super().__init__(recipe, role)
+        self.other = RoundingQuantizer(recipe, role)
+
+    def quantize(self, tensor, usage, out=None):
+        return self.other.quantize(tensor, usage, out)
+
+
+class GivesARow(RoundingQuantizer):
+    def quantize(self, tensor, usage, out=None):
+        return super().quantize(tensor.flatten(), usage, out)
+
+
+class GivesFP64(RoundingQuantizer):
+    def quantize(self, tensor, usage, out=None):
+        return super().quantize(tensor.double(), usage, out)
+
+
 @pytest.mark.parametrize(
     "cls, text",
     [
+        (
+            GivesTooFew,
+            r"GivesTooFew.quantize must return the copies that it is asked for, "
+            r"Usage\(rowwise=True, columnwise=True\), got Usage\(rowwise=True, columnwise=False\)",
+        ),
+        (
+            GivesAnothers,
+            "GivesAnothers.quantize must return a .* whose quantizer is itself, "
+            "got one of RoundingQuantizer",
+        ),
+        (GivesARow, r"shape and dtype of its input, \(\d+, \d+\) and .*, got \(\d+,\) and"),
+        (GivesFP64, "shape and dtype of its input, .* and torch.float32, got .* torch.float64"),
         (OnTheClass, "OnTheClass.amax is state: set it in __init__ only"),
         (NotSet, "names of tensors that its __init__ sets, got 'missing'"),
         (NotState, "pending_names expected names of its state, got .'other'."),

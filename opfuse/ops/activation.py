@@ -74,7 +74,8 @@ class Activation(BasicOperation):
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
             named "fp8-current" casts it, whether a recipe is in force or not. The gradient of the
             input then comes from the cast one, and so does the output where it is computed again:
-            less memory, and less precise. The output of the forward is as without.
+            less memory, and less precise. The output of the forward is as without, up to rounding:
+            other fusions may be taken.
 
     Raises:
         TypeError: ``cache_quantized_input`` is no bool.

@@ -46,6 +46,10 @@ class Quantizer(ABC):
             tensor: The values, of any shape.
             usage: Which copies are needed.
             out: Write into the tensors of this one, and return it.
+
+        Returns:
+            A tensor with the shape and dtype of ``tensor``, at least these copies, and this
+            quantizer as its ``quantizer``.
         """
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
@@ -74,16 +78,10 @@ class Quantizer(ABC):
 
         Raises:
             TypeError: Another quantizer made it, or a copy is missing: a cast starts from the
-                unquantized tensor.
+                unquantized tensor. Or :meth:`quantize` returned what it must not.
         """
         if not isinstance(tensor, QuantizedTensor):
-            made = self.quantize(tensor, usage)
-            if not isinstance(made, QuantizedTensor):
-                raise TypeError(
-                    f"{type(self).__name__}.quantize must return one of the formats of "
-                    f"opfuse.quantization.formats, got {type(made).__name__}"
-                )
-            return made
+            return self._checked(self.quantize(tensor, usage), tensor, usage)
         if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
             return tensor
         raise TypeError(
@@ -91,6 +89,32 @@ class Quantizer(ABC):
             f"got {tensor!r} of {type(tensor.quantizer).__name__} for {tensor.usage}: a cast "
             f"starts from the unquantized tensor"
         )
+
+    def _checked(self, made: QuantizedTensor, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        """What :meth:`quantize` returned, if the next op can take it for this tensor quantized."""
+        who = f"{type(self).__name__}.quantize must return"
+        if not isinstance(made, QuantizedTensor):
+            raise TypeError(
+                f"{who} one of the formats of opfuse.quantization.formats, "
+                f"got {type(made).__name__}"
+            )
+        if not same_quantizer(made.quantizer, self):
+            raise TypeError(
+                f"{who} a {type(made).__name__} whose quantizer is itself, "
+                f"got one of {type(made.quantizer).__name__}"
+            )
+        if (made.shape, made.dtype) != (tensor.shape, tensor.dtype):
+            raise TypeError(
+                f"{who} a {type(made).__name__} with the shape and dtype of its input, "
+                f"{tuple(tensor.shape)} and {tensor.dtype}, got {tuple(made.shape)} and "
+                f"{made.dtype}"
+            )
+        if not made.usage.covers(usage):
+            raise TypeError(
+                f"{who} the copies that it is asked for, {usage}, got {made.usage} in a "
+                f"{type(made).__name__}"
+            )
+        return made
 
     def describe(self) -> str:
         """What it makes, in a few words for reports, such as ``"E4M3, one scale"``."""

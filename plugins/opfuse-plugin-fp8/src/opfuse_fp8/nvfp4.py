@@ -150,7 +150,8 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
     made, mixed with the name of the layer: layers draw numbers of their own where
     :func:`opfuse.prepare` has given them names, and otherwise all the same. Seed and steps are
     state, so a checkpoint resumes to the bit; torch's own generator is left alone. A cast that is
-    made again in a step draws the same.
+    made again in a step draws the same, and so do two gradients that one layer casts in one step,
+    as where it runs twice: their errors are not independent.
 
     Args:
         square: As there, and all but the last.
