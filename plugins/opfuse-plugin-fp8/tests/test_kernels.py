@@ -643,6 +643,7 @@ def test_activations_and_norms_that_the_kernels_do_not_take():
     assert "norm+cast" not in names and "normalize one dimension" in why
 
 
+@compiles
 @pytest.mark.parametrize("adds", [False, True], ids=["norm+cast", "add+norm+cast"])
 def test_norms_that_are_too_wide_for_registers(adds):
     """``test_conformance.py`` declares that as a limit: no width of the kit is as large."""
