@@ -38,7 +38,8 @@ def test_public_names():
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
-    checkpoint_contexts plugins prepare ops computes_as tune check_ranks TuningWarning"""
+    checkpoint_contexts plugins prepare ops computes_as tune check_ranks TuningWarning
+    quantized_model_init watch_quantization"""
     assert set(names.split()) == set(opfuse.__all__)
 
 

@@ -19,14 +19,7 @@ __all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint
 @hookimpl
 def opfuse_recipes() -> dict[str, type[Recipe]]:
     """The recipes by name."""
-    return {
-        "fp8-delayed": recipes.DelayedScaling,
-        "fp8-current": recipes.Float8CurrentScaling,
-        "fp8-block": recipes.Float8BlockScaling,
-        "mxfp8": recipes.MXFP8BlockScaling,
-        "nvfp4": recipes.NVFP4BlockScaling,
-        "fp8-custom": recipes.CustomRecipe,
-    }
+    return {**recipes.BY_NAME}
 
 
 @hookimpl

@@ -341,3 +341,14 @@ class CustomRecipe(opfuse.Recipe):
         from .nvfp4 import update_counting
 
         update_counting(quantizers, group)
+
+
+BY_NAME: dict[str, type[opfuse.Recipe]] = {
+    "fp8-delayed": DelayedScaling,
+    "fp8-current": Float8CurrentScaling,
+    "fp8-block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "fp8-custom": CustomRecipe,
+}
+"""What names the plugin offers."""
