@@ -375,7 +375,7 @@ def cuda_13(monkeypatch):
             "does not know what CustomRecipe quantizes to",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_where_a_forward_runs(cuda_13, ops_, env, says):
     answer = products.forward_runs(ops_, env)
