@@ -239,3 +239,15 @@ def test_preparing_renames_all_or_none():
 def test_bad_arguments(given, error):
     with pytest.raises(TypeError, match=f"autocast: expected {error}"):
         opfuse.autocast(STATELESS, **given)
+
+
+def test_what_calibrating_saw_is_no_cast_to_use_again():
+    (made, x), (other, _) = model(), model()
+    with opfuse.autocast(enabled=False, calibrating=True, recipe=STATELESS, weights="cached"):
+        plain = made(x)
+    with opfuse.autocast(STATELESS, weights="cached"):
+        quantized = made(x)
+    with opfuse.autocast(STATELESS):
+        assert torch.equal(quantized, other(x)) and not torch.equal(quantized, plain)
+    with opfuse.autocast(enabled=False, calibrating=True, recipe=STATELESS, weights="cached"):
+        assert torch.equal(made(x), plain)

@@ -67,8 +67,8 @@ class WeightCache:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
         if isinstance(weight, QuantizedTensor):
             return quantizer(weight, usage)
-        if is_compiling() or not _can_be_known_again(weight):
-            return quantizer(weight, usage)
+        if is_compiling() or not _can_be_known_again(weight) or not quantizer.quantizes:
+            return quantizer(weight, usage)  # what calibrates casts nothing that could serve again
         found = self._entries.get(name)
         known = (
             found is not None
