@@ -2,6 +2,8 @@
 
 from . import ops, plugins
 from .contexts import autocast, checkpoint_contexts, options, quantized_model_init
+from .conversion import ConversionReport, convert, converted, revert
+from .converter import Conversion, Converter
 from .engine.fuser import OperationFuser
 from .engine.plan import FusionPlan
 from .environment import Environment
@@ -30,6 +32,9 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "BasicOperation",
+    "Conversion",
+    "ConversionReport",
+    "Converter",
     "Environment",
     "FusedOperation",
     "FusibleOperation",
@@ -51,6 +56,8 @@ __all__ = [
     "check_ranks",
     "checkpoint_contexts",
     "computes_as",
+    "convert",
+    "converted",
     "explain",
     "hookimpl",
     "ops",
@@ -61,6 +68,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "revert",
     "tune",
     "watch_quantization",
 ]

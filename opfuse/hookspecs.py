@@ -12,6 +12,7 @@ from typing import Any
 
 import pluggy
 
+from .converter import Converter
 from .environment import Environment
 from .fusion import FusionLike
 from .quantization import Quantizer, QuantizerRole, Recipe
@@ -113,6 +114,31 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
         @opfuse.hookimpl
         def opfuse_recipes():
             return {"rounding": Rounding}
+    """
+
+
+@hookspec
+def opfuse_converters() -> list[Converter]:
+    """Converters, for :func:`opfuse.convert`: which chains stand for which modules of a model.
+
+    A converter is needed for what tracing a module's ``forward`` does not find. Its ``build`` makes
+    the ops by ``reading`` the parameters of the module's children, so that they stay where they
+    are.
+
+    Example:
+        from opfuse import ops
+
+
+        def build(module, env):
+            first = ops.BasicLinear.reading(module.inner)
+            chain = opfuse.Sequential(first, ops.GELU(approximate="none"))
+            call = lambda module, chain, x: chain(x)  # as the module's own forward
+            return opfuse.Conversion(chain, reads=["inner"], call=call)
+
+
+        @opfuse.hookimpl
+        def opfuse_converters():
+            return [opfuse.Converter("mypackage.layers.Inner", build)]
     """
 
 

@@ -14,6 +14,10 @@ from .op_context import asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"
+CONVERTED = "_opfuse_of"
+"""What a class has that ``opfuse.convert`` put on another one: that one."""
+BESIDE = "_opfuse"
+"""What a converted module has: what stands for its forward, no child of it."""
 
 
 def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
@@ -39,6 +43,11 @@ def hook_kinds(module: nn.Module) -> str:
     )
 
 
+def chain_beside(module: nn.Module) -> Any:
+    """The chain that stands for a converted module's forward; None: there is none."""
+    return getattr(vars(module).get(BESIDE), "chain", None)
+
+
 def why_apart(op: nn.Module) -> str:
     """Why an op must run through its own ``__call__``; ``""`` if it need not.
 
@@ -58,15 +67,17 @@ def own_call(op: nn.Module) -> str:
 
 
 def op_class(op: nn.Module) -> type[nn.Module]:
-    """The class of an op as its author wrote it, without the classes torch derives around it.
+    """The class of an op as its author wrote it, without the classes derived around it.
 
-    ``torch.nn.utils.parametrize`` and FSDP change a module's class in place; a fusion that names
-    the original class still means this op.
+    ``torch.nn.utils.parametrize``, FSDP and ``opfuse.convert`` change a module's class in place; a
+    fusion that names the original class still means this op.
     """
     cls = type(op)
     while True:
         bases = cls.__bases__
-        if nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
+        if CONVERTED in vars(cls):
+            cls = vars(cls)[CONVERTED]
+        elif nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
             cls = bases[0]
         elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
             cls = bases[1]

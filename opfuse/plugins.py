@@ -34,6 +34,7 @@ from .records import (
     check_hookimpl,
     check_option,
     check_plugin,
+    checked_converters,
     checked_recipes,
     is_strict,
     normalize,
@@ -206,7 +207,7 @@ class PluginManager:
         except BaseException as error:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
-                record.plugin, record.hooks, record.fusions = None, (), ()
+                record.plugin, record.hooks, record.fusions, record.converters = None, (), (), ()
             if not isinstance(error, (Exception, SystemExit)):  # interrupted: next time again
                 record.state = "found"
                 raise
@@ -254,6 +255,8 @@ class PluginManager:
                     f"{options!r}"
                 )
             record.options.update(options)
+        for converters in self._call(record, "opfuse_converters"):
+            record.converters += tuple(checked_converters(converters))
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
         for impl in getattr(self._pluggy.hook, hook).get_hookimpls():

@@ -9,6 +9,7 @@ from torch import nn
 
 from .fusible import FusibleOperation
 from .op import BasicOperation, FusedOperation
+from .overrides import chain_beside
 from .quantization.updates import PreparedOps
 
 M = TypeVar("M", bound=nn.Module)
@@ -18,7 +19,8 @@ def prepare(model: M) -> M:
     """Tell each op of a model what it is called there, and which ops belong together.
 
     An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
-    got one; the basic ops inside of a ``Linear`` are called like the ``Linear``. A recipe finds the
+    got one; the basic ops inside of a ``Linear`` are called like the ``Linear``, and those of a
+    converted module (:func:`opfuse.convert`) like what they read. A recipe finds the
     name in the roles of its tensors. ``autocast(amax_reduction_group=...)`` needs a prepared model:
     every rank then takes the maxima of the same quantizers, in this order, whatever ran.
 
@@ -34,7 +36,11 @@ def prepare(model: M) -> M:
     """
     ops: dict[BasicOperation, str] = {}
     fused: dict[FusedOperation, str] = {}
+    paths = {module: path for path, module in model.named_modules()}
     for path, module in model.named_modules():
+        for op in chain_beside(module) or ():
+            read = [source.module for source in op._sources.values()]
+            ops.setdefault(op, next((paths[each] for each in read if each in paths), path))
         if isinstance(module, FusibleOperation):
             basic: Iterable[nn.Module] = [module]
             if isinstance(module, FusedOperation):

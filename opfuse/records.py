@@ -6,10 +6,11 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import hookspecs
+from .converter import Converter
 from .errors import PluginWarning
 from .fusion import FusionLike, fusion_name
 from .quantization import Recipe
@@ -46,6 +47,7 @@ class PluginRecord:
     fusions: tuple[tuple[str, FusionLike], ...] = ()
     recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    converters: tuple[Converter, ...] = ()
     aliases: tuple[str, ...] = ()
     module: str = ""
 
@@ -177,3 +179,15 @@ def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
     return recipes
+
+
+def checked_converters(converters: Any) -> Sequence[Converter]:
+    """What ``opfuse_converters`` gave, if it is what that may give."""
+    wrong = (
+        [item for item in converters if not isinstance(item, Converter)]
+        if isinstance(converters, (list, tuple))
+        else [converters]
+    )
+    if wrong:
+        raise TypeError(f"opfuse_converters must return a list of Converter, got {wrong[0]!r}")
+    return converters  # type: ignore[no-any-return]

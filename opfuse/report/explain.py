@@ -18,7 +18,7 @@ from ..engine.plan import FusionPlan, PlanStep, Refusal
 from ..engine.program import Program
 from ..fusible import FusibleOperation
 from ..op import FusedOperation
-from ..overrides import op_class, why_apart
+from ..overrides import chain_beside, op_class, why_apart
 from ..plugins import manager
 from ..quantization import QuantizedParameter, QuantizedTensor
 from ..quantization.planned import Quantized, quantized_by
@@ -229,11 +229,20 @@ def _why_unfused() -> str:
     return "the plugins in use offer no fusion"
 
 
+def _containers(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    """The modules of a model, and the chains beside them, each with its path and its class."""
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        owner = op_class(module).__name__
+        yield path, module, owner
+        if (chain := chain_beside(module)) is not None:
+            yield path, chain, owner
+
+
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
     places: dict[OperationFuser, dict[str, Any]] = {}
     alone: dict[nn.Module, str] = {}
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+    for path, module, owner in _containers(model):
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         if isinstance(module, Sequential):
@@ -241,7 +250,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
                 inner: f"apart from the chain around it: {why}"
                 for inner, why in parts(module)[1].items()
             }
-        value, place = module._cache.value, {"path": path, "owner": op_class(module).__name__}
+        value, place = module._cache.value, {"path": path, "owner": owner}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}

@@ -22,7 +22,7 @@ from ..op import BasicOperation
 from ..tables import Measurement, Shape
 from ..tolerance import difference
 from .parts import extent, part_program
-from .timing import compare
+from .timing import TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
 BACKEND = "inductor"
@@ -157,7 +157,9 @@ class Trial:
         fused, configuration = self._fastest()
         if wrong := self._difference(fused):
             return self._wrong(wrong)
-        timing = compare(self._timed(self._separate), self._timed(fused), self._device)
+        timing = self._costs(
+            compare(self._timed(self._separate), self._timed(fused), self._device), fused
+        )
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
         if wrong := self._changed():
             return self._wrong(wrong)
@@ -204,6 +206,23 @@ class Trial:
             return lambda: self._run(program, self._leaves)
         outputs = _forward(program, self._leaves, self._kwargs)
         return lambda: self._gradients(outputs, self._leaves)
+
+    def _costs(self, timing: Timing, fused: Program) -> Timing:
+        """The timing of a forward, or that of both passes where the backward loses by it.
+
+        What a forward leaves in the caches, a copy of a weight instead of the weight, say, can cost
+        the backward more than it saved.
+        """
+        alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
+        if not alone or timing.speed < 1:
+            return timing
+        both = compare(
+            lambda: self._run(self._separate, self._leaves),
+            lambda: self._run(fused, self._leaves),
+            self._device,
+            most=TURNS,
+        )
+        return both if both.speed + both.noise < 1 else timing
 
     def _saved(self, program: Program) -> int:
         if not program.requires_grad:

@@ -1,0 +1,251 @@
+"""From a module to the chain that stands for its forward, by tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import ops
+from ..converter import Conversion
+from ..overrides import op_class
+from ..sequential import Sequential
+from .layers import original_class
+from .leaves import Leaf, leaf_of
+from .parsing import Parser, Region
+from .tracing import Untraceable, compiled, kind_of, names_read, parameters_of, plain_read, trace
+from .verifying import compare
+
+_MODULE, _CHAIN = "opfuse_module", "opfuse_chain"
+
+
+def by_tracing(
+    module: nn.Module, *, rest: bool = False, ignore: Sequence[str] = ()
+) -> Conversion | str:
+    """What stands for the largest part of a module's forward that ops can compute.
+
+    Args:
+        module: The module.
+        rest: Whether the forward only passes on the keyword arguments that it does not name.
+        ignore: Attributes of the module that its forward reads and that make no difference.
+    """
+    forward = original_class(type(module)).forward
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    traced = _Traced(module, rest)
+    plain = {p.name: p.default for p in parameters_of(forward) if p.default is not p.empty}
+    kinds = {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
+    try:
+        region = traced.region(module, kinds, False)
+    except Untraceable as error:
+        return f"its forward cannot be traced ({error})"
+    if region is None:
+        return traced.reason or "it has nothing to fuse"
+    chain, _ = _chain_of(region)
+    traced.signature, traced.part = _signature(region), _with_chain(region)[1:]
+    watched = [n for n in plain_read(module, names_read(forward)) if n not in ignore]
+    constants = [c for step in region.steps for c in step.constants]
+    traced.dropouts = tuple(pair for step in region.steps for pair in step.dropouts)
+    probed = any(step.probed for step in region.steps)
+    own = [("", attribute) for attribute in watched]
+    return Conversion(chain, region.reads, traced, (*constants, *own), probed)
+
+
+def as_leaf(module: nn.Module) -> Conversion | str:
+    """What stands for a norm of an unknown class, which PyTorch has no kernel for."""
+    if type(module).__module__.startswith("torch."):
+        return "PyTorch has a kernel for it"
+    leaf = leaf_of(module)
+    if isinstance(leaf, str):
+        return leaf
+    if len(leaf.ops) != 1 or not isinstance(leaf.ops[0], (ops.RMSNorm, ops.LayerNorm)):
+        return "it is one op by itself"
+    constants = [("", attribute) for attribute in leaf.constants]
+    return Conversion(Sequential(*leaf.ops), ("",), _one, constants, leaf.probed)
+
+
+def _one(module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is one op, where it takes the input as the module does."""
+    if len(args) != 1 or kwargs or not fits(args[0], next(module.parameters(), None)):
+        return NotImplemented
+    return chain(args[0])
+
+
+def fits(x: Any, param: Any, *extras: Any) -> bool:
+    """Whether a chain computes in the dtype that the module's own operations would.
+
+    Outside of autocast that is so if all have one dtype.
+    """
+    if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter) or not x.ndim:
+        return False
+    if param is not None and param.device != x.device:
+        return False
+    if torch.is_autocast_enabled(x.device.type):
+        return all(extra.dtype is x.dtype for extra in extras)
+    return all(other is None or other.dtype is x.dtype for other in (param, *extras))
+
+
+def follow(dropouts: Sequence[tuple[Any, Any]]) -> None:
+    """Give dropout ops the mode and the probability that their modules have now."""
+    for op, module in dropouts:
+        if op.training is not module.training:
+            op.train(module.training)
+        if op.p != module.p:
+            op.p = module.p
+
+
+class _Traced:
+    """The forward of a module with a chain in it: one function per way through the forward."""
+
+    signature: Any = None
+    part: Any = None  # of the way that the arguments' defaults take
+    dropouts: Sequence[tuple[Any, str]] = ()
+    reason = ""
+
+    def __init__(self, module: nn.Module, rest: bool) -> None:
+        self._forward = original_class(type(module)).forward
+        self._rest = rest
+        parameters = parameters_of(self._forward)
+        self.names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._by_place = sum(p.kind is not p.KEYWORD_ONLY for p in parameters[: len(self.names)])
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._variants: dict[Any, Any] = {}
+        self._leaves: dict[str, Leaf | str] = {}
+
+    def region(self, module: nn.Module, kinds: dict[str, Any], rest: bool) -> Region | None:
+        """The largest chain in one way through the forward."""
+        graph = trace(module, self._forward, kinds, rest)
+        parser = Parser(module, graph, "", self._leaves)
+        found = parser.best()
+        whys = [f"{name}: {why}" for name, why in parser.reasons.items()]
+        self.reason = whys[0] if whys else ""
+        return found
+
+    def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward by way of the chain; see :class:`opfuse.Conversion`."""
+        if len(args) > self._by_place:
+            return NotImplemented
+        given = list(args)
+        try:
+            given += [
+                kwargs.pop(name) if name in kwargs else self._defaults[name]
+                for name in self.names[len(args) :]
+            ]
+        except KeyError:  # the module's own forward says what is missing
+            return NotImplemented
+        if kwargs and not self._rest:
+            return NotImplemented
+        kinds = tuple(map(kind_of, given))
+        key = kinds, bool(kwargs), module.training
+        if key not in self._variants:
+            self._variants[key] = self._variant(module, kinds, bool(kwargs))
+        run = self._variants[key]
+        if run is None:
+            return NotImplemented
+        follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
+        values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
+        return run(module, module, chain, *values, *[kwargs] * bool(kwargs))
+
+    def compare(self, module: nn.Module, chain: Any) -> str:
+        """How the chain differs from what it stands for; see :func:`compare`."""
+        assert self.part is not None
+        run, separate, extras = self.part
+        follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
+        return compare(
+            module,
+            chain,
+            lambda *given: separate(module, *given),
+            lambda *given: run(module, chain, *given),
+            extras,
+        )
+
+    def _variant(self, module: Any, kinds: Sequence[Any], rest: bool) -> Any:
+        """A function for arguments of these kinds; None: the module's own forward runs."""
+        named = dict(zip(self.names, kinds, strict=True))
+        try:
+            region = self.region(module, named, rest)
+        except Untraceable:
+            return None
+        if region is None or _signature(region) != self.signature:
+            return None
+        return _with_chain(region)[0]
+
+
+def _signature(region: Region) -> Any:
+    """What two regions that one chain stands for have in common."""
+    return [
+        ([op_class(op) for op in step.ops], list(step.reads), type(step.extra))
+        for step in region.steps
+    ]
+
+
+def _chain_of(region: Region) -> tuple[Sequential, list[fx.Node]]:
+    """The chain of a region, and the nodes of the extra inputs that it takes."""
+    forks = sorted({step.extra for step in region.steps if isinstance(step.extra, int)})
+    found: list[Any] = []
+    outside: list[fx.Node] = []
+    for number, step in enumerate(region.steps):
+        if isinstance(step.extra, fx.Node):
+            outside.append(step.extra)
+        elif step.extra is not None:
+            step.ops[0].set_extra_input_channel(0, f"value {step.extra}")  # type: ignore[attr-defined]
+        found += step.ops
+        if number + 1 in forks:
+            fork = ops.MakeExtraOutput()
+            fork.set_extra_output_channel(0, f"value {number + 1}", output_to_caller=False)
+            found.append(fork)
+    return Sequential(*found), outside
+
+
+def _with_chain(region: Region) -> Any:
+    """A function ``(module, module, chain, *values)`` that runs the graph, the region by the chain.
+
+    Where the tensors are not what the chain computes as the module does, the region's own
+    operations run.
+
+    Returns:
+        That function; ``run(module, chain, x, *extras)`` for the region alone; the region's own
+        operations, ``separate(module, x, *extras)``; how many extra inputs these have.
+    """
+    outside = [step.extra for step in region.steps if isinstance(step.extra, fx.Node)]
+    entering = list(dict.fromkeys([region.start, *outside]))
+    covered = {node for step in region.steps for node in step.covers}
+    whole, plain = fx.Graph(), fx.Graph()
+    inner: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(entering):
+        inner[node] = plain.placeholder(f"v{number}")
+    for node in region.start.graph.nodes:
+        if node in covered:
+            inner[node] = plain.node_copy(node, inner.__getitem__)
+    plain.output(inner[region.end])
+    separate = compiled(plain)
+    places = [entering.index(node) for node in outside]
+
+    def run(module: Any, chain: Any, *values: Any) -> Any:
+        x, extras = values[0], [values[i] for i in places]
+        if fits(x, next(iter(chain_params(chain)), None), *extras):
+            return chain(x, *extras)
+        return separate(module, *values)
+
+    outer: dict[fx.Node, fx.Node] = {}
+    own = [whole.placeholder(name) for name in (_MODULE, _CHAIN)]
+    for node in region.start.graph.find_nodes(op="placeholder"):
+        outer[node] = whole.placeholder(str(node.target))
+    for node in region.start.graph.nodes:
+        if node is region.end:
+            given = [outer[each] for each in entering]
+            outer[node] = whole.call_function(run, (*own, *given))
+        elif node not in covered and node not in outer:
+            outer[node] = whole.node_copy(node, outer.__getitem__)
+    return compiled(whole), run, separate, len(entering) - 1
+
+
+def chain_params(chain: Any) -> list[Any]:
+    """A parameter that a chain reads, in a list; empty if there is none."""
+    for op in chain:
+        for name in op.param_names or ():
+            module, leaf = op.param_source(name)
+            return [getattr(module, leaf)]
+    return []

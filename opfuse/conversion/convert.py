@@ -1,0 +1,339 @@
+"""``opfuse.convert``: chains for the modules of a model, in place."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..converter import Conversion, Converter
+from ..environment import Environment
+from ..fusible import FusibleOperation
+from ..overrides import BESIDE, op_class
+from ..plugins import manager
+from ..prepare import prepare
+from ..sequential import Sequential
+from ..settings import current
+from . import building, encoder
+from .guard import Guard, unreadable
+from .layers import layer_in, layered, original_class, without_layer
+from .report import ConversionReport, Converted, Left, measured
+from .verifying import compare
+
+
+class Standing:
+    """What stands for one module's forward, and whether it may.
+
+    Attributes:
+        chain: The chain; None in a copy until its first call.
+        fallback: Why the module's own forward ran at the latest call; ``""``: the chain did.
+    """
+
+    def __init__(self, converter: Converter, conversion: Conversion | None) -> None:
+        self._converter, self._conversion = converter, conversion
+        self._guard: Guard | None = None
+        self._own: Any = None
+        self.fallback = ""
+
+    @property
+    def chain(self) -> Sequential | None:
+        """The chain."""
+        return None if self._conversion is None else self._conversion.chain
+
+    def again(self) -> Standing:
+        """The same for a copy of the module, made when it is called first."""
+        return Standing(self._converter, None)
+
+    def seal(self, module: nn.Module) -> None:
+        """From now on, what the module is like must not change."""
+        assert self._conversion is not None
+        self._guard = Guard(module, self._conversion.reads, self._conversion.constants)
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The module's forward by way of the chain, or NotImplemented."""
+        if self._guard is None and not self._made(module):
+            return NotImplemented
+        assert self._guard is not None and self._conversion is not None
+        if why := self._guard.why_not():
+            self.fallback = why
+            return NotImplemented
+        result = self._conversion.call(module, self._conversion.chain, *args, **kwargs)
+        self.fallback = (
+            "it was called in a way that the chain does not take"
+            if result is NotImplemented
+            else ""
+        )
+        return result
+
+    def _made(self, module: nn.Module) -> bool:
+        """Make the chain of a copy; whether that is possible."""
+        if self._conversion is None:
+            made = _built(self._converter, module)
+            if isinstance(made, str):
+                self.fallback = made
+                return False
+            self._conversion = made
+        self.seal(module)
+        return True
+
+
+def convert(
+    model: nn.Module,
+    *inputs: Any,
+    only: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] = (),
+    verify: bool | None = None,
+) -> ConversionReport:
+    """Let chains stand for the modules of a model that opfuse knows how to compute, in place.
+
+    Modules, Parameters, state dict and classes by ``isinstance`` stay what they are: only the class
+    of a converted module changes, to a subclass of the same name whose ``forward`` runs the chain.
+    It looks at every call whether the module is still as it was, without hooks on the parts that the
+    chain stands for, with the same parts and parameters it can read; else the module's own
+    ``forward`` runs, and the report of :func:`converted` says why. So it does under
+    ``torch.compile``, ``torch.export`` and ``torch.fx``.
+
+    What a module computes is read out of its ``forward`` by ``torch.fx``; its class need not be
+    known. Activations and norms of unknown classes are recognised by what they give for numbers of
+    all magnitudes. Plugins bring converters for what tracing does not reach (hook
+    ``opfuse_converters``).
+
+    Args:
+        model: The model, or any part of one.
+        *inputs: Its inputs. If there are some, the report says what is fused, and how many bytes
+            the forward keeps for the backward, before and after.
+        only: Convert modules whose dotted names match one of these patterns, and what is below
+            them.
+        skip: Leave those alone, likewise.
+        verify: Compare each chain with the module it is for, output and gradients, on random
+            numbers. Default: where something was recognised by its values.
+
+    Returns:
+        The report: ``print`` it, or call ``to_dict()``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: A pattern matches no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"opfuse.convert expected a torch.nn.Module, got {type(model).__name__}")
+    before = measured(model, inputs) if inputs else None
+    found = candidates(model, only, skip, verify)
+    for module, conversion in found.made.items():
+        module.__class__ = layered(type(module))
+        vars(module)[BESIDE] = Standing(found.by[module], conversion)
+    for module in found.made:
+        vars(module)[BESIDE].seal(module)
+    prepare(model)
+    after = measured(model, inputs) if inputs else None
+    return ConversionReport(tuple(found.converted), tuple(found.left), before, after)
+
+
+class candidates:
+    """What could be converted in a model, and what not; nothing of it is changed.
+
+    Args:
+        model: As for :func:`convert`, and all that follow.
+        only: See ``model``.
+        skip: See ``model``.
+        verify: See ``model``.
+
+    Attributes:
+        made: The conversions by module.
+        by: The converter of each.
+        converted: A row of the report for each.
+        left: A row for each of the others that somebody may wonder about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        only: str | Sequence[str] | None = None,
+        skip: str | Sequence[str] = (),
+        verify: bool | None = None,
+    ) -> None:
+        self.made: dict[nn.Module, Conversion] = {}
+        self.by: dict[nn.Module, Converter] = {}
+        self.converted: list[Converted] = []
+        self.left: list[Left] = []
+        self._verify = verify
+        names = [name for name, _ in model.named_modules()]
+        wanted, unwanted = _matching(names, only, "only"), _matching(names, skip, "skip")
+        asked = converters()
+        inside: set[str] = set()  # of what is opfuse's own
+        for name, module in model.named_modules():
+            if any(name.startswith(f"{above}.") for above in inside):
+                continue
+            if isinstance(module, (FusibleOperation, Sequential)):
+                inside.add(name)
+            elif layer_in(type(module)) is None and _is_wanted(name, only, wanted, unwanted):
+                self._look_at(name, module, asked)
+        # what is inside of a chain needs no row
+        reads = {
+            f"{row.path}.{read}".lstrip(".")
+            for row, conversion in zip(self.converted, self.made.values(), strict=True)
+            for read in conversion.reads
+            if read
+        }
+        self.left = [row for row in self.left if row.path not in reads]
+
+    def _look_at(
+        self, name: str, module: nn.Module, asked: Sequence[tuple[Converter, Any]]
+    ) -> None:
+        cls = op_class(module)
+        reason = ""
+        for converter, distribution in asked:
+            if not converter.fits(module, cls):
+                continue
+            made = _built(converter, module)
+            if isinstance(made, Conversion):
+                made = self._checked(module, made)
+            if isinstance(made, Conversion):
+                ops = tuple(op_class(op).__name__ for op in made.chain)
+                row = Converted(name, cls.__name__, ops, converter.name, distribution)
+                self.made[module], self.by[module] = made, converter
+                self.converted.append(row)
+                return
+            reason = reason or made
+        containers = nn.ModuleList, nn.ModuleDict
+        has_children = next(module.children(), None) is not None
+        if reason and has_children and not isinstance(module, containers):
+            self.left.append(Left(name, cls.__name__, reason))
+
+    def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
+        """A conversion, if the chain computes what the module does."""
+        if why := unreadable(module, made.reads):
+            return why
+        verify = made.probed if self._verify is None else self._verify
+        if not verify:
+            return made
+        try:
+            how = getattr(made.call, "compare", None)
+            why = how(module, made.chain) if how is not None else _compared(module, made)
+        except Exception as error:
+            text = " ".join(str(error).split())[:160]
+            why = f"comparing raised {type(error).__name__}: {text}"
+        return f"the chain differs from the module: {why}" if why else made
+
+
+def _compared(module: nn.Module, made: Conversion) -> str:
+    forward = original_class(type(module)).forward
+    return compare(
+        module,
+        made.chain,
+        lambda *given: forward(module, *given),
+        lambda *given: made.call(module, made.chain, *given),
+    )
+
+
+def _built(converter: Converter, module: nn.Module) -> Conversion | str:
+    """What a converter makes of a module."""
+    param = next(module.parameters(), None)
+    device, dtype = (
+        (torch.device("cpu"), torch.get_default_dtype())
+        if param is None
+        else (param.device, param.dtype)
+    )
+    env = Environment(device, None, dtype, training=module.training, options=dict(current.options))
+    try:
+        made = converter.build(module, env)
+    except Exception as error:
+        text = " ".join(str(error).split())[:160]
+        return f"{converter.name} raised {type(error).__name__}: {text}"
+    return made
+
+
+def converters() -> list[tuple[Converter, str | None]]:
+    """The converters in force, in the order in which they are asked, and whose each is."""
+    found = [
+        (converter, record.distribution)
+        for record in manager.active(current.selection)
+        for converter in record.converters
+    ]
+    found += [(converter, None) for converter in CORE]
+    return sorted(found, key=lambda pair: -pair[0].priority)
+
+
+def _matching(names: Iterable[str], patterns: Any, what: str) -> list[str]:
+    """The patterns, each of which matches a name.
+
+    Raises:
+        ValueError: One does not.
+        TypeError: One is no string.
+    """
+    given = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"opfuse.convert({what}=...) expected dotted names, got {pattern!r}")
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"opfuse.convert({what}={pattern!r}) matches no module of the model: its names are "
+                f"those of model.named_modules()"
+            )
+    return given
+
+
+def _is_wanted(name: str, only: Any, wanted: Sequence[str], unwanted: Sequence[str]) -> bool:
+    parts = name.split(".")
+    names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+    def matches(pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(each, pattern) for each in names)
+
+    return (only is None or any(map(matches, wanted))) and not any(map(matches, unwanted))
+
+
+def converted(model: nn.Module) -> dict[str, str]:
+    """The converted modules of a model by dotted name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        For each why its own forward ran at its latest call, as a sentence; ``""`` if its chain ran,
+        or it was not called. Empty: nothing is converted.
+    """
+    return {
+        name: vars(module)[BESIDE].fallback
+        for name, module in model.named_modules()
+        if BESIDE in vars(module)
+    }
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Take the chains off the modules of a model again, in place.
+
+    Only the layer that :func:`convert` put on their classes goes; one that torch put around it
+    since, such as FSDP's, stays.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The model.
+
+    Raises:
+        RuntimeError: Somebody derived a class from a converted module's that cannot be derived
+            anew. Nothing is reverted then.
+    """
+    found = [module for module in model.modules() if layer_in(type(module)) is not None]
+    classes = [without_layer(type(module)) for module in found]
+    for module, cls in zip(found, classes, strict=True):
+        module.__class__ = cls
+        vars(module).pop(BESIDE, None)
+    return model
+
+
+def _by_tracing(module: nn.Module, env: Environment) -> Conversion | str:
+    if next(module.children(), None) is None:
+        return building.as_leaf(module)
+    return building.by_tracing(module)
+
+
+CORE = [
+    Converter(nn.TransformerEncoderLayer, encoder.build, "transformer encoder layer", -90),
+    Converter(lambda module: True, _by_tracing, "what its forward computes", -100),
+]

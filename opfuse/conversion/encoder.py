@@ -1,0 +1,85 @@
+"""``torch.nn.TransformerEncoderLayer``: all that follows its attention in one chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .. import ops
+from ..converter import Conversion
+from ..environment import Environment
+from ..op import BasicOperation
+from ..sequential import Sequential
+from .building import fits, follow
+from .leaves import function_op, leaf_of, linear_ops
+
+_READS = ("norm1", "norm2", "linear1", "linear2", "dropout", "dropout2")
+
+
+def build(module: Any, env: Environment) -> Conversion | str:
+    """The chain of a layer, and a forward that calls attention and then the chain."""
+    act = _activation(module)
+    if act is None:
+        return "no op computes its activation"
+    norms = []
+    for which in ("norm1", "norm2"):
+        leaf = leaf_of(getattr(module, which))
+        if isinstance(leaf, str):
+            return leaf
+        norms.append(list(leaf.ops))
+    drops = [ops.Dropout(module.dropout.p), ops.Dropout(module.dropout2.p)]
+    feed_forward: list[BasicOperation] = [
+        *linear_ops(module.linear1),
+        act,
+        drops[0],
+        *linear_ops(module.linear2),
+        drops[1],
+    ]
+    add, fork, last = ops.AddExtraInput(), ops.MakeExtraOutput(), ops.AddExtraInput()
+    fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+    last.set_extra_input_channel(0, "residual")
+    if module.norm_first:
+        chain = Sequential(add, fork, *norms[1], *feed_forward, last)
+    else:
+        chain = Sequential(add, *norms[0], fork, *feed_forward, last, *norms[1])
+    reads = [n for n in _READS if n != "norm1" or not module.norm_first]
+    constants = [("", "norm_first"), *[(n, "eps") for n in reads if n.startswith("norm")]]
+    watched = [*constants, ("", "activation")]
+    return Conversion(chain, reads, _Call(drops), watched)
+
+
+def _activation(module: Any) -> BasicOperation | None:
+    act = module.activation
+    if isinstance(act, nn.Module):
+        leaf = leaf_of(act)
+        return None if isinstance(leaf, str) or len(leaf.ops) != 1 else leaf.ops[0]
+    return function_op({F.relu: F.relu, F.gelu: F.gelu}.get(act, act), {})
+
+
+class _Call:
+    """The forward of a layer by way of its chain."""
+
+    def __init__(self, drops: Any) -> None:
+        self._drops = drops
+
+    def __call__(
+        self,
+        module: Any,
+        chain: Any,
+        src: Any,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
+    ) -> Any:
+        """See :meth:`torch.nn.TransformerEncoderLayer.forward`, whose fast path it leaves alone."""
+        if not torch.is_grad_enabled() or src.is_nested:
+            return NotImplemented
+        if not fits(src, module.linear1.weight) or torch.is_autocast_enabled(src.device.type):
+            return NotImplemented
+        follow(list(zip(self._drops, (module.dropout, module.dropout2), strict=True)))
+        x = module.norm1(src) if module.norm_first else src
+        y = module._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
+        return chain(y, src)

@@ -1,0 +1,126 @@
+"""Whether a module is still as it was when it was converted: asked at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..overrides import hook_dicts, hook_kinds, op_class
+from .layers import original_class
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class Guard:
+    """What must not have changed for a chain to stand for a module.
+
+    Args:
+        module: The module.
+        reads: Dotted names of the children that the chain stands for; ``""``: the module itself.
+        constants: Pairs of such a name and an attribute whose value the chain has taken over.
+    """
+
+    def __init__(
+        self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
+    ) -> None:
+        self._names = [name for name in reads if name]
+        self._children: list[tuple[dict[str, Any], str, Any, type, dict[str, Any]]] = []
+        for name in self._names:
+            above, _, key = name.rpartition(".")
+            holder: Any = module.get_submodule(above)._modules
+            child = module.get_submodule(name)
+            self._children.append((holder, key, child, type(child), vars(child)))
+        self._classes = [op_class(child) for _, _, child, _, _ in self._children]
+        everyone = [module, *[child for _, _, child, _, _ in self._children]]
+        written = {op_class(each) for each in everyone}
+        self._methods = [(cls, cls.forward, cls.__call__) for cls in written]
+        self._params = [
+            (each._parameters, key)
+            for each in (module, *[module.get_submodule(n) for n in self._names])
+            for key in each._parameters
+            if each is not module or "" in reads
+        ]
+        self._there = [holder[key] is not None for holder, key in self._params]
+        of = [(module.get_submodule(name), attribute) for name, attribute in constants]
+        self._constants = [(each, name, getattr(each, name)) for each, name in of]
+
+    def why_not(self) -> str:
+        """What has changed, as a sentence; ``""``: nothing."""
+        for holder, key, child, cls, attributes in self._children:
+            if (
+                holder.get(key) is not child
+                or type(child) is not cls
+                or "forward" in attributes
+                or attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+                or attributes.get("_compiled_call_impl") is not None
+            ) and (why := self._explained()):
+                return why
+        for cls, forward, call in self._methods:
+            if cls.forward is not forward or cls.__call__ is not call:
+                return f"{cls.__name__} got another forward"
+        for (params, key), there in zip(self._params, self._there, strict=True):
+            param = params.get(key)
+            if (param is not None) is not there or (there and type(param) not in _PLAIN):
+                if why := self._of_parameter(params, key, there):
+                    return why
+        for each, name, value in self._constants:
+            now = getattr(each, name, None)
+            if now is not value and now != value:
+                return f"{name} of {op_class(each).__name__} was {value!r} and is {now!r}"
+        return ""
+
+    def _explained(self) -> str:
+        """What is no longer so of the children, looked at in detail."""
+        for (holder, key, child, _, attributes), cls, name in zip(
+            self._children, self._classes, self._names, strict=True
+        ):
+            now = holder.get(key)
+            if now is not child:
+                return f"{name} was replaced by {_described(now)}"
+            if op_class(child) is not cls:
+                return f"{name} is a {op_class(child).__name__} now"
+            if "forward" in attributes:
+                return f"the forward of {name} was replaced"
+            if hooks := hook_kinds(child):
+                return f"{name} has {hooks} hooks"
+            if attributes.get("_compiled_call_impl") is not None:
+                return f"{name} was compiled"
+        return ""
+
+    def _of_parameter(self, params: dict[str, Any], key: str, there: bool) -> str:
+        """What is wrong with a parameter; ``""`` if a parametrization computes it."""
+        for name, (_, _, child, _, _) in zip(self._names, self._children, strict=True):
+            if child._parameters is params:
+                value = getattr(child, key, None)
+                if (value is not None) is there and (value is None or type(value) in _PLAIN):
+                    return ""
+                what = "is gone" if value is None else f"is a {type(value).__name__}"
+                return f"{name}.{key} {what if there else 'was added'}"
+        return f"{key} is another kind of tensor"
+
+
+def _described(module: Any) -> str:
+    if module is None:
+        return "nothing"
+    cls = original_class(type(module))
+    package = cls.__module__.partition(".")[0]
+    return f"{cls.__name__} of {package}" if package not in ("torch", "__main__") else cls.__name__
+
+
+def unreadable(module: nn.Module, reads: Sequence[str]) -> str:
+    """Why a chain cannot read the parameters of a module's children; ``""``: it can."""
+    for name in reads:
+        child = module.get_submodule(name)
+        for key, param in child._parameters.items():
+            if param is not None and type(param) not in _PLAIN:
+                return f"{name or 'its'} {key} is a {type(param).__name__}"
+            if param is not None and not param.is_floating_point():
+                return f"{name or 'its'} {key} is of {param.dtype}"
+        if any(hook_dicts(child)) and name:
+            return f"{name} has {hook_kinds(child)} hooks"
+    return ""

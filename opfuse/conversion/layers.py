@@ -1,0 +1,114 @@
+"""The class of a converted module: a layer on its own class, and how it is taken off again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from ..overrides import BESIDE, CONVERTED
+
+
+def layer_in(cls: type) -> type | None:
+    """The layer that a conversion put on a class, wherever it stands among its bases, or None."""
+    return next((base for base in cls.__mro__ if CONVERTED in vars(base)), None)
+
+
+def original_class(cls: type) -> Any:
+    """The class below that layer, or the class itself."""
+    layer = layer_in(cls)
+    return cls if layer is None else vars(layer)[CONVERTED]
+
+
+@functools.lru_cache(maxsize=1024)
+def layered(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name whose forward looks for :data:`BESIDE` first."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = vars(self).get(BESIDE)
+        if state is None or is_dynamo_compiling() or _traced():
+            return cls.forward(self, *args, **kwargs)
+        result = state.call(self, args, kwargs)
+        return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
+
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    methods = {"forward": forward, "__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
+
+
+def _traced() -> bool:
+    """Whether ``torch.export``, ``torch.jit`` or ``torch.fx`` trace, to whom a module is itself."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.fx._symbolic_trace._is_fx_tracing_flag
+    )
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """As the class below has it, so that a pickle loads without opfuse."""
+    layer = layer_in(type(self))
+    state = vars(self).pop(BESIDE, None)
+    try:
+        reduced = super(layer, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        made, args, *rest = reduced
+        below = without_layer(type(self))
+        args = tuple(below if arg is type(self) else arg for arg in args)
+        if rest and isinstance(rest[0], dict):  # the module's own, which gets its state back
+            rest[0] = dict(rest[0])
+        return (made, args, *rest)
+    finally:
+        if state is not None:
+            vars(self)[BESIDE] = state
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A converted copy, whose chain reads the copy's children."""
+    layer = layer_in(type(self))
+    state = vars(self)[BESIDE]
+    inherited: Any = getattr(super(layer, self), "__deepcopy__", None)  # type: ignore[arg-type]
+    if inherited is not None:
+        vars(self).pop(BESIDE)
+        try:
+            twin = inherited(memo)
+        finally:
+            vars(self)[BESIDE] = state
+    else:
+        made, args, *rest = _reduce_ex(self, 4)
+        twin = made(*args)
+        memo[id(self)] = twin
+        values = copy.deepcopy(rest[0], memo) if rest else {}
+        twin.__setstate__(values) if hasattr(twin, "__setstate__") else vars(twin).update(values)
+    if layer_in(type(twin)) is None:
+        twin.__class__ = type(self)
+    vars(twin)[BESIDE] = state.again()
+    return twin  # type: ignore[no-any-return]
+
+
+def without_layer(cls: type) -> type:
+    """A class without the layer of a conversion.
+
+    The classes that torch, or who else, derived from the layer are derived anew.
+
+    Raises:
+        RuntimeError: One of them has methods that name their class, which only its author can move.
+    """
+    layer = layer_in(cls)
+    if layer is None:
+        return cls
+    if cls is layer:
+        return original_class(cls)  # type: ignore[no-any-return]
+    body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    for name, value in body.items():
+        if "__class__" in getattr(getattr(value, "__code__", None), "co_freevars", ()):
+            raise RuntimeError(
+                f"{cls.__name__} was put around the class of a converted module, and its {name} "
+                f"uses super(): undo that first, then revert"
+            )
+    bases = tuple(without_layer(base) if layer in base.__mro__ else base for base in cls.__bases__)
+    return type(cls)(cls.__name__, bases, body)

@@ -1,0 +1,130 @@
+"""Which ops compute what a module without children of interest computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..op import BasicOperation
+from ..overrides import op_class
+from . import probing
+
+
+class Leaf(NamedTuple):
+    """A module as ops.
+
+    Attributes:
+        ops: What computes it, in order; none for the identity.
+        constants: Attributes of the module whose values the ops have taken over.
+        probed: Whether it was recognised by its values.
+    """
+
+    ops: Sequence[BasicOperation]
+    constants: Sequence[str] = ()
+    probed: bool = False
+
+
+def leaf_of(module: nn.Module) -> Leaf | str:
+    """The ops that compute a module, or a sentence that says why there are none.
+
+    A class of ``torch.nn`` is known. Any other is recognised by what it computes: see
+    :mod:`opfuse.conversion.probing`.
+
+    Args:
+        module: The module; nothing of it is changed.
+    """
+    cls = op_class(module)
+    if "forward" in vars(module):
+        return f"the forward of this {cls.__name__} was replaced"
+    if (make := _KNOWN.get(cls)) is not None:
+        return make(module)
+    if next(module.children(), None) is not None:
+        return f"{cls.__name__} has modules of its own"
+    return probing.recognised(module)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a ``torch.nn.Linear``, or computes what one of transposed weight does."""
+    return op_class(module) is nn.Linear or probing.is_transposed_linear(module)
+
+
+def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
+    """The ops of a linear layer."""
+    product = ops.BasicLinear.reading(module, transposed=transposed)
+    return [product] if module.bias is None else [product, ops.Bias.reading(module)]
+
+
+def _linear(module: Any) -> Leaf | str:
+    if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
+        return "its weight is no floating-point tensor"
+    return Leaf(linear_ops(module))
+
+
+def _layer_norm(module: Any) -> Leaf | str:
+    if module.weight is None:
+        return "it has no weight"
+    return Leaf([ops.LayerNorm.reading(module)], ("eps",))
+
+
+def _rms_norm(module: Any) -> Leaf | str:
+    if module.weight is None or module.eps is None:
+        return f"it has no {'weight' if module.weight is None else 'eps'}"
+    return Leaf([ops.RMSNorm.reading(module)], ("eps",))
+
+
+def _gelu(module: Any) -> Leaf:
+    return Leaf([ops.GELU(approximate=module.approximate)], ("approximate",))
+
+
+def _dropout(module: Any) -> Leaf:
+    return Leaf([ops.Dropout(module.p)], ("p",))
+
+
+_KNOWN: dict[type, Any] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GELU: _gelu,
+    nn.SiLU: lambda module: Leaf([ops.SiLU()]),
+    nn.ReLU: lambda module: Leaf([ops.ReLU()]),
+    nn.Dropout: _dropout,
+    nn.Identity: lambda module: Leaf(()),
+}
+
+FUNCTIONS: dict[Any, Any] = {
+    torch.nn.functional.silu: ops.SiLU,
+    torch.nn.functional.relu: ops.ReLU,
+    torch.relu: ops.ReLU,
+    torch.nn.functional.gelu: ops.GELU,
+}
+"""Functions of one tensor, by the op that computes them."""
+
+GATED: dict[type, type] = {
+    ops.SiLU: ops.SwiGLU,
+    ops.GELU: ops.GEGLU,
+    ops.QGELU: ops.QGEGLU,
+    ops.ReLU: ops.ReGLU,
+    ops.SReLU: ops.SReGLU,
+}
+"""By the activation of its gate, the op that multiplies it with the other half."""
+
+
+def gated(act: Any) -> BasicOperation | None:
+    """The op that computes ``act(a) * b`` of both halves, or None."""
+    if isinstance(act, ops.GELU) and act.approximate != "tanh":
+        return None
+    cls = GATED.get(type(act))
+    return None if cls is None else cls()
+
+
+def function_op(function: Any, kwargs: dict[str, Any]) -> BasicOperation | None:
+    """The op of a function of one tensor, or None."""
+    cls = FUNCTIONS.get(function)
+    kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+    if cls is ops.GELU:
+        return ops.GELU(approximate=kwargs.get("approximate", "none"))
+    return None if cls is None or kwargs else cls()

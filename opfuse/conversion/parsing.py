@@ -1,0 +1,398 @@
+"""From the graph of a forward to the longest chain of ops that is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from .. import ops
+from ..op import BasicOperation
+from ..overrides import op_class
+from ..sequential import Sequential
+from .layers import original_class
+from .leaves import Leaf, function_op, gated, is_linear, leaf_of, linear_ops
+from .tracing import Untraceable, kind_of, names_read, parameters_of, plain_read, trace
+
+_ADDS = operator.add, torch.add, operator.iadd
+_MULTIPLIES = operator.mul, torch.mul
+_SPLITS = torch.chunk, "chunk"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Part of a chain: what follows from one value.
+
+    Attributes:
+        ops: In order.
+        covers: The nodes that it stands for; the last is its value. Those of children are not
+            among them.
+        extra: The node of what is added in its first op; or the number of an earlier value of the
+            chain, counted from the one that enters; or None.
+        reads: Dotted names of the modules it stands for.
+        constants: ``(name, attribute)`` pairs that it has taken over.
+        dropouts: Pairs of a dropout op and the name of its module.
+        weight: How many modules and functions it stands for.
+        probed: Whether one was recognised by its values.
+    """
+
+    ops: Sequence[BasicOperation] = ()
+    covers: Sequence[fx.Node] = ()
+    extra: fx.Node | int | None = None
+    reads: Sequence[str] = ()
+    constants: Sequence[tuple[str, str]] = ()
+    dropouts: Sequence[tuple[Any, str]] = ()
+    weight: int = 1
+    probed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A part of a graph that a chain stands for.
+
+    Attributes:
+        start: The node whose value enters.
+        steps: In order.
+    """
+
+    start: fx.Node
+    steps: Sequence[Step]
+
+    @property
+    def end(self) -> fx.Node:
+        """The node whose value it gives."""
+        return self.steps[-1].covers[-1]
+
+    @property
+    def weight(self) -> int:
+        """How many modules and functions it stands for."""
+        return sum(step.weight for step in self.steps)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it stands for more than one child does, and not for a dropout or a sum alone."""
+        covered = [node for step in self.steps for node in step.covers]
+        little = ops.AddExtraInput, ops.Dropout
+        much = [op for step in self.steps for op in step.ops if not isinstance(op, little)]
+        return len(covered) > 1 and bool(much)
+
+    @property
+    def reads(self) -> list[str]:
+        """Dotted names of the modules it stands for, and of those around them."""
+        names = [name for step in self.steps for name in step.reads]
+        around = [n.rsplit(".", i)[0] for n in names for i in range(n.count("."), 0, -1)]
+        return sorted({*names, *around})
+
+    def values(self) -> list[fx.Node | None]:
+        """The nodes of the value that enters and of those behind each step; None inside a child."""
+        return [self.start, *[step.covers[-1] if step.covers else None for step in self.steps]]
+
+    def from_step(self, number: int) -> Region:
+        """The same without the first steps."""
+        start = self.values()[number]
+        assert start is not None
+        moved = [
+            dataclasses.replace(step, extra=step.extra - number)
+            if isinstance(step.extra, int)
+            else step
+            for step in self.steps[number:]
+        ]
+        return Region(start, moved)
+
+
+class Parser:
+    """Finds chains in the graph of one module's forward.
+
+    Args:
+        module: The module.
+        graph: Its graph.
+        path: The dotted name of the module below the one that is converted, with a dot at its end;
+            ``""`` for that one.
+        leaves: What is known of its children by dotted name; grows.
+
+    Attributes:
+        reasons: Why children that it calls are no ops, by dotted name.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: fx.Graph, path: str, leaves: dict[str, Leaf | str]
+    ) -> None:
+        self._module, self._graph, self._path = module, graph, path
+        self._leaves = leaves
+        self._lines: dict[fx.Node, Region] = {}
+        self.reasons: dict[str, str] = {}
+
+    def best(self) -> Region | None:
+        """The region that stands for most, or None."""
+        found = [self._kept(self.line(node)) for node in self._graph.nodes]
+        there = [region for region in found if region.is_worth_it]
+        return max(there, key=lambda region: region.weight, default=None)
+
+    def whole(self) -> Region | None:
+        """The region that stands for the whole forward, or None."""
+        places = self._graph.find_nodes(op="placeholder")
+        (output,) = self._graph.find_nodes(op="output")
+        if not isinstance(output.args[0], fx.Node):
+            return None
+        region = self._kept(self.line(output.args[0]))
+        entering = [region.start, *[s.extra for s in region.steps if isinstance(s.extra, fx.Node)]]
+        return region if region.steps and all(node in places for node in entering) else None
+
+    def line(self, node: fx.Node) -> Region:
+        """The steps that lead to a node's value, from the first one that they can begin with."""
+        if node not in self._lines:
+            found = self._steps(node)
+            if found is None:
+                self._lines[node] = Region(node, ())
+            else:
+                before, steps = found
+                earlier = self.line(before)
+                count = len(earlier.steps)
+                moved = [
+                    dataclasses.replace(step, extra=step.extra + count)
+                    if isinstance(step.extra, int)
+                    else step
+                    for step in steps
+                ]
+                self._lines[node] = Region(earlier.start, [*earlier.steps, *moved])
+        return self._lines[node]
+
+    def _kept(self, region: Region) -> Region:
+        """The longest end of a region none of whose inner values is needed elsewhere."""
+        number = 0
+        while number < len(region.steps):
+            part = region.from_step(number)
+            covered = {node for step in part.steps for node in step.covers}
+            values = part.values()
+            needed = [
+                i
+                for i, value in enumerate(values[:-1])
+                if i and value is not None and set(value.users) - covered
+            ]
+            if not needed:
+                return self._resolved(part, values)
+            number += max(needed)
+            while region.values()[number] is None:  # cannot begin inside of a child
+                number += 1
+        return Region(region.start, ())
+
+    @staticmethod
+    def _resolved(region: Region, values: list[fx.Node | None]) -> Region:
+        """With numbers in place of nodes that are values of the region itself."""
+        steps = []
+        for number, step in enumerate(region.steps):
+            if isinstance(step.extra, fx.Node) and step.extra in values[1 : number + 1]:
+                step = dataclasses.replace(step, extra=values.index(step.extra))
+            elif isinstance(step.extra, int) and step.extra == 0:
+                step = dataclasses.replace(step, extra=region.start)
+            steps.append(step)
+        return Region(region.start, steps)
+
+    # One node
+
+    def _steps(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
+        """From which node the value of another follows, and by which steps."""
+        if node.op == "call_module":
+            return self._of_module(node)
+        if node.op not in ("call_function", "call_method"):
+            return None
+        if node.target in _MULTIPLIES or node.target == "mul":
+            return self._of_product(node)
+        if node.target in _ADDS or node.target == "add":
+            return self._of_sum(node)
+        args = [node.args[0]] if node.args else []
+        if len(node.args) != 1 or not isinstance(args[0], fx.Node):
+            return None
+        op = function_op(_function(node), dict(node.kwargs))
+        return None if op is None else (args[0], [Step([op], [node])])
+
+    def _of_module(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
+        name = str(node.target)
+        child = self._module.get_submodule(name)
+        full = self._path + name
+        if full not in self._leaves:
+            self._leaves[full] = leaf_of(child)
+        leaf = self._leaves[full]
+        if isinstance(leaf, Leaf):
+            values = [*node.args, *node.kwargs.values()]
+            if len(values) != 1 or not isinstance(values[0], fx.Node):
+                return None
+            return values[0], [self._leaf_step(leaf, full, node)]
+        self.reasons.setdefault(full, leaf)
+        return self._of_container(node, child, full)
+
+    def _of_container(
+        self, node: fx.Node, child: nn.Module, full: str
+    ) -> tuple[fx.Node, list[Step]] | None:
+        """The steps of a child with modules of its own, if they are all that it does."""
+        given = _bound(original_class(type(child)).forward, node)
+        inner = None if given is None else self._inside(child, full, given)
+        if given is None or inner is None:
+            return None
+        steps = []
+        for step in inner.steps:
+            extra: Any = step.extra
+            if isinstance(extra, fx.Node):  # a placeholder: what it begins with, or another value
+                extra = 0 if extra is inner.start else given[str(extra.target)]
+            steps.append(dataclasses.replace(step, covers=(), extra=extra))
+        names = names_read(original_class(type(child)).forward)
+        own = tuple((full, attribute) for attribute in plain_read(child, names))
+        last = steps[-1]
+        steps[-1] = dataclasses.replace(
+            last, covers=[node], reads=[*last.reads, full], constants=[*last.constants, *own]
+        )
+        return given[str(inner.start.target)], steps
+
+    def _leaf_step(self, leaf: Leaf, full: str, node: fx.Node) -> Step:
+        constants = [(full, attribute) for attribute in leaf.constants if attribute != "p"]
+        dropouts = [(op, full) for op in leaf.ops if isinstance(op, ops.Dropout)]
+        return Step(leaf.ops, [node], None, [full], constants, dropouts, 1, leaf.probed)
+
+    def _inside(self, child: nn.Module, full: str, given: dict[str, Any]) -> Region | None:
+        """The region that stands for a child with modules of its own, or None."""
+        forward = original_class(type(child)).forward
+        if "forward" in vars(child) or "training" in names_read(forward):
+            return None
+        if isinstance(child, Sequential) or next(child.children(), None) is None:
+            return None
+        kinds = {
+            name: Tensor if isinstance(value, fx.Node) else (type(value), value)
+            for name, value in given.items()
+        }
+        try:
+            graph = trace(child, forward, kinds, False)
+        except Untraceable:
+            return None
+        parser = Parser(child, graph, f"{full}.", self._leaves)
+        region = parser.whole()
+        self.reasons |= parser.reasons
+        return region
+
+    def _of_sum(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
+        """A residual: what has the longer line goes on, the other one is added to it."""
+        both = _operands(node)
+        if both is None or both[0] is both[1]:
+            return None
+        one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
+        step = Step([ops.AddExtraInput()], [node], one)
+        return other, [step]
+
+    # Gates
+
+    def _of_product(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
+        """``act(a) * b``, where both are linear layers, or halves of one, of the same value."""
+        both = _operands(node)
+        for one, other in (both, both[::-1]) if both is not None else ():
+            found = self._activation(one)
+            if found is None:
+                continue
+            act, inner, reads, constants, probed = found
+            gate = gated(act)
+            if gate is None or {*one.users, *other.users} != {node} or set(inner.users) != {one}:
+                continue
+            if (layers := self._two_linears(inner, other)) is not None:
+                x, step = layers
+                covers = [inner, one, other, node]
+            elif (layers := self._halves(inner, other)) is not None:
+                x, step = layers
+                covers = [*step.covers, inner, one, other, node]
+            else:
+                continue
+            return x, [
+                dataclasses.replace(
+                    step,
+                    ops=[*step.ops, gate],
+                    covers=covers,
+                    reads=[*step.reads, *reads],
+                    constants=constants,
+                    probed=probed,
+                )
+            ]
+        return None
+
+    def _activation(self, node: fx.Node) -> tuple[Any, fx.Node, list[str], list[Any], bool] | None:
+        """The activation that a node applies, to what, and what it stands for."""
+        found = self._steps(node) if node.op == "call_module" or _function(node) else None
+        if found is None or len(found[1]) != 1 or len(found[1][0].ops) != 1:
+            return None
+        (step,) = found[1]
+        if not isinstance(step.ops[0], ops.Activation):
+            return None
+        return step.ops[0], found[0], list(step.reads), list(step.constants), step.probed
+
+    def _two_linears(self, a: fx.Node, b: fx.Node) -> tuple[fx.Node, Step] | None:
+        if not (a.op == b.op == "call_module" and a.target != b.target):
+            return None
+        if len(a.args) != 1 or a.args != b.args or a.kwargs or b.kwargs:
+            return None
+        names = [str(a.target), str(b.target)]
+        modules = [self._module.get_submodule(name) for name in names]
+        if not all(op_class(module) is nn.Linear for module in modules):
+            return None
+        if any("forward" in vars(module) for module in modules):
+            return None
+        (x,) = a.args
+        full = [self._path + name for name in names]
+        op = ops.ParallelLinear.reading(
+            {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
+        )
+        return x, Step([op], reads=full, weight=4)  # type: ignore[return-value]
+
+    def _halves(self, a: fx.Node, b: fx.Node) -> tuple[fx.Node, Step] | None:
+        """``a`` and ``b`` as the halves of one linear layer's output."""
+        if not (_is_item(a, 0) and _is_item(b, 1) and a.args[0] is b.args[0]):
+            return None
+        split: Any = a.args[0]
+        whole = split.args[0] if split.args else None
+        is_halves = split.op in ("call_function", "call_method") and split.target in _SPLITS
+        if not is_halves or not isinstance(whole, fx.Node) or whole.op != "call_module":
+            return None
+        numbers = (*split.args[1:], *split.kwargs.values())
+        if numbers != (2, -1) or set(split.users) != {a, b} or set(whole.users) != {split}:
+            return None
+        name = str(whole.target)
+        module = self._module.get_submodule(name)
+        if len(whole.args) != 1 or not is_linear(module):
+            return None
+        full = self._path + name
+        transposed = op_class(module) is not nn.Linear
+        found = linear_ops(module, transposed)
+        x: Any = whole.args[0]
+        return x, Step(found, [whole, split], None, [full], weight=4)
+
+
+def _bound(forward: Any, node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a call by the names of the parameters; None: they do not fit."""
+    parameters = parameters_of(forward)
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [*places, *[p for p in parameters if p.kind is p.KEYWORD_ONLY]]
+    if len(node.args) > len(places) or set(node.kwargs) - {p.name for p in named}:
+        return None
+    given = {p.name: p.default for p in named}
+    given |= dict(zip([p.name for p in places], node.args, strict=False)) | dict(node.kwargs)
+    plain = [v for v in given.values() if not isinstance(v, fx.Node)]
+    fits = all(isinstance(kind_of(value), tuple) for value in plain)
+    return given if fits and len(plain) < len(given) else None
+
+
+def _function(node: fx.Node) -> Any:
+    """The function that a node calls; a method of tensors is that of its name."""
+    if node.op == "call_method":
+        return getattr(torch, str(node.target), None) or getattr(F, str(node.target), None)
+    return node.target
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    return (a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else None
+
+
+def _is_item(node: fx.Node, number: int) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem and node.args[1] == number

@@ -1,0 +1,125 @@
+"""What :func:`opfuse.convert` did, as text and as JSON-able data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..authoring import saved_bytes
+from ..settings import Recorder
+
+
+class Converted(NamedTuple):
+    """A module that a chain stands for.
+
+    Attributes:
+        path: Its dotted name.
+        cls: Its class.
+        ops: The ops of the chain.
+        converter: Who recognised it.
+        distribution: The converter's plugin; None: the core.
+    """
+
+    path: str
+    cls: str
+    ops: tuple[str, ...]
+    converter: str
+    distribution: str | None
+
+
+class Left(NamedTuple):
+    """A module that was left as it is, and why."""
+
+    path: str
+    cls: str
+    reason: str
+
+
+class Measured(NamedTuple):
+    """What one forward kept and ran.
+
+    Attributes:
+        saved: Bytes kept for the backward, apart from parameters.
+        fused: How often each fusion ran in it, by its name and its plugin's.
+    """
+
+    saved: int
+    fused: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConversionReport:
+    """What was converted, what not, and why; ``str()`` has a line for each class of modules.
+
+    Attributes:
+        converted: A row for each converted module.
+        left: A row for each that was looked at and left as it is.
+        before: What a forward kept before; None: no inputs were given.
+        after: What it keeps now.
+    """
+
+    converted: tuple[Converted, ...]
+    left: tuple[Left, ...]
+    before: Measured | None = None
+    after: Measured | None = None
+
+    def __str__(self) -> str:
+        lines = []
+        if self.converted:
+            done = Counter((row.cls, row.ops) for row in self.converted)
+            lines.append(f"converted: {_modules(len(self.converted))}")
+            lines += [f"  {cls} x {n} -> {' '.join(ops)}" for (cls, ops), n in done.items()]
+        else:
+            lines.append("converted: nothing")
+        if self.left:
+            left = Counter((row.cls, row.reason) for row in self.left)
+            lines.append(f"left as they are: {_modules(len(self.left))}")
+            lines += [f"  {cls} x {n}: {reason}" for (cls, reason), n in left.items()]
+        if self.after is not None and self.before is not None:
+            fused = [f"{name} x {count}" for name, count in self.after.fused.items()]
+            lines.append(f"fused: {', '.join(fused) or 'nothing'}")
+            sizes = [f"{which.saved / 2**20:.1f} MiB" for which in (self.before, self.after)]
+            lines.append(f"kept for the backward: {sizes[0]} before, {sizes[1]} now")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON-able data."""
+        return {
+            "converted": [row._asdict() | {"ops": list(row.ops)} for row in self.converted],
+            "left": [row._asdict() for row in self.left],
+            "before": self.before and self.before._asdict(),
+            "after": self.after and self.after._asdict(),
+        }
+
+
+def _modules(count: int) -> str:
+    return "1 module" if count == 1 else f"{count} modules"
+
+
+class _Fused(Recorder):
+    """Counts the fusions that run."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def record(self, fuser: Any, program: Any, given: Any) -> None:
+        """Count those of a call."""
+        super().record(fuser, program, given)
+        for step in (*program.plan.forward, *program.plan.backward):
+            if step.fusion is not None:
+                self.counts[f"{step.fusion} ({step.distribution or 'registered in code'})"] += 1
+
+
+def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
+    """What a forward in the caller's mode keeps and runs; random numbers are left as they are."""
+    recorder = _Fused()
+    with torch.random.fork_rng(), recorder:
+        saved = saved_bytes(lambda: model(*inputs), model.parameters())
+    return Measured(saved, dict(recorder.counts))
