@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from .sequential import Sequential
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +14,7 @@ class Conversion:
     """What stands for the forward of one module.
 
     Args:
-        chain: Its ops read the parameters of the module's children (``BasicLinear.reading`` and the
+        chain: An :class:`opfuse.Sequential`. Its ops read the parameters of the module's children (``BasicLinear.reading`` and the
             like), so that both have the same.
         reads: Dotted names, below the module, of the children that the chain stands for. It does
             not call them: where one of them has hooks, was replaced or has another ``forward``,
@@ -35,7 +32,7 @@ class Conversion:
         TypeError: ``chain`` is no :class:`opfuse.Sequential`, or ``call`` is no function.
     """
 
-    chain: Sequential
+    chain: nn.Sequential
     reads: Sequence[str]
     call: Callable[..., Any]
     constants: Sequence[tuple[str, str]] = ()

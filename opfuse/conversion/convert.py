@@ -91,10 +91,10 @@ def convert(
 
     Modules, Parameters, state dict and classes by ``isinstance`` stay what they are: only the class
     of a converted module changes, to a subclass of the same name whose ``forward`` runs the chain.
-    It looks at every call whether the module is still as it was, without hooks on the parts that the
-    chain stands for, with the same parts and parameters it can read; else the module's own
-    ``forward`` runs, and the report of :func:`converted` says why. So it does under
-    ``torch.compile``, ``torch.export`` and ``torch.fx``.
+    It looks at every call whether the module is still as it was: the same parts, without hooks,
+    with parameters that the chain can read. Else the module's own ``forward`` runs, and
+    :func:`converted` says why. So it does under ``torch.compile``, ``torch.export`` and
+    ``torch.fx``.
 
     What a module computes is read out of its ``forward`` by ``torch.fx``; its class need not be
     known. Activations and norms of unknown classes are recognised by what they give for numbers of
