@@ -14,8 +14,8 @@ class Conversion:
     """What stands for the forward of one module.
 
     Args:
-        chain: An :class:`opfuse.Sequential`. Its ops read the parameters of the module's children (``BasicLinear.reading`` and the
-            like), so that both have the same.
+        chain: An :class:`opfuse.Sequential`. Its ops read the parameters of the module's children
+            (``BasicLinear.reading`` and the like), so that both have the same.
         reads: Dotted names, below the module, of the children that the chain stands for. It does
             not call them: where one of them has hooks, was replaced or has another ``forward``,
             the module's own forward runs. ``""`` is the module itself.

@@ -13,36 +13,48 @@ from ..converter import Conversion
 from ..overrides import op_class
 from ..sequential import Sequential
 from .layers import original_class
-from .leaves import Leaf, leaf_of
+from .leaves import leaf_of
 from .parsing import Parser, Region
-from .tracing import Untraceable, compiled, kind_of, names_read, parameters_of, plain_read, trace
+from .probing import Leaf
+from .tracing import (
+    Untraceable,
+    compiled,
+    kind_of,
+    names_read,
+    only_passes_on,
+    parameters_of,
+    plain_read,
+    trace,
+)
 from .verifying import compare
 
+NOTHING = "there is nothing to fuse in it"
 _MODULE, _CHAIN = "opfuse_module", "opfuse_chain"
 
 
 def by_tracing(
-    module: nn.Module, *, rest: bool = False, ignore: Sequence[str] = ()
+    module: nn.Module, *, rest: bool | None = None, ignore: Sequence[str] = ()
 ) -> Conversion | str:
     """What stands for the largest part of a module's forward that ops can compute.
 
     Args:
         module: The module.
-        rest: Whether the forward only passes on the keyword arguments that it does not name.
+        rest: Whether the forward only passes on the keyword arguments that it does not name; None:
+            its code tells.
         ignore: Attributes of the module that its forward reads and that make no difference.
     """
     forward = original_class(type(module)).forward
     if "forward" in vars(module):
         return "its forward was replaced"
-    traced = _Traced(module, rest)
+    traced = _Traced(module, only_passes_on(forward) if rest is None else rest)
     plain = {p.name: p.default for p in parameters_of(forward) if p.default is not p.empty}
     kinds = {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
     try:
         region = traced.region(module, kinds, False)
     except Untraceable as error:
-        return f"its forward cannot be traced ({error})"
+        return f"torch.fx cannot trace its forward: {error}"
     if region is None:
-        return traced.reason or "it has nothing to fuse"
+        return traced.reason or NOTHING
     chain, _ = _chain_of(region)
     traced.signature, traced.part = _signature(region), _with_chain(region)[1:]
     watched = [n for n in plain_read(module, names_read(forward)) if n not in ignore]
@@ -102,7 +114,7 @@ class _Traced:
     signature: Any = None
     part: Any = None  # of the way that the arguments' defaults take
     dropouts: Sequence[tuple[Any, str]] = ()
-    reason = ""
+    reason = why = ""
 
     def __init__(self, module: nn.Module, rest: bool) -> None:
         self._forward = original_class(type(module)).forward
@@ -119,12 +131,13 @@ class _Traced:
         graph = trace(module, self._forward, kinds, rest)
         parser = Parser(module, graph, "", self._leaves)
         found = parser.best()
-        whys = [f"{name}: {why}" for name, why in parser.reasons.items()]
-        self.reason = whys[0] if whys else ""
+        own = [n for n in parser.reasons if next(module.get_submodule(n).children(), None) is None]
+        self.reason = f"{own[0]}: {parser.reasons[own[0]]}" if own else ""
         return found
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward by way of the chain; see :class:`opfuse.Conversion`."""
+        self.why = ""
         if len(args) > self._by_place:
             return NotImplemented
         given = list(args)
@@ -136,6 +149,7 @@ class _Traced:
         except KeyError:  # the module's own forward says what is missing
             return NotImplemented
         if kwargs and not self._rest:
+            self.why = f"it was called with {', '.join(kwargs)}, which its forward may look at"
             return NotImplemented
         kinds = tuple(map(kind_of, given))
         key = kinds, bool(kwargs), module.training
@@ -143,6 +157,7 @@ class _Traced:
             self._variants[key] = self._variant(module, kinds, bool(kwargs))
         run = self._variants[key]
         if run is None:
+            self.why = self.why or "it computes something else for these arguments"
             return NotImplemented
         follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
         values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
@@ -166,9 +181,11 @@ class _Traced:
         named = dict(zip(self.names, kinds, strict=True))
         try:
             region = self.region(module, named, rest)
-        except Untraceable:
+        except Untraceable as error:
+            self.why = f"torch.fx cannot trace its forward for these arguments: {error}"
             return None
         if region is None or _signature(region) != self.signature:
+            self.why = "it computes something else for these arguments"
             return None
         return _with_chain(region)[0]
 

@@ -61,11 +61,11 @@ class Standing:
             self.fallback = why
             return NotImplemented
         result = self._conversion.call(module, self._conversion.chain, *args, **kwargs)
-        self.fallback = (
-            "it was called in a way that the chain does not take"
-            if result is NotImplemented
-            else ""
-        )
+        if result is NotImplemented:
+            why = getattr(self._conversion.call, "why", "")
+            self.fallback = why or "it was called in a way that the chain does not take"
+        else:
+            self.fallback = ""
         return result
 
     def _made(self, module: nn.Module) -> bool:

@@ -14,7 +14,8 @@ from ..environment import Environment
 from ..op import BasicOperation
 from ..sequential import Sequential
 from .building import fits, follow
-from .leaves import function_op, leaf_of, linear_ops
+from .leaves import function_op, leaf_of
+from .probing import linear_ops
 
 _READS = ("norm1", "norm2", "linear1", "linear2", "dropout", "dropout2")
 

@@ -63,8 +63,13 @@ class Guard:
         for cls, forward, call in self._methods:
             if cls.forward is not forward or cls.__call__ is not call:
                 return f"{cls.__name__} got another forward"
+        dtype = None
         for (params, key), there in zip(self._params, self._there, strict=True):
             param = params.get(key)
+            if param is not None and param.dtype is not dtype:
+                if dtype is not None:
+                    return f"its parameters are of {dtype} and of {param.dtype}"
+                dtype = param.dtype
             if (param is not None) is not there or (there and type(param) not in _PLAIN):
                 if why := self._of_parameter(params, key, there):
                     return why

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +11,7 @@ from .. import ops
 from ..op import BasicOperation
 from ..overrides import op_class
 from . import probing
-
-
-class Leaf(NamedTuple):
-    """A module as ops.
-
-    Attributes:
-        ops: What computes it, in order; none for the identity.
-        constants: Attributes of the module whose values the ops have taken over.
-        probed: Whether it was recognised by its values.
-    """
-
-    ops: Sequence[BasicOperation]
-    constants: Sequence[str] = ()
-    probed: bool = False
+from .probing import Leaf, linear_ops
 
 
 def leaf_of(module: nn.Module) -> Leaf | str:
@@ -50,12 +36,6 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a ``torch.nn.Linear``, or computes what one of transposed weight does."""
     return op_class(module) is nn.Linear or probing.is_transposed_linear(module)
-
-
-def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
-    """The ops of a linear layer."""
-    product = ops.BasicLinear.reading(module, transposed=transposed)
-    return [product] if module.bias is None else [product, ops.Bias.reading(module)]
 
 
 def _linear(module: Any) -> Leaf | str:

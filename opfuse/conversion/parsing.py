@@ -16,7 +16,8 @@ from ..op import BasicOperation
 from ..overrides import op_class
 from ..sequential import Sequential
 from .layers import original_class
-from .leaves import Leaf, function_op, gated, is_linear, leaf_of, linear_ops
+from .leaves import function_op, gated, is_linear, leaf_of
+from .probing import Leaf, linear_ops
 from .tracing import Untraceable, kind_of, names_read, parameters_of, plain_read, trace
 
 _ADDS = operator.add, torch.add, operator.iadd

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..op import BasicOperation
 from ..overrides import op_class
 
 MOST_PROBED = 1 << 16
@@ -33,14 +34,26 @@ _ACTIVATIONS: tuple[Callable[[], Any], ...] = (
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 
 
+class Leaf(NamedTuple):
+    """A module as ops.
+
+    Attributes:
+        ops: What computes it, in order; none for the identity.
+        constants: Attributes of the module whose values the ops have taken over.
+        probed: Whether it was recognised by its values.
+    """
+
+    ops: Sequence[BasicOperation]
+    constants: Sequence[str] = ()
+    probed: bool = False
+
+
 def recognised(module: nn.Module) -> Any:
     """A :class:`Leaf` for a module of an unknown class, or a sentence that says why not.
 
     Args:
         module: It has no children. It is not changed; copies of it are called.
     """
-    from .leaves import Leaf, linear_ops
-
     cls = op_class(module).__name__
     if not _takes_one(module):
         return f"{cls} takes more than one tensor"
@@ -233,3 +246,9 @@ def is_transposed_linear(module: Any) -> bool:
         return False
     size = expected.abs().amax().clamp(min=1e-3)
     return bool(((y - expected).abs() <= 64 * torch.finfo(y.dtype).eps * size).all())
+
+
+def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
+    """The ops of a linear layer."""
+    product = ops.BasicLinear.reading(module, transposed=transposed)
+    return [product] if module.bias is None else [product, ops.Bias.reading(module)]

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..authoring import saved_bytes
 from ..settings import Recorder
+from .building import NOTHING
 
 
 class Converted(NamedTuple):
@@ -76,9 +77,10 @@ class ConversionReport:
             lines += [f"  {cls} x {n} -> {' '.join(ops)}" for (cls, ops), n in done.items()]
         else:
             lines.append("converted: nothing")
-        if self.left:
-            left = Counter((row.cls, row.reason) for row in self.left)
-            lines.append(f"left as they are: {_modules(len(self.left))}")
+        told = [row for row in self.left if row.reason != NOTHING]
+        if told:
+            left = Counter((row.cls, row.reason) for row in told)
+            lines.append(f"left as they are: {_modules(len(told))}")
             lines += [f"  {cls} x {n}: {reason}" for (cls, reason), n in left.items()]
         if self.after is not None and self.before is not None:
             fused = [f"{name} x {count}" for name, count in self.after.fused.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import threading
 from collections.abc import Mapping
@@ -50,8 +51,21 @@ def trace(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool)
         try:
             return _Tracer(forward, kinds, rest).trace(module)
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise Untraceable(f"{type(error).__name__}: {text[:160]}") from error
+            raise Untraceable(_told(error)) from error
+
+
+_KNOWN = {
+    "used as inputs to control flow": "it branches on values of tensors",
+    "cannot be iterated": "it takes a tensor apart that it does not know the size of",
+    "missing the required": "it has none of its own",
+}
+
+
+def _told(error: Exception) -> str:
+    """Why a forward could not be traced, in few words."""
+    text = " ".join(str(error).split())
+    known = [words for part, words in _KNOWN.items() if part in text]
+    return known[0] if known else f"{type(error).__name__}: {text[:100]}"
 
 
 class _Tracer(fx.Tracer):
@@ -85,6 +99,40 @@ class _Tracer(fx.Tracer):
             return forward(root, *places, **{n: v for n, v in given.items() if n in keywords})
 
         return traced, [self.root]
+
+
+def only_passes_on(forward: Any) -> bool:
+    """Whether a forward does nothing with its ``**kwargs`` but hand them to what it calls."""
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is None:
+            return False
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            name = code.co_varnames[
+                code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+            ]
+            steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLING]
+            for i, step in enumerate(steps):
+                if name in _names_of(step) and not _hands_on(steps, i):
+                    return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+_FILLING = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"}
+
+
+def _names_of(step: dis.Instruction) -> tuple[Any, ...]:
+    """The variables that an instruction reads or writes; some have two."""
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+
+
+def _hands_on(steps: list[dis.Instruction], i: int) -> bool:
+    """Whether the value that an instruction loads goes into the keywords of a call."""
+    loads = steps[i].opname.startswith("LOAD_FAST")
+    return (
+        loads and i + 1 < len(steps) and steps[i + 1].opname in ("DICT_MERGE", "CALL_FUNCTION_EX")
+    )
 
 
 def names_read(forward: Any) -> set[str]:
