@@ -20,8 +20,11 @@ class Conversion:
             not call them: where one of them has hooks, was replaced or has another ``forward``,
             the module's own forward runs. ``""`` is the module itself.
         call: ``call(module, chain, *args, **kwargs)`` is the module's forward by way of the chain:
-            it takes and returns what that does, or returns ``NotImplemented`` to let the original
-            run.
+            it takes and returns what that does, or returns ``NotImplemented``, before it changes
+            anything, to let the original run. There ``chain(x, *extras)`` runs the chain.
+        separate: ``separate(module, x, *extras)`` computes in the module's own operations what the
+            chain computes. With it, ``chain(x, *extras)`` runs these instead where the dtypes are
+            not those of the parameters, and where ``opfuse tune`` found them to be faster.
         constants: ``(name, attribute)`` pairs of children (``""``: the module) whose value the
             chain has taken over, such as the ``eps`` of a norm. Where one changes, the module's own
             forward runs.
@@ -35,6 +38,7 @@ class Conversion:
     chain: nn.Sequential
     reads: Sequence[str]
     call: Callable[..., Any]
+    separate: Callable[..., Any] | None = None
     constants: Sequence[tuple[str, str]] = ()
     probed: bool = False
 

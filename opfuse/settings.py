@@ -156,6 +156,17 @@ class Recorder:
         if self._outer is not None:
             self._outer.record(fuser, program, given)
 
+    def stands(self, standing: Any, module: Any, tensors: Any) -> None:
+        """Called before the chain of a converted module runs; tells an outer recorder too.
+
+        Args:
+            standing: What stands for the module.
+            module: The module.
+            tensors: The chain's input and extra inputs.
+        """
+        if self._outer is not None:
+            self._outer.stands(standing, module, tensors)
+
     def saved(self, program: Any, tensors: Any) -> None:
         """Called with what a chain keeps for its backward; tells an outer recorder too.
 

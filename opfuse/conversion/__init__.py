@@ -1,6 +1,16 @@
 """Real models: chains that stand for the modules of a model, and how they get there."""
 
-from .convert import convert, converted, revert
+from .building import by_tracing
+from .convert import Standing, candidates, convert, converted, revert, standing_in
 from .report import ConversionReport
 
-__all__ = ["ConversionReport", "convert", "converted", "revert"]
+__all__ = [
+    "ConversionReport",
+    "Standing",
+    "by_tracing",
+    "candidates",
+    "convert",
+    "converted",
+    "revert",
+    "standing_in",
+]

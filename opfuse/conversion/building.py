@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from .. import ops
@@ -26,10 +25,9 @@ from .tracing import (
     plain_read,
     trace,
 )
-from .verifying import compare
 
 NOTHING = "there is nothing to fuse in it"
-_MODULE, _CHAIN = "opfuse_module", "opfuse_chain"
+_CHAIN = "opfuse_chain"
 
 
 def by_tracing(
@@ -56,13 +54,14 @@ def by_tracing(
     if region is None:
         return traced.reason or NOTHING
     chain, _ = _chain_of(region)
-    traced.signature, traced.part = _signature(region), _with_chain(region)[1:]
+    traced.signature = _signature(region)
+    separate = _with_chain(region)[1]
     watched = [n for n in plain_read(module, names_read(forward)) if n not in ignore]
     constants = [c for step in region.steps for c in step.constants]
     traced.dropouts = tuple(pair for step in region.steps for pair in step.dropouts)
     probed = any(step.probed for step in region.steps)
     own = [("", attribute) for attribute in watched]
-    return Conversion(chain, region.reads, traced, (*constants, *own), probed)
+    return Conversion(chain, region.reads, traced, separate, (*constants, *own), probed)
 
 
 def as_leaf(module: nn.Module) -> Conversion | str:
@@ -75,28 +74,13 @@ def as_leaf(module: nn.Module) -> Conversion | str:
     if len(leaf.ops) != 1 or not isinstance(leaf.ops[0], (ops.RMSNorm, ops.LayerNorm)):
         return "it is one op by itself"
     constants = [("", attribute) for attribute in leaf.constants]
-    return Conversion(Sequential(*leaf.ops), ("",), _one, constants, leaf.probed)
+    own = original_class(type(module)).forward
+    return Conversion(Sequential(*leaf.ops), ("",), _one, own, constants, leaf.probed)
 
 
 def _one(module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that is one op, where it takes the input as the module does."""
-    if len(args) != 1 or kwargs or not fits(args[0], next(module.parameters(), None)):
-        return NotImplemented
-    return chain(args[0])
-
-
-def fits(x: Any, param: Any, *extras: Any) -> bool:
-    """Whether a chain computes in the dtype that the module's own operations would.
-
-    Outside of autocast that is so if all have one dtype.
-    """
-    if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter) or not x.ndim:
-        return False
-    if param is not None and param.device != x.device:
-        return False
-    if torch.is_autocast_enabled(x.device.type):
-        return all(extra.dtype is x.dtype for extra in extras)
-    return all(other is None or other.dtype is x.dtype for other in (param, *extras))
+    """The forward of a module that is one op."""
+    return NotImplemented if len(args) != 1 or kwargs else chain(args[0])
 
 
 def follow(dropouts: Sequence[tuple[Any, Any]]) -> None:
@@ -112,7 +96,6 @@ class _Traced:
     """The forward of a module with a chain in it: one function per way through the forward."""
 
     signature: Any = None
-    part: Any = None  # of the way that the arguments' defaults take
     dropouts: Sequence[tuple[Any, str]] = ()
     reason = why = ""
 
@@ -161,20 +144,7 @@ class _Traced:
             return NotImplemented
         follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
         values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
-        return run(module, module, chain, *values, *[kwargs] * bool(kwargs))
-
-    def compare(self, module: nn.Module, chain: Any) -> str:
-        """How the chain differs from what it stands for; see :func:`compare`."""
-        assert self.part is not None
-        run, separate, extras = self.part
-        follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
-        return compare(
-            module,
-            chain,
-            lambda *given: separate(module, *given),
-            lambda *given: run(module, chain, *given),
-            extras,
-        )
+        return run(module, chain, *values, *[kwargs] * bool(kwargs))
 
     def _variant(self, module: Any, kinds: Sequence[Any], rest: bool) -> Any:
         """A function for arguments of these kinds; None: the module's own forward runs."""
@@ -204,65 +174,46 @@ def _chain_of(region: Region) -> tuple[Sequential, list[fx.Node]]:
     found: list[Any] = []
     outside: list[fx.Node] = []
     for number, step in enumerate(region.steps):
+        if number in forks:
+            fork = ops.MakeExtraOutput()
+            fork.set_extra_output_channel(0, f"value {number}", output_to_caller=False)
+            found.append(fork)
         if isinstance(step.extra, fx.Node):
             outside.append(step.extra)
         elif step.extra is not None:
             step.ops[0].set_extra_input_channel(0, f"value {step.extra}")  # type: ignore[attr-defined]
         found += step.ops
-        if number + 1 in forks:
-            fork = ops.MakeExtraOutput()
-            fork.set_extra_output_channel(0, f"value {number + 1}", output_to_caller=False)
-            found.append(fork)
     return Sequential(*found), outside
 
 
-def _with_chain(region: Region) -> Any:
-    """A function ``(module, module, chain, *values)`` that runs the graph, the region by the chain.
-
-    Where the tensors are not what the chain computes as the module does, the region's own
-    operations run.
+def _with_chain(region: Region) -> tuple[Any, Any]:
+    """The graph of a region with the chain in its place, and the region by itself.
 
     Returns:
-        That function; ``run(module, chain, x, *extras)`` for the region alone; the region's own
-        operations, ``separate(module, x, *extras)``; how many extra inputs these have.
+        ``whole(module, chain, *values)``, where ``chain(x, *extras)`` stands for the region; and
+        ``separate(module, x, *extras)``, the region's own operations.
     """
     outside = [step.extra for step in region.steps if isinstance(step.extra, fx.Node)]
-    entering = list(dict.fromkeys([region.start, *outside]))
     covered = {node for step in region.steps for node in step.covers}
     whole, plain = fx.Graph(), fx.Graph()
-    inner: dict[fx.Node, fx.Node] = {}
-    for number, node in enumerate(entering):
-        inner[node] = plain.placeholder(f"v{number}")
-    for node in region.start.graph.nodes:
-        if node in covered:
-            inner[node] = plain.node_copy(node, inner.__getitem__)
-    plain.output(inner[region.end])
-    separate = compiled(plain)
-    places = [entering.index(node) for node in outside]
-
-    def run(module: Any, chain: Any, *values: Any) -> Any:
-        x, extras = values[0], [values[i] for i in places]
-        if fits(x, next(iter(chain_params(chain)), None), *extras):
-            return chain(x, *extras)
-        return separate(module, *values)
-
+    inner = {region.start: plain.placeholder("x")}
+    for number, node in enumerate(outside):
+        inner[node] = plain.placeholder(f"extra_{number}")
     outer: dict[fx.Node, fx.Node] = {}
-    own = [whole.placeholder(name) for name in (_MODULE, _CHAIN)]
+    chain = whole.placeholder(_CHAIN)
     for node in region.start.graph.find_nodes(op="placeholder"):
         outer[node] = whole.placeholder(str(node.target))
     for node in region.start.graph.nodes:
+        if node in covered:
+            inner[node] = plain.node_copy(node, inner.__getitem__)
         if node is region.end:
-            given = [outer[each] for each in entering]
-            outer[node] = whole.call_function(run, (*own, *given))
+            given = [outer[each] for each in (region.start, *outside)]
+            outer[node] = whole.call_function(_run, (chain, *given))
         elif node not in covered and node not in outer:
             outer[node] = whole.node_copy(node, outer.__getitem__)
-    return compiled(whole), run, separate, len(entering) - 1
+    plain.output(inner[region.end])
+    return compiled(whole), compiled(plain)
 
 
-def chain_params(chain: Any) -> list[Any]:
-    """A parameter that a chain reads, in a list; empty if there is none."""
-    for op in chain:
-        for name in op.param_names or ():
-            module, leaf = op.param_source(name)
-            return [getattr(module, leaf)]
-    return []
+def _run(chain: Any, *given: Any) -> Any:
+    return chain(*given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..prepare import prepare
 from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
+from .choosing import Choice, fits
 from .guard import Guard, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
@@ -30,12 +32,16 @@ class Standing:
     Attributes:
         chain: The chain; None in a copy until its first call.
         fallback: Why the module's own forward ran at the latest call; ``""``: the chain did.
+        off: Whether the module's own forward runs, whatever else.
+        choice: Which of them it is where both can run.
     """
 
-    def __init__(self, converter: Converter, conversion: Conversion | None) -> None:
-        self._converter, self._conversion = converter, conversion
+    off = False
+
+    def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
+        self._converter, self._plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
-        self._own: Any = None
+        self.choice = Choice(converter.name, plugin)
         self.fallback = ""
 
     @property
@@ -45,7 +51,7 @@ class Standing:
 
     def again(self) -> Standing:
         """The same for a copy of the module, made when it is called first."""
-        return Standing(self._converter, None)
+        return Standing(self._converter, self._plugin, None)
 
     def seal(self, module: nn.Module) -> None:
         """From now on, what the module is like must not change."""
@@ -54,19 +60,38 @@ class Standing:
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward by way of the chain, or NotImplemented."""
-        if self._guard is None and not self._made(module):
+        if self.off or (self._guard is None and not self._made(module)):
             return NotImplemented
         assert self._guard is not None and self._conversion is not None
         if why := self._guard.why_not():
             self.fallback = why
             return NotImplemented
-        result = self._conversion.call(module, self._conversion.chain, *args, **kwargs)
+        self.fallback = ""
+        run = functools.partial(self._run, module)
+        result = self._conversion.call(module, run, *args, **kwargs)
         if result is NotImplemented:
             why = getattr(self._conversion.call, "why", "")
             self.fallback = why or "it was called in a way that the chain does not take"
-        else:
-            self.fallback = ""
         return result
+
+    def _run(self, module: nn.Module, x: Any, *extras: Any) -> Any:
+        """The chain, or the module's own operations in its place."""
+        made: Any = self._conversion
+        if made.separate is not None:
+            assert self._guard is not None
+            self.fallback = fits(self._guard.dtype, x, *extras) or self.choice.refusal(
+                module, made.chain, x
+            )
+            if (recorder := current.recorder) is not None:
+                recorder.stands(self, module, (x, *extras))
+            if self.fallback:
+                return made.separate(module, x, *extras)
+        return made.chain(x, *extras)
+
+    def both(self) -> tuple[Any, Any]:
+        """The chain, and ``separate(module, x, *extras)``: to be compared."""
+        made: Any = self._conversion
+        return made.chain, made.separate
 
     def _made(self, module: nn.Module) -> bool:
         """Make the chain of a copy; whether that is possible."""
@@ -124,7 +149,7 @@ def convert(
     found = candidates(model, only, skip, verify)
     for module, conversion in found.made.items():
         module.__class__ = layered(type(module))
-        vars(module)[BESIDE] = Standing(found.by[module], conversion)
+        vars(module)[BESIDE] = Standing(*found.by[module], conversion)
     for module in found.made:
         vars(module)[BESIDE].seal(module)
     prepare(model)
@@ -143,7 +168,7 @@ class candidates:
 
     Attributes:
         made: The conversions by module.
-        by: The converter of each.
+        by: The converter of each, and the distribution and version of its plugin.
         converted: A row of the report for each.
         left: A row for each of the others that somebody may wonder about.
     """
@@ -156,7 +181,7 @@ class candidates:
         verify: bool | None = None,
     ) -> None:
         self.made: dict[nn.Module, Conversion] = {}
-        self.by: dict[nn.Module, Converter] = {}
+        self.by: dict[nn.Module, tuple[Converter, Any]] = {}
         self.converted: list[Converted] = []
         self.left: list[Left] = []
         self._verify = verify
@@ -185,7 +210,7 @@ class candidates:
     ) -> None:
         cls = op_class(module)
         reason = ""
-        for converter, distribution in asked:
+        for converter, plugin in asked:
             if not converter.fits(module, cls):
                 continue
             made = _built(converter, module)
@@ -193,8 +218,8 @@ class candidates:
                 made = self._checked(module, made)
             if isinstance(made, Conversion):
                 ops = tuple(op_class(op).__name__ for op in made.chain)
-                row = Converted(name, cls.__name__, ops, converter.name, distribution)
-                self.made[module], self.by[module] = made, converter
+                row = Converted(name, cls.__name__, ops, converter.name, plugin and plugin[0])
+                self.made[module], self.by[module] = made, (converter, plugin)
                 self.converted.append(row)
                 return
             reason = reason or made
@@ -211,8 +236,7 @@ class candidates:
         if not verify:
             return made
         try:
-            how = getattr(made.call, "compare", None)
-            why = how(module, made.chain) if how is not None else _compared(module, made)
+            why = _compared(module, made)
         except Exception as error:
             text = " ".join(str(error).split())[:160]
             why = f"comparing raised {type(error).__name__}: {text}"
@@ -220,13 +244,14 @@ class candidates:
 
 
 def _compared(module: nn.Module, made: Conversion) -> str:
-    forward = original_class(type(module)).forward
-    return compare(
-        module,
-        made.chain,
-        lambda *given: forward(module, *given),
-        lambda *given: made.call(module, made.chain, *given),
-    )
+    """How a chain differs from the module; see :func:`compare`."""
+    if made.separate is None:
+        forward = original_class(type(module)).forward
+        own = functools.partial(forward, module)
+        return compare(module, made.chain, own, functools.partial(made.call, module, made.chain))
+    own = functools.partial(made.separate, module)
+    extras = sum(op.num_extra_inputs - sum(map(bool, op.extra_input_channels)) for op in made.chain)
+    return compare(module, made.chain, own, made.chain, extras)
 
 
 def _built(converter: Converter, module: nn.Module) -> Conversion | str:
@@ -246,10 +271,10 @@ def _built(converter: Converter, module: nn.Module) -> Conversion | str:
     return made
 
 
-def converters() -> list[tuple[Converter, str | None]]:
+def converters() -> list[tuple[Converter, tuple[str, str] | None]]:
     """The converters in force, in the order in which they are asked, and whose each is."""
-    found = [
-        (converter, record.distribution)
+    found: list[tuple[Converter, tuple[str, str] | None]] = [
+        (converter, (record.distribution, record.version))
         for record in manager.active(current.selection)
         for converter in record.converters
     ]
@@ -284,6 +309,11 @@ def _is_wanted(name: str, only: Any, wanted: Sequence[str], unwanted: Sequence[s
         return any(fnmatch.fnmatchcase(each, pattern) for each in names)
 
     return (only is None or any(map(matches, wanted))) and not any(map(matches, unwanted))
+
+
+def standing_in(module: nn.Module) -> Standing | None:
+    """What stands for a module's forward, or None."""
+    return vars(module).get(BESIDE)
 
 
 def converted(model: nn.Module) -> dict[str, str]:

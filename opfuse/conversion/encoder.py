@@ -13,7 +13,7 @@ from ..converter import Conversion
 from ..environment import Environment
 from ..op import BasicOperation
 from ..sequential import Sequential
-from .building import fits, follow
+from .building import follow
 from .leaves import function_op, leaf_of
 from .probing import linear_ops
 
@@ -49,7 +49,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     reads = [n for n in _READS if n != "norm1" or not module.norm_first]
     constants = [("", "norm_first"), *[(n, "eps") for n in reads if n.startswith("norm")]]
     watched = [*constants, ("", "activation")]
-    return Conversion(chain, reads, _Call(drops), watched)
+    return Conversion(chain, reads, _Call(drops), _separate, watched)
 
 
 def _activation(module: Any) -> BasicOperation | None:
@@ -58,6 +58,15 @@ def _activation(module: Any) -> BasicOperation | None:
         leaf = leaf_of(act)
         return None if isinstance(leaf, str) or len(leaf.ops) != 1 else leaf.ops[0]
     return function_op({F.relu: F.relu, F.gelu: F.gelu}.get(act, act), {})
+
+
+def _separate(module: Any, y: Any, x: Any) -> Any:
+    """What the chain computes of the output of attention and the layer's input."""
+    if module.norm_first:
+        z = x + y
+        return z + module._ff_block(module.norm2(z))
+    z = module.norm1(x + y)
+    return module.norm2(z + module._ff_block(z))
 
 
 class _Call:
@@ -77,8 +86,6 @@ class _Call:
     ) -> Any:
         """See :meth:`torch.nn.TransformerEncoderLayer.forward`, whose fast path it leaves alone."""
         if not torch.is_grad_enabled() or src.is_nested:
-            return NotImplemented
-        if not fits(src, module.linear1.weight) or torch.is_autocast_enabled(src.device.type):
             return NotImplemented
         follow(list(zip(self._drops, (module.dropout, module.dropout2), strict=True)))
         x = module.norm1(src) if module.norm_first else src

@@ -20,7 +20,12 @@ class Guard:
         module: The module.
         reads: Dotted names of the children that the chain stands for; ``""``: the module itself.
         constants: Pairs of such a name and an attribute whose value the chain has taken over.
+
+    Attributes:
+        dtype: That of the parameters, when it was asked last; None: there are none.
     """
+
+    dtype: Any = None
 
     def __init__(
         self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
@@ -69,7 +74,7 @@ class Guard:
             if param is not None and param.dtype is not dtype:
                 if dtype is not None:
                     return f"its parameters are of {dtype} and of {param.dtype}"
-                dtype = param.dtype
+                self.dtype = dtype = param.dtype
             if (param is not None) is not there or (there and type(param) not in _PLAIN):
                 if why := self._of_parameter(params, key, there):
                     return why

@@ -185,14 +185,15 @@ class Parser:
     @staticmethod
     def _resolved(region: Region, values: list[fx.Node | None]) -> Region:
         """With numbers in place of nodes that are values of the region itself."""
-        steps = []
-        for number, step in enumerate(region.steps):
-            if isinstance(step.extra, fx.Node) and step.extra in values[1 : number + 1]:
-                step = dataclasses.replace(step, extra=values.index(step.extra))
-            elif isinstance(step.extra, int) and step.extra == 0:
-                step = dataclasses.replace(step, extra=region.start)
-            steps.append(step)
-        return Region(region.start, steps)
+        return Region(
+            region.start,
+            [
+                dataclasses.replace(step, extra=values.index(step.extra))
+                if isinstance(step.extra, fx.Node) and step.extra in values[: number + 1]
+                else step
+                for number, step in enumerate(region.steps)
+            ],
+        )
 
     # One node
 
@@ -238,8 +239,8 @@ class Parser:
         steps = []
         for step in inner.steps:
             extra: Any = step.extra
-            if isinstance(extra, fx.Node):  # a placeholder: what it begins with, or another value
-                extra = 0 if extra is inner.start else given[str(extra.target)]
+            if isinstance(extra, fx.Node):  # a placeholder
+                extra = given[str(extra.target)]
             steps.append(dataclasses.replace(step, covers=(), extra=extra))
         names = names_read(original_class(type(child)).forward)
         own = tuple((full, attribute) for attribute in plain_read(child, names))

@@ -51,15 +51,23 @@ def compare(
                 for _ in range(1 + extras)
             ]
             wanted = [*given, *[p for p in params if p.requires_grad]]
-            return _differ(original, converted, given, wanted)
+            return differ(original, converted, given, wanted)
     finally:
         for child, training in modes.items():
             child.training = training
 
 
-def _differ(
+def differ(
     original: Callable[..., Any], converted: Callable[..., Any], given: Any, wanted: Any
 ) -> str:
+    """How the outputs and gradients of two functions differ, as a sentence, or ``""``.
+
+    Args:
+        original: The one that is right.
+        converted: The other one.
+        given: The arguments of both.
+        wanted: What is to have gradients.
+    """
     expected, got = original(*given), converted(*given)
     if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
         return f"it gives {type(got).__name__}, the module {type(expected).__name__}"
@@ -68,6 +76,8 @@ def _differ(
             f"it gives {tuple(got.shape)} of {got.dtype}, the module {tuple(expected.shape)} of "
             f"{expected.dtype}"
         )
+    if not wanted:
+        return ((why := _problem(got, expected)) and f"its output {why}") or ""
     dy = torch.randn_like(expected)
     theirs = torch.autograd.grad(expected, wanted, dy, allow_unused=True)
     mine = torch.autograd.grad(got, wanted, dy, allow_unused=True)

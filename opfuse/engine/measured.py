@@ -65,7 +65,7 @@ class Measurements:
             "plugin": source.distribution and [normalize(source.distribution), source.version],
             "fusion": source.name,
             "pass": source.passes,
-            "ops": [_describe(op) for op in step.matched if op_class(op).__name__ != "Cast"],
+            "ops": [describe(op) for op in step.matched if op_class(op).__name__ != "Cast"],
             "params": [[[list(shape), str(dtype)] for shape, dtype in self.params[i]] for i in of],
             "features": self.widths[step.start],
             "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
@@ -87,7 +87,7 @@ class Measurements:
         ]
 
 
-def _describe(op: nn.Module) -> list[Any]:
+def describe(op: nn.Module) -> list[Any]:
     """The class of an op, and the constants that it was made with."""
     cls = op_class(op)
     constants = {
@@ -95,7 +95,7 @@ def _describe(op: nn.Module) -> list[Any]:
         for name, value in sorted(vars(op).items())
         if name not in _COMMON and _is_constant(value)
     }
-    inside = [_describe(child) for child in op.children()]
+    inside = [describe(child) for child in op.children()]
     return [f"{cls.__module__}.{cls.__qualname__}", constants, *inside]
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import tables
 from ..contexts import options
+from ..conversion import Standing
 from ..engine.fuser import OperationFuser
 from ..engine.planner import rows_of
 from ..engine.program import Program
@@ -21,6 +23,7 @@ from ..settings import Recorder, current
 from .parts import as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
+from .whole import Whole
 
 Progress = Callable[[int, int, str], None]
 
@@ -67,7 +70,7 @@ def tune(
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        found = _found(model, inputs, kwargs, compiled)
+        found, wholes = _found(model, inputs, kwargs, compiled)
         paths = {job.device: tables.path_for(job.device) for job in found}
         for existing in filter(None, paths.values()):
             tables.read_rows(existing)  # refuses a file that is no table before it measures
@@ -86,7 +89,14 @@ def tune(
         finally:
             for buffer, before in buffers.values():
                 buffer.copy_(before)
-    return _written(found, paths)
+        report = _written(found, paths)
+        if not wholes:
+            return report
+        for number, whole in enumerate(wholes):  # with the plans that follow from the rest
+            if progress is not None:
+                progress(number, len(wholes), "converted modules")
+            whole.measure()
+        return _with_wholes(report, wholes)
 
 
 def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
@@ -101,13 +111,25 @@ def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> Tunin
     return TuningReport([job.result() for job in measured], first, tuple(unmeasured))
 
 
-def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> list[_Job]:
+def _with_wholes(report: TuningReport, wholes: list[Whole]) -> TuningReport:
+    """Write what was measured of converted modules, and report that too."""
+    measured = [whole for whole in wholes if whole.found is not None]
+    if report.path is not None and measured:
+        tables.add(report.path, [whole.row() for whole in measured])
+        tables.reload()
+    prefer = dict(current.options).get("prefer", "speed")
+    results = [*report.results, *[whole.result(prefer) for whole in measured]]
+    unmeasured = dict.fromkeys(whole.unmeasured for whole in wholes if whole.unmeasured)
+    return TuningReport(results, report.path, (*report.unmeasured, *unmeasured))
+
+
+def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> tuple[list[_Job], list[Whole]]:
     """What there is to measure in a call of a model."""
     recorder = _Candidates(compiled)
     # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
     with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
         model(*inputs, **kwargs)
-    return recorder.found
+    return recorder.found, recorder.wholes
 
 
 @dataclasses.dataclass
@@ -157,6 +179,7 @@ class _Candidates(Recorder):
 
     def __init__(self, compiled: bool) -> None:
         self.found: list[_Job] = []
+        self.wholes: list[Whole] = []
         self._compiled = compiled
         self._seen: set[Any] = set()
 
@@ -176,3 +199,12 @@ class _Candidates(Recorder):
             if key not in self._seen:
                 self._seen.add(key)
                 self.found.append(_Job(call, step))
+
+    def stands(self, standing: Standing, module: nn.Module, tensors: Any) -> None:
+        """Keep the chain of a converted module, if it is not like one before."""
+        super().stands(standing, module, tensors)
+        whole = Whole.of(standing, module, tensors)
+        key = tables.subject_key(whole.subject), whole.shape
+        if key not in self._seen and not self._compiled and current.recipe is None:
+            self._seen.add(key)
+            self.wholes.append(whole)
