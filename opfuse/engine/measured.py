@@ -22,7 +22,9 @@ from .step import Step
 
 Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
 _NO_EDGES = Edges()
-_COMMON = frozenset({*vars(Identity()), "_captured", "_numbers", "_numbers_as_of"})
+_COMMON = frozenset(
+    {*vars(Identity()), "_captured", "_numbers", "_numbers_as_of", "_name", "_path", "_prepared"}
+)
 """What the engine and the base classes write on an op, some of it another time in each process."""
 
 
