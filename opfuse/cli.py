@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from . import __version__
+from .conversion import convert
 from .doctor import as_text, examine
 from .errors import PluginWarning
 from .plugins import manager
@@ -171,6 +172,33 @@ def _load(target: str) -> tuple[Any, ...]:
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
     return parts
+
+
+# Convert
+
+
+@main.command(name="convert", short_help="Show what opfuse.convert would do to a model.")
+@click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only modules of such names.")
+@click.option("--skip", multiple=True, metavar="PATTERN", help="Not modules of such names.")
+@click.option("--verify", is_flag=True, help="Compare each chain with the module it is for.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def convert_command(
+    target: str, only: tuple[str, ...], skip: tuple[str, ...], verify: bool, as_json: bool
+) -> None:
+    """Show which modules of a model opfuse.convert has chains for, and why not for the others.
+
+    If there are inputs, the model runs before and after, and the report says what is fused and what
+    is kept for the backward. Nothing is written.
+
+    MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
+    (model, input, ...), or a function without arguments that returns one.
+    """
+    with _quiet_stdout():
+        model, *inputs = _load(target)
+        with _told(f"{target}:"):
+            report = convert(model, *inputs, only=only or None, skip=skip, verify=verify or None)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 
 # Tune

@@ -24,6 +24,7 @@ _CORE_OPTIONS: dict[str, type] = {
     "double_backward": bool,
     "debug": bool,
     "prefer": str,
+    "chains_under_compile": bool,
 }
 
 
@@ -33,7 +34,9 @@ class options(Setting):
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong
     number), ``double_backward=True`` (run unfused, differentiable any number of times),
     ``debug=True`` (slow: raise where a step writes into its input, a parameter, an extra or a saved
-    tensor that is not its own) and ``prefer``. A plugin's option is named after the plugin:
+    tensor that is not its own), ``prefer``, and ``chains_under_compile=True`` (``torch.compile``
+    traces the chains of converted modules; by default it traces their own ``forward``, which it
+    compiles faster and often better). A plugin's option is named after the plugin:
     ``options(**{"linear.recompute": True})``. Values must be hashable: they are part of the plan's
     key.
 

@@ -287,7 +287,7 @@ def test_nothing_is_called():
     assert str(opfuse.explain(nn.Linear(2, 2), torch.randn(1, 2))).startswith(
         "No opfuse op was called"
     )
-    names = ("forward", "backward", "refused", "quantized")
+    names = ("forward", "backward", "refused", "own_forward", "quantized")
     assert opfuse.explain(abs, 3).to_dict() == {name: [] for name in names}
 
 

@@ -159,7 +159,14 @@ def test_a_plugin_imports_nothing_private(path):
 # torch has for one dtype on two kinds of GPU, and 400 for the parameters of other modules,
 # which change where the op does not see it; of the kit 600 are for recipes and for what is cast;
 # of the report 20 are for what a recipe quantizes
-MOST = {"engine": 2650, "ops": 2400, "report": 520, "testing": 3400, "tuning": 740, "conversion": 1000}
+MOST = {
+    "engine": 2650,
+    "ops": 2400,
+    "report": 540,
+    "testing": 3400,
+    "tuning": 760,
+    "conversion": 1650,
+}
 LONGER = {  # functions of more than 40 lines, and why
     "run_forward": "the loop of every call",
     "run_backward": "the loop of every call",

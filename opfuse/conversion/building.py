@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..converter import Conversion
@@ -136,9 +137,9 @@ class _Traced:
             return NotImplemented
         kinds = tuple(map(kind_of, given))
         key = kinds, bool(kwargs), module.training
-        if key not in self._variants:
-            self._variants[key] = self._variant(module, kinds, bool(kwargs))
-        run = self._variants[key]
+        run = None if is_dynamo_compiling() else self._variants.get(key)
+        if run is None:
+            run = getattr(self, _variant_untraced(self, module, key))
         if run is None:
             self.why = self.why or "it computes something else for these arguments"
             return NotImplemented
@@ -158,6 +159,23 @@ class _Traced:
             self.why = "it computes something else for these arguments"
             return None
         return _with_chain(region)[0]
+
+
+def _variant_untraced(traced: _Traced, module: Any, key: Any) -> str:
+    """Make the function for arguments of these kinds; a constant in traces of ``torch.compile``.
+
+    Returns:
+        The attribute that has it.
+    """
+    if key not in traced._variants:
+        kinds, rest, _ = key
+        traced._variants[key] = traced._variant(module, kinds, rest)
+    name = f"variant {list(traced._variants).index(key)}"
+    vars(traced)[name] = traced._variants[key]
+    return name
+
+
+_variant_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _signature(region: Region) -> Any:

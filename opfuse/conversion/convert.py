@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from ..converter import Conversion, Converter
 from ..environment import Environment
@@ -79,9 +80,9 @@ class Standing:
         made: Any = self._conversion
         if made.separate is not None:
             assert self._guard is not None
-            self.fallback = fits(self._guard.dtype, x, *extras) or self.choice.refusal(
-                module, made.chain, x
-            )
+            self.fallback = fits(self._guard.dtype, x, *extras)
+            if not self.fallback and not is_dynamo_compiling():
+                self.fallback = self.choice.refusal(module, made.chain, x)
             if (recorder := current.recorder) is not None:
                 recorder.stands(self, module, (x, *extras))
             if self.fallback:
@@ -96,7 +97,8 @@ class Standing:
     def _made(self, module: nn.Module) -> bool:
         """Make the chain of a copy; whether that is possible."""
         if self._conversion is None:
-            made = _built(self._converter, module)
+            with torch.inference_mode(False):
+                made = _built(self._converter, module)
             if isinstance(made, str):
                 self.fallback = made
                 return False
@@ -146,7 +148,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"opfuse.convert expected a torch.nn.Module, got {type(model).__name__}")
     before = measured(model, inputs) if inputs else None
-    found = candidates(model, only, skip, verify)
+    found = Candidates(model, only, skip, verify)
     for module, conversion in found.made.items():
         module.__class__ = layered(type(module))
         vars(module)[BESIDE] = Standing(*found.by[module], conversion)
@@ -157,7 +159,7 @@ def convert(
     return ConversionReport(tuple(found.converted), tuple(found.left), before, after)
 
 
-class candidates:
+class Candidates:
     """What could be converted in a model, and what not; nothing of it is changed.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..overrides import BESIDE, CONVERTED
+from ..settings import current
 
 
 def layer_in(cls: type) -> type | None:
@@ -31,7 +33,11 @@ def layered(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = vars(self).get(BESIDE)
-        if state is None or is_dynamo_compiling() or _traced():
+        if is_dynamo_compiling():
+            chosen = state is not None and _in_graphs(current.values)
+        else:
+            chosen = state is not None and not _traced()
+        if not chosen:
             return cls.forward(self, *args, **kwargs)
         result = state.call(self, args, kwargs)
         return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
@@ -39,6 +45,11 @@ def layered(cls: type[nn.Module]) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     methods = {"forward": forward, "__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
     return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
+
+
+def _in_graphs(values: Any) -> bool:
+    """Whether the user wants chains in graphs of ``torch.compile``."""
+    return ("chains_under_compile", True) in values[0]
 
 
 def _traced() -> bool:
@@ -52,26 +63,26 @@ def _traced() -> bool:
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """As the class below has it, so that a pickle loads without opfuse."""
-    layer = layer_in(type(self))
-    state = vars(self).pop(BESIDE, None)
+    layer: Any = layer_in(type(self))
+    standing = vars(self).pop(BESIDE, None)
     try:
-        reduced = super(layer, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
-        made, args, *rest = reduced
-        below = without_layer(type(self))
-        args = tuple(below if arg is type(self) else arg for arg in args)
-        if rest and isinstance(rest[0], dict):  # the module's own, which gets its state back
+        made, args, *rest = super(layer, self).__reduce_ex__(max(protocol, 2))
+        if rest and isinstance(rest[0], dict):  # the module gets its own back
             rest[0] = dict(rest[0])
-        return (made, args, *rest)
     finally:
-        if state is not None:
-            vars(self)[BESIDE] = state
+        if standing is not None:
+            vars(self)[BESIDE] = standing
+    below = without_layer(type(self))
+    if made is copyreg.__newobj__ and args == (type(self),):  # pickle insists on the very class
+        return (copyreg._reconstructor, (below, object, None), *rest)  # type: ignore[attr-defined]
+    return (made, tuple(below if arg is type(self) else arg for arg in args), *rest)
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A converted copy, whose chain reads the copy's children."""
-    layer = layer_in(type(self))
+    layer: Any = layer_in(type(self))
     state = vars(self)[BESIDE]
-    inherited: Any = getattr(super(layer, self), "__deepcopy__", None)  # type: ignore[arg-type]
+    inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
     if inherited is not None:
         vars(self).pop(BESIDE)
         try:

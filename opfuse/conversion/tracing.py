@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dis
 import inspect
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from ..overrides import BESIDE
+from .layers import layered
+
 REST = "opfuse_rest"
 """The keyword that stands for those that a forward passes on by ``**kwargs``."""
-
-_lock = threading.RLock()  # tracing patches torch.nn.Module for a moment
 
 
 class Untraceable(RuntimeError):
@@ -47,11 +47,10 @@ def trace(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool)
     Raises:
         Untraceable: The forward looks at values of tensors, or does what a graph cannot hold.
     """
-    with _lock:
-        try:
-            return _Tracer(forward, kinds, rest).trace(module)
-        except Exception as error:
-            raise Untraceable(_told(error)) from error
+    try:
+        return _traced(module, forward, kinds, rest)
+    except Exception as error:
+        raise Untraceable(_told(error)) from error
 
 
 _KNOWN = {
@@ -64,41 +63,97 @@ _KNOWN = {
 def _told(error: Exception) -> str:
     """Why a forward could not be traced, in few words."""
     text = " ".join(str(error).split())
+    if isinstance(error, Untraceable):
+        return text
     known = [words for part, words in _KNOWN.items() if part in text]
     return known[0] if known else f"{type(error).__name__}: {text[:100]}"
 
 
-class _Tracer(fx.Tracer):
-    def __init__(self, forward: Any, kinds: Mapping[str, Any], rest: bool) -> None:
-        super().__init__()
-        self._of = forward, kinds, rest
+def _traced(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool) -> fx.Graph:
+    tracer = fx.Tracer()
+    tracer.root, tracer.graph = module, fx.Graph()
+    tracer.tensor_attrs = {}
+    given: dict[str, Any] = {
+        name: kind[1]
+        if isinstance(kind, tuple)
+        else tracer.create_proxy("placeholder", name, (), {})
+        for name, kind in kinds.items()
+    }
+    if rest:
+        given[REST] = tracer.create_proxy("placeholder", REST, (), {})
+    keywords = {p.name for p in parameters_of(forward) if p.kind is p.KEYWORD_ONLY} | {REST}
+    places = [value for name, value in given.items() if name not in keywords]
+    named = {name: value for name, value in given.items() if name in keywords}
+    result = forward(_stand_in(tracer, module), *places, **named)
+    tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+    return tracer.graph
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Every one: who reads the graph looks into them."""
-        return True
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        """The function to trace, and what it gets: the module."""
-        forward, kinds, rest = self._of
+def _stand_in(tracer: fx.Tracer, module: nn.Module) -> Any:
+    """What a forward gets as ``self``: its children and parameters write into the graph.
 
-        def placeholder(name: str) -> fx.Proxy:
-            return self.create_proxy("placeholder", name, (), {})
-
-        given = {
-            name: kind[1] if isinstance(kind, tuple) else placeholder(name)
-            for name, kind in kinds.items()
+    ``torch.fx`` itself puts other methods on ``torch.nn.Module`` while it traces, which every
+    thread would run.
+    """
+    # of the class that a conversion makes, so that what else derives from the module's is not on
+    # top, such as the checkpointing that transformers puts into every subclass
+    stand = object.__new__(layered(type(module)))
+    vars(stand).update(vars(module))
+    vars(stand).pop(BESIDE, None)
+    vars(stand)["_modules"] = {
+        name: child and _Child(tracer, name, child) for name, child in module._modules.items()
+    }
+    for kind in ("_parameters", "_buffers"):
+        vars(stand)[kind] = {
+            name: None if tensor is None else _tensor(tracer, name)
+            for name, tensor in getattr(module, kind).items()
         }
-        if rest:
-            given[REST] = placeholder(REST)
-        keywords = {p.name for p in parameters_of(forward) if p.kind is p.KEYWORD_ONLY} | {REST}
+    return stand
 
-        def traced(root: nn.Module) -> Any:
-            places = [value for name, value in given.items() if name not in keywords]
-            return forward(root, *places, **{n: v for n, v in given.items() if n in keywords})
 
-        return traced, [self.root]
+def _tensor(tracer: fx.Tracer, path: str) -> fx.Proxy:
+    return tracer.create_proxy("get_attr", path, (), {})
+
+
+class _Child:
+    """A child of the module whose forward is traced, or of a child: calling it makes a node."""
+
+    def __init__(self, tracer: fx.Tracer, path: str, module: nn.Module) -> None:
+        self._of = tracer, path, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        tracer, path, _ = self._of
+        return tracer.create_proxy("call_module", path, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        tracer, path, module = self._of
+        value = getattr(module, name)
+        if isinstance(value, nn.Module):
+            return _Child(tracer, f"{path}.{name}", value)
+        if isinstance(value, Tensor):
+            return _tensor(tracer, f"{path}.{name}")
+        if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
+            raise Untraceable(f"it calls {path}.{name}()")
+        return value
+
+    def __len__(self) -> int:
+        return len(self._of[2])  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._of[2])
+
+    def __getitem__(self, key: Any) -> _Child:
+        tracer, path, module = self._of
+        found = module[key]  # type: ignore[index]
+        names = [name for name, child in module.named_children() if child is found]
+        return _Child(tracer, f"{path}.{names[0]}", found)
+
+    def __iter__(self) -> Iterator[Any]:
+        tracer, path, module = self._of
+        if isinstance(module, nn.ModuleDict):
+            return iter(module)
+        named = module.named_children()
+        return iter([_Child(tracer, f"{path}.{name}", child) for name, child in named])
 
 
 def only_passes_on(forward: Any) -> bool:

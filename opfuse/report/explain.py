@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..conversion import Candidates, converted
 from ..engine.cutting import Cut
 from ..engine.fuser import OperationFuser, _functorch_active
 from ..engine.plan import FusionPlan, PlanStep, Refusal
@@ -46,9 +48,16 @@ class Explanation:
     ``str()`` is the short report: the steps of each chain, those alike once, and each reason why a
     candidate was refused, once. ``details`` is the long one, ``to_dict()`` has the same for
     programs.
+
+    Attributes:
+        calls: The calls.
+        own: Converted modules that ran their own forward: path, class, and why.
+        convertible: If there is no call, how many modules :func:`opfuse.convert` could convert.
     """
 
     calls: tuple[Call, ...]
+    own: tuple[tuple[str, str, str], ...] = ()
+    convertible: int = 0
 
     def __str__(self) -> str:
         return "\n".join([*self._chains(full=False), *summarize_refused(self.calls)])
@@ -62,13 +71,18 @@ class Explanation:
 
     def _chains(self, *, full: bool) -> list[str]:
         """The lines about each chain, those alike once."""
-        calls = self.calls
+        calls, lines = self.calls, []
+        own = Counter((cls, why) for _, cls, why in self.own)
+        for (cls, why), n in own.items():
+            lines += wrap(f"{cls} x {n} ran its own forward: {why}", "", "  ")
         if not calls:
-            return [
+            none = (
                 "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made "
                 "of opfuse.ops."
-            ]
-        lines = wrap(
+            )
+            could = f" opfuse.convert(model) could convert {self.convertible} of its modules."
+            return [*lines, *wrap(none + could if self.convertible else none, "")]
+        lines += wrap(
             f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}.", "", "  "
         )
         lines += sum((call.quantized for call in calls), Quantized()).lines(full=False)
@@ -100,6 +114,8 @@ class Explanation:
             note, fallback; those of the forward with saved_bytes, None without a backward.
             ``refused``: the candidates not taken,
             each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
+            ``own_forward``: converted modules that ran their own forward, each with path, class,
+            reason.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
             ops), quantized (how many of them), and tensors, each with op, tensor, format, usage,
             quantizer, where (which step casts it).
@@ -119,6 +135,9 @@ class Explanation:
                 for step in c.plan.backward
             ],
             "refused": [_row(refusal, path=path) for path, _, refusal in refused],
+            "own_forward": [
+                {"path": path, "class": cls, "reason": why} for path, cls, why in self.own
+            ],
             "quantized": [
                 {"path": c.path, "call": n} | c.quantized.to_dict()
                 for n, c in enumerate(self.calls)
@@ -314,4 +333,12 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         (call, {"notes": _notes(fuser, call.plan), **places.get(fuser, {})})
         for fuser, call in recorder.calls
     ]
-    return Explanation(tuple(dataclasses.replace(call, **what) for call, what in found))
+    calls = tuple(dataclasses.replace(call, **what) for call, what in found)
+    if not isinstance(model, nn.Module):
+        return Explanation(calls)
+    own = [
+        (path, op_class(model.get_submodule(path)).__name__, why)
+        for path, why in converted(model).items()
+        if why
+    ]
+    return Explanation(calls, tuple(own), 0 if calls or own else len(Candidates(model).made))
