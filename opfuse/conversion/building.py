@@ -199,7 +199,7 @@ def _chain_of(region: Region) -> tuple[Sequential, list[fx.Node]]:
         if isinstance(step.extra, fx.Node):
             outside.append(step.extra)
         elif step.extra is not None:
-            step.ops[0].set_extra_input_channel(0, f"value {step.extra}")  # type: ignore[attr-defined]
+            step.ops[0].set_extra_input_channel(0, f"value {step.extra}")
         found += step.ops
     return Sequential(*found), outside
 

@@ -46,7 +46,7 @@ class Standing:
         self.fallback = ""
 
     @property
-    def chain(self) -> Sequential | None:
+    def chain(self) -> nn.Sequential | None:
         """The chain."""
         return None if self._conversion is None else self._conversion.chain
 
@@ -150,7 +150,8 @@ def convert(
     before = measured(model, inputs) if inputs else None
     found = Candidates(model, only, skip, verify)
     for module, conversion in found.made.items():
-        module.__class__ = layered(type(module))
+        cls: Any = type(module)
+        module.__class__ = layered(cls)
         vars(module)[BESIDE] = Standing(*found.by[module], conversion)
     for module in found.made:
         vars(module)[BESIDE].seal(module)
@@ -252,7 +253,8 @@ def _compared(module: nn.Module, made: Conversion) -> str:
         own = functools.partial(forward, module)
         return compare(module, made.chain, own, functools.partial(made.call, module, made.chain))
     own = functools.partial(made.separate, module)
-    extras = sum(op.num_extra_inputs - sum(map(bool, op.extra_input_channels)) for op in made.chain)
+    ops: Any = made.chain
+    extras = sum(channel is None for op in ops for channel in op.extra_input_channels)
     return compare(module, made.chain, own, made.chain, extras)
 
 

@@ -86,10 +86,9 @@ class Guard:
 
     def _explained(self) -> str:
         """What is no longer so of the children, looked at in detail."""
-        for (holder, key, child, _, attributes), cls, name in zip(
-            self._children, self._classes, self._names, strict=True
-        ):
-            now = holder.get(key)
+        pairs = zip(self._children, self._classes, self._names, strict=True)
+        for (holder, key, child, _, attributes), cls, name in pairs:
+            now: Any = holder.get(key)
             if now is not child:
                 return f"{name} was replaced by {_described(now)}"
             if op_class(child) is not cls:

@@ -27,7 +27,7 @@ def original_class(cls: type) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def layered(cls: type[nn.Module]) -> type[nn.Module]:
+def layered(cls: Any) -> Any:
     """A subclass of the same name whose forward looks for :data:`BESIDE` first."""
 
     @functools.wraps(cls.forward)
@@ -56,7 +56,7 @@ def _traced() -> bool:
     """Whether ``torch.export``, ``torch.jit`` or ``torch.fx`` trace, to whom a module is itself."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch.fx._symbolic_trace._is_fx_tracing_flag
     )
 
@@ -73,7 +73,8 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         if standing is not None:
             vars(self)[BESIDE] = standing
     below = without_layer(type(self))
-    if made is copyreg.__newobj__ and args == (type(self),):  # pickle insists on the very class
+    plain = made is copyreg.__newobj__ and args == (type(self),)  # type: ignore[attr-defined]
+    if plain:  # pickle insists on the very class
         return (copyreg._reconstructor, (below, object, None), *rest)  # type: ignore[attr-defined]
     return (made, tuple(below if arg is type(self) else arg for arg in args), *rest)
 

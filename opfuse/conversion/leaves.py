@@ -27,7 +27,8 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     if "forward" in vars(module):
         return f"the forward of this {cls.__name__} was replaced"
     if (make := _KNOWN.get(cls)) is not None:
-        return make(module)
+        known: Leaf | str = make(module)
+        return known
     if next(module.children(), None) is not None:
         return f"{cls.__name__} has modules of its own"
     return probing.recognised(module)

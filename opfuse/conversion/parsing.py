@@ -397,4 +397,5 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_item(node: fx.Node, number: int) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem and node.args[1] == number
+    is_item = node.op == "call_function" and node.target is operator.getitem
+    return is_item and bool(node.args[1] == number)

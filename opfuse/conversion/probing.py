@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Leaf(NamedTuple):
     probed: bool = False
 
 
-def recognised(module: nn.Module) -> Any:
+def recognised(module: nn.Module) -> Leaf | str:
     """A :class:`Leaf` for a module of an unknown class, or a sentence that says why not.
 
     Args:
@@ -211,9 +212,9 @@ def _norms(module: Any) -> Iterator[Callable[[Any], Any]]:
         for centered in (False, True):
             rule: dict[str, Any] = {"eps": eps, "zero_centered_gamma": centered}
             if getattr(module, "bias", None) is None:
-                yield lambda of, rule=rule: ops.RMSNorm.reading(of, **rule)
+                yield functools.partial(ops.RMSNorm.reading, **rule)
             bias = "bias" if hasattr(module, "bias") else None
-            yield lambda of, rule=rule, bias=bias: ops.LayerNorm.reading(of, bias=bias, **rule)
+            yield functools.partial(ops.LayerNorm.reading, bias=bias, **rule)
 
 
 def _small(module: nn.Module) -> Iterator[float]:

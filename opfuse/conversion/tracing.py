@@ -97,7 +97,8 @@ def _stand_in(tracer: fx.Tracer, module: nn.Module) -> Any:
     """
     # of the class that a conversion makes, so that what else derives from the module's is not on
     # top, such as the checkpointing that transformers puts into every subclass
-    stand = object.__new__(layered(type(module)))
+    cls: Any = type(module)
+    stand: Any = object.__new__(layered(cls))
     vars(stand).update(vars(module))
     vars(stand).pop(BESIDE, None)
     vars(stand)["_modules"] = {

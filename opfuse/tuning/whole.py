@@ -82,10 +82,8 @@ class Whole:
                     self.found = Measurement(0.0, 0.0, 0.0, wrong=wrong)
                     return
                 timing = compare(lambda: run(own, self.module), lambda: run(chain), self.device)
-                theirs, ours = (
-                    saved_bytes(lambda f=f, a=a: f(*a, *self.given), params) if wanted else 0
-                    for f, a in ((own, (self.module,)), (chain, ()))
-                )
+                theirs = saved_bytes(lambda: own(self.module, *self.given), params)
+                ours = saved_bytes(lambda: chain(*self.given), params)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self.unmeasured = f"{self._title}: it cannot be run by itself here, {text}"
