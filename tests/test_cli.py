@@ -415,3 +415,19 @@ def test_as_processes(tmp_path):
         1,
         "",
     )
+
+
+def test_convert_shows_what_it_would_do(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)\n"
+        "    return torch.nn.Sequential(*layers), torch.ones(2, 4)\n"
+    )
+    text = opfuse_command("convert", "mine:build", cwd=tmp_path).stdout
+    assert "Sequential x 1 -> BasicLinear Bias ReLU BasicLinear Bias" in text
+    assert "kept for the backward" in text
+    report = json.loads(opfuse_command("convert", "mine:build", "--json", cwd=tmp_path).stdout)
+    assert report["converted"][0]["cls"] == "Sequential"
+    refused = opfuse_command("convert", "mine:build", "--only", "nothing", cwd=tmp_path)
+    assert refused.returncode and "matches no module" in refused.stderr

@@ -39,7 +39,7 @@ def test_public_names():
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
     checkpoint_contexts plugins prepare ops computes_as tune check_ranks TuningWarning
-    quantized_model_init watch_quantization"""
+    quantized_model_init watch_quantization convert converted revert ConversionReport Converter Conversion"""
     assert set(names.split()) == set(opfuse.__all__)
 
 

@@ -32,7 +32,7 @@ def layered(cls: Any) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = vars(self).get(BESIDE)
+        state: Any = vars(self).get(BESIDE)
         if is_dynamo_compiling():
             chosen = state is not None and _in_graphs(current.values)
         else:
