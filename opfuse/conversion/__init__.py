@@ -1,7 +1,11 @@
-"""Real models: chains that stand for the modules of a model, and how they get there."""
+"""Real models: chains that stand for the modules of a model, and how they get there.
+
+Authors of converters find here what the core's own converters are made of.
+"""
 
 from .building import by_tracing
 from .convert import Candidates, Standing, convert, converted, revert, standing_in
+from .leaves import gated, leaf_of
 from .report import ConversionReport
 
 __all__ = [
@@ -11,6 +15,8 @@ __all__ = [
     "by_tracing",
     "convert",
     "converted",
+    "gated",
+    "leaf_of",
     "revert",
     "standing_in",
 ]

@@ -32,20 +32,26 @@ _CHAIN = "opfuse_chain"
 
 
 def by_tracing(
-    module: nn.Module, *, rest: bool | None = None, ignore: Sequence[str] = ()
+    module: nn.Module,
+    *,
+    forward: Any = None,
+    rest: bool | None = None,
+    ignore: Sequence[str] = (),
 ) -> Conversion | str:
     """What stands for the largest part of a module's forward that ops can compute.
 
     Args:
         module: The module.
+        forward: The function to trace, if a decorator that the chain need not know is around it;
+            None: that of the module's class.
         rest: Whether the forward only passes on the keyword arguments that it does not name; None:
             its code tells.
         ignore: Attributes of the module that its forward reads and that make no difference.
     """
-    forward = original_class(type(module)).forward
+    forward = forward or original_class(type(module)).forward
     if "forward" in vars(module):
         return "its forward was replaced"
-    traced = _Traced(module, only_passes_on(forward) if rest is None else rest)
+    traced = _Traced(forward, only_passes_on(forward) if rest is None else rest)
     plain = {p.name: p.default for p in parameters_of(forward) if p.default is not p.empty}
     kinds = {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
     try:
@@ -100,10 +106,9 @@ class _Traced:
     dropouts: Sequence[tuple[Any, str]] = ()
     reason = why = ""
 
-    def __init__(self, module: nn.Module, rest: bool) -> None:
-        self._forward = original_class(type(module)).forward
-        self._rest = rest
-        parameters = parameters_of(self._forward)
+    def __init__(self, forward: Any, rest: bool) -> None:
+        self._forward, self._rest = forward, rest
+        parameters = parameters_of(forward)
         self.names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self._by_place = sum(p.kind is not p.KEYWORD_ONLY for p in parameters[: len(self.names)])
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
