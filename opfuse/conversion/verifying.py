@@ -39,10 +39,11 @@ def compare(
     params = [p for p in module.parameters() if p.is_floating_point()]
     if features is None or not params or any(p.is_meta for p in params):
         return ""
-    modes = {child: child.training for child in module.modules()}
+    modes = {child: child.training for of in (module, chain) for child in of.modules()}
     device, dtype = params[0].device, params[0].dtype
     try:
         module.eval()
+        chain.eval()
         with torch.random.fork_rng([]), torch.enable_grad():
             generator = torch.Generator().manual_seed(0)
             shape = (*ROWS, features)
