@@ -49,6 +49,10 @@ MODELS = """
 
     needs_input = NeedsInput()
 
+    def plain():
+        layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+        return torch.nn.Sequential(*layers), torch.ones(2, 4)
+
     def build():
         print("more noise")
         return [chain, torch.ones(2, 3, requires_grad=True)]
@@ -417,17 +421,13 @@ def test_as_processes(tmp_path):
     )
 
 
-def test_convert_shows_what_it_would_do(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "def build():\n"
-        "    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)\n"
-        "    return torch.nn.Sequential(*layers), torch.ones(2, 4)\n"
-    )
-    text = opfuse_command("convert", "mine:build", cwd=tmp_path).stdout
-    assert "Sequential x 1 -> BasicLinear Bias ReLU BasicLinear Bias" in text
-    assert "kept for the backward" in text
-    report = json.loads(opfuse_command("convert", "mine:build", "--json", cwd=tmp_path).stdout)
+def test_convert_shows_what_it_would_do(models):
+    result = call("convert", f"{models}:plain")
+    assert "Sequential x 1 -> BasicLinear Bias ReLU BasicLinear Bias" in result.stdout
+    assert "kept for the backward" in result.stdout and "noise" not in result.stdout
+    report = json.loads(call("convert", f"{models}:plain", "--json").stdout)
     assert report["converted"][0]["cls"] == "Sequential"
-    refused = opfuse_command("convert", "mine:build", "--only", "nothing", cwd=tmp_path)
-    assert refused.returncode and "matches no module" in refused.stderr
+    for option in ("--only", "--skip"):
+        refused = call("convert", f"{models}:plain", option, "nothing")
+        assert refused.exit_code and "matches no module" in refused.stderr
+    assert "converted: nothing" in call("convert", f"{models}:needs_input", "--verify").stdout
