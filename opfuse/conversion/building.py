@@ -32,11 +32,7 @@ _CHAIN = "opfuse_chain"
 
 
 def by_tracing(
-    module: nn.Module,
-    *,
-    forward: Any = None,
-    rest: bool | None = None,
-    ignore: Sequence[str] = (),
+    module: nn.Module, *, forward: Any = None, rest: bool | None = None, ignore: Sequence[str] = ()
 ) -> Conversion | str:
     """What stands for the largest part of a module's forward that ops can compute.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..op import BasicOperation
 from ..overrides import op_class
+from ..plugins import using
 
 MOST_PROBED = 1 << 16
 """The largest number of elements of a norm's weight."""
@@ -97,7 +98,7 @@ def _takes_one(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """A block in which random numbers and grad mode are nobody else's."""
-    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"):
+    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), using(""):
         yield
 
 

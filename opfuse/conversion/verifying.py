@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..plugins import using
 from ..tolerance import difference
 
 ROWS = (2, 3)
@@ -44,7 +45,8 @@ def compare(
     try:
         module.eval()
         chain.eval()
-        with torch.random.fork_rng([]), torch.enable_grad():
+        # without plugins: that a fusion is right is for its tests, and for opfuse.tune
+        with torch.random.fork_rng([]), torch.enable_grad(), using(""):
             generator = torch.Generator().manual_seed(0)
             shape = (*ROWS, features)
             given = [
