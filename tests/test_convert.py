@@ -652,3 +652,115 @@ def test_explain_names_converted_modules_and_says_what_could_be():
     text = str(opfuse.explain(nn.Sequential(model["a"], model["b"]), an_input()))
     assert "Gated [ParallelLinear, SwiGLU, BasicLinear]" in text
     assert run(an_input()).shape == (2, 5, WIDTH)
+
+
+class Plainly(nn.Module):
+    """A base for forwards that a graph would not hold as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.history, self.calls, self.scale = [], 0, 1.0
+        self.config = type("Config", (), {})()
+        self.config.twice = False
+
+
+class Counts(Plainly):
+    def forward(self, x):
+        self.calls += 1
+        return self.down(F.relu(self.up(x)))
+
+
+class Remembers(Plainly):
+    def forward(self, x):
+        hidden = F.relu(self.up(x))
+        self.history.append(hidden)
+        return self.down(hidden)
+
+
+class Draws(Plainly):
+    def forward(self, x):
+        if torch.rand(()) < 0.5:
+            return x
+        return self.down(F.relu(self.up(x)))
+
+
+class WithoutGradients(Plainly):
+    def forward(self, x):
+        with torch.no_grad():
+            hidden = F.relu(self.up(x))
+        return self.down(hidden)
+
+
+class Decorated(Plainly):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+class InFp32(Plainly):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.down(F.relu(self.up(x)))
+
+
+class InPlace(Plainly):
+    def forward(self, x):
+        hidden = F.relu(self.up(x), inplace=True)
+        hidden += 1
+        return self.down(hidden)
+
+
+class WithATensor(Plainly):
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)) * torch.tensor(self.scale))
+
+
+class ByGradMode(Plainly):
+    def forward(self, x):
+        y = self.down(F.relu(self.up(x)))
+        return y if torch.is_grad_enabled() else 2 * y
+
+
+class ByConfig(Plainly):
+    def forward(self, x):
+        y = self.down(F.relu(self.up(x)))
+        return 2 * y if self.config.twice else y
+
+
+LEFT = [Counts, Remembers, Draws, WithoutGradients, Decorated, InPlace, WithATensor]
+
+
+@pytest.mark.parametrize("cls", LEFT)
+def test_what_a_graph_would_lose_is_left_alone(cls):
+    model = cls()
+    state = {name: copy.copy(value) for name, value in vars(model).items()}
+    report = opfuse.convert(model)
+    assert not report.converted, str(report)
+    assert "torch.fx cannot trace its forward: it" in report.left[0].reason
+    assert {n: v for n, v in vars(model).items() if n in ("history", "calls")} == {
+        n: v for n, v in state.items() if n in ("history", "calls")
+    }
+
+
+def test_a_forward_that_switches_autocast_off_does_so_where_it_is_on():
+    model = InFp32()
+    twin = copy.deepcopy(model)
+    assert opfuse.convert(model).converted
+    assert_same(model, twin, an_input())
+    assert opfuse.converted(model)[""] == ""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(model, twin, an_input())
+    assert "switches gradients or autocast" in opfuse.converted(model)[""]
+
+
+@pytest.mark.parametrize("cls", [ByGradMode, ByConfig])
+def test_what_a_forward_looks_at_is_looked_at_again(cls):
+    model = cls()
+    twin = copy.deepcopy(model)
+    assert opfuse.convert(model).converted
+    for twice in (False, True, False):
+        model.config.twice = twin.config.twice = twice
+        assert_same(model, twin, an_input())
+        with torch.no_grad():
+            torch.testing.assert_close(model(an_input()), twin(an_input()))

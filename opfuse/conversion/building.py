@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -137,7 +138,8 @@ class _Traced:
             self.why = f"it was called with {', '.join(kwargs)}, which its forward may look at"
             return NotImplemented
         kinds = tuple(map(kind_of, given))
-        key = kinds, bool(kwargs), module.training
+        grads = torch.is_grad_enabled(), torch.is_autocast_enabled(_kind_of(given))
+        key = kinds, bool(kwargs), module.training, *grads
         run = None if is_dynamo_compiling() else self._variants.get(key)
         if run is None:
             run = getattr(self, _variant_untraced(self, module, key))
@@ -169,7 +171,7 @@ def _variant_untraced(traced: _Traced, module: Any, key: Any) -> str:
         The attribute that has it.
     """
     if key not in traced._variants:
-        kinds, rest, _ = key
+        kinds, rest, *_ = key
         traced._variants[key] = traced._variant(module, kinds, rest)
     name = f"variant {list(traced._variants).index(key)}"
     vars(traced)[name] = traced._variants[key]
@@ -177,6 +179,11 @@ def _variant_untraced(traced: _Traced, module: Any, key: Any) -> str:
 
 
 _variant_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _kind_of(values: Sequence[Any]) -> str:
+    """The kind of device that tensors among some values are on."""
+    return next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
 
 
 def _signature(region: Region) -> Any:

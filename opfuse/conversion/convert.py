@@ -21,7 +21,7 @@ from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
 from .choosing import Choice, fits
-from .guard import Guard, unreadable
+from .guard import Guard, unreadable, value_of
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
 from .verifying import compare
@@ -252,7 +252,7 @@ class Candidates:
 
 def _alike(module: nn.Module, made: Conversion) -> Any:
     """What two conversions have in common of which one need be compared."""
-    values = [getattr(module.get_submodule(name), key) for name, key in made.constants]
+    values = [value_of(module.get_submodule(name), key) for name, key in made.constants]
     shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())
     ops = tuple(op_class(op) for op in made.chain)
     return op_class(module), ops, tuple(made.reads), repr(values), shapes

@@ -49,7 +49,7 @@ class Guard:
         ]
         self._there = [holder[key] is not None for holder, key in self._params]
         of = [(module.get_submodule(name), attribute) for name, attribute in constants]
-        self._constants = [(each, name, getattr(each, name)) for each, name in of]
+        self._constants = [(each, name, value_of(each, name)) for each, name in of]
 
     def why_not(self) -> str:
         """What has changed, as a sentence; ``""``: nothing."""
@@ -79,7 +79,7 @@ class Guard:
                 if why := self._of_parameter(params, key, there):
                     return why
         for each, name, value in self._constants:
-            now = getattr(each, name, None)
+            now = value_of(each, name)
             if now is not value and now != value:
                 return f"{name} of {op_class(each).__name__} was {value!r} and is {now!r}"
         return ""
@@ -111,6 +111,14 @@ class Guard:
                 what = "is gone" if value is None else f"is a {type(value).__name__}"
                 return f"{name}.{key} {what if there else 'was added'}"
         return f"{key} is another kind of tensor"
+
+
+def value_of(module: nn.Module, path: str) -> Any:
+    """An attribute, or the attribute of one; None: it is not there."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _described(module: Any) -> str:

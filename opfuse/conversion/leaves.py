@@ -26,6 +26,8 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     cls = op_class(module)
     if "forward" in vars(module):
         return f"the forward of this {cls.__name__} was replaced"
+    if getattr(module, "inplace", False):
+        return f"{cls.__name__} writes into its input"
     if (make := _KNOWN.get(cls)) is not None:
         known: Leaf | str = make(module)
         return known
@@ -105,7 +107,7 @@ def gated(act: Any) -> BasicOperation | None:
 def function_op(function: Any, kwargs: dict[str, Any]) -> BasicOperation | None:
     """The op of a function of one tensor, or None."""
     cls = FUNCTIONS.get(function)
-    kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+    kwargs = {key: value for key, value in kwargs.items() if key != "inplace" or value}
     if cls is ops.GELU:
         return ops.GELU(approximate=kwargs.get("approximate", "none"))
     return None if cls is None or kwargs else cls()

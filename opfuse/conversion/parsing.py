@@ -20,7 +20,7 @@ from .leaves import function_op, gated, is_linear, leaf_of
 from .probing import Leaf, linear_ops
 from .tracing import Untraceable, kind_of, names_read, parameters_of, plain_read, trace
 
-_ADDS = operator.add, torch.add, operator.iadd
+_ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
 _SPLITS = torch.chunk, "chunk"
 

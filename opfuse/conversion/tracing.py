@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dis
 import inspect
+import operator
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,10 +74,55 @@ def _told(error: Exception) -> str:
     return known[0] if known else f"{type(error).__name__}: {text[:100]}"
 
 
+class _Tracer(fx.Tracer):
+    """Refuses what a graph would lose."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.root, self.graph = module, fx.Graph()
+        self._modes = _modes()
+
+    def create_arg(self, a: Any) -> Any:
+        """As there, but a tensor that is no parameter would be a constant."""
+        if isinstance(a, Tensor):
+            raise Untraceable("it makes tensors of its own")
+        return super().create_arg(a)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
+        """As there, but every node runs in the caller's modes, and writes into nothing."""
+        if _modes() != self._modes:
+            raise Untraceable("it switches gradients or autocast on or off")
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        is_method = kind == "call_method" and name.endswith("_") and not name.endswith("__")
+        is_function = kind == "call_function" and (
+            target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        )
+        if is_method or is_function or kwargs.get("inplace") or "out" in kwargs:
+            raise Untraceable(f"it writes into tensors ({name})")
+        return super().create_node(kind, target, args, kwargs, *more)
+
+
+_IN_PLACE = {
+    getattr(operator, n) for n in operator.__all__ if n.startswith("i") and n[1:] in vars(operator)
+}
+_IN_PLACE |= {operator.setitem, operator.delitem}
+
+
+def _modes() -> tuple[Any, ...]:
+    """What the operations of a forward depend on beside their arguments."""
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _drawn() -> tuple[Any, ...]:
+    """The states of random number generators."""
+    numpy: Any = sys.modules.get("numpy.random")
+    state = bytes(numpy.get_state()[1]) if numpy else b""
+    return random.getstate(), bytes(torch.get_rng_state().tolist()), state
+
+
 def _traced(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool) -> fx.Graph:
-    tracer = fx.Tracer()
-    tracer.root, tracer.graph = module, fx.Graph()
-    tracer.tensor_attrs = {}
+    tracer = _Tracer(module)
     given: dict[str, Any] = {
         name: kind[1]
         if isinstance(kind, tuple)
@@ -84,7 +134,13 @@ def _traced(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: boo
     keywords = {p.name for p in parameters_of(forward) if p.kind is p.KEYWORD_ONLY} | {REST}
     places = [value for name, value in given.items() if name not in keywords]
     named = {name: value for name, value in given.items() if name in keywords}
-    result = forward(_stand_in(tracer, module), *places, **named)
+    stand, drawn = _stand_in(tracer, module), _drawn()
+    before = {name: _content(value) for name, value in vars(stand).items()}
+    result = forward(stand, *places, **named)
+    if {name: _content(value) for name, value in vars(stand).items()} != before:
+        raise Untraceable("it sets attributes of the module")
+    if _drawn() != drawn:
+        raise Untraceable("it draws random numbers")
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     return tracer.graph
 
@@ -99,7 +155,10 @@ def _stand_in(tracer: fx.Tracer, module: nn.Module) -> Any:
     # top, such as the checkpointing that transformers puts into every subclass
     cls: Any = type(module)
     stand: Any = object.__new__(layered(cls))
-    vars(stand).update(vars(module))
+    containers = list, dict, set, collections.OrderedDict, collections.deque
+    vars(stand).update(
+        {k: copy.copy(v) if type(v) in containers else v for k, v in vars(module).items()}
+    )
     vars(stand).pop(BESIDE, None)
     vars(stand)["_modules"] = {
         name: child and _Child(tracer, name, child) for name, child in module._modules.items()
@@ -110,6 +169,13 @@ def _stand_in(tracer: fx.Tracer, module: nn.Module) -> Any:
             for name, tensor in getattr(module, kind).items()
         }
     return stand
+
+
+def _content(value: Any) -> Any:
+    """What of an attribute a forward may have changed: the objects in a container, or itself."""
+    if isinstance(value, dict):
+        return [*map(id, value), *map(id, value.values())]
+    return [*map(id, value)] if isinstance(value, (list, set, collections.deque)) else id(value)
 
 
 def _tensor(tracer: fx.Tracer, path: str) -> fx.Proxy:
@@ -202,9 +268,19 @@ def names_read(forward: Any) -> set[str]:
 
 
 def plain_read(module: nn.Module, names: set[str]) -> list[str]:
-    """Those names that are attributes of a module, with numbers and the like as values."""
+    """Those names that are attributes of a module, with numbers and the like as values.
+
+    Those of its attributes' attributes are among them, such as ``config.hidden_act``.
+    """
     found = [name for name in names if name != "training" and hasattr(module, name)]
-    return sorted(n for n in found if isinstance(kind_of(getattr(module, n)), tuple))
+    values = {name: getattr(module, name) for name in found}
+    plain = [name for name, value in values.items() if isinstance(kind_of(value), tuple)]
+    for holder in vars(module).keys() & values.keys():  # such as a config
+        held = vars(values[holder]) if hasattr(values[holder], "__dict__") else {}
+        if not isinstance(values[holder], (nn.Module, type)):
+            inner = [n for n in names if n in held and isinstance(kind_of(held[n]), tuple)]
+            plain += [f"{holder}.{name}" for name in inner]
+    return sorted(plain)
 
 
 def compiled(graph: fx.Graph) -> Any:
