@@ -1,6 +1,7 @@
 """Measure opfuse and its peers, compare two runs, or report on a folder of them.
 
 python -m benchmarks --suite cpu --out run.json
+python -m benchmarks --suite models --out models.json
 python -m benchmarks compare before.json after.json
 python -m benchmarks report benchmarks/results
 """
@@ -200,6 +201,11 @@ def main(arguments: list[str] | None = None) -> int:
         if len(arguments) != 1 + len(names) or set(arguments) & {"-h", "--help"}:
             raise SystemExit(" ".join(["usage: python -m benchmarks", arguments[0], *names]))
         return getattr(report, arguments[0])(*arguments[1:])
+    if arguments[:2] == ["--suite", "models"]:
+        from . import models
+
+        models.main(arguments[2:])
+        return 0
     options, cases = asked(arguments)
     result = measure(options, cases)
     save(result, options.out)

@@ -18,7 +18,7 @@ SCHEMA = 2
 ROOT = pathlib.Path(__file__).parents[1]
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
 """With these glibc keeps large blocks; half the cost of a large tensor on a CPU is page faults."""
-PEERS = ("liger-kernel", "torchao", "transformer-engine")
+PEERS = ("liger-kernel", "torchao", "transformer-engine", "transformers")
 QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,mig.mode.current"
 
 

@@ -1,0 +1,190 @@
+"""Training steps of real models: eager, converted, and compiled, in time and in bytes kept.
+
+python -m benchmarks --suite models --out models.json
+python benchmarks/models.py --models llama,gpt2 --dtypes bf16 --ways converted,memory
+
+The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
+ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
+a table of its own. Then each way is timed in a process of its own, in turns with eager: at least 20
+a side, until half the width of a 95 % interval of the median speed is at most 0.02. A step is a
+forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
+from parameters. With one thread the time is CPU time of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
+MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
+DTYPES = ("fp32", "bf16", "autocast")
+WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Tune and measure, each in a process of its own; or be one of these."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("models", MODELS), ("dtypes", DTYPES), ("ways", WAYS)):
+        parser.add_argument(f"--{name}", default=",".join(default), help="names, with commas")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--part", choices=("tune", *WAYS), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part is not None:
+        print(json.dumps(run(options)))
+        return
+    import torch
+
+    from benchmarks.record import about  # imports torch
+
+    result = about("models", torch.device("cpu")) | {"threads": options.threads, "rows": []}
+    for model in options.models.split(","):
+        for dtype in options.dtypes.split(","):
+            result["rows"] += measured(model, dtype, options)
+            if options.out:
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model in one dtype."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        environ = os.environ | {"OPFUSE_TUNING": folder}
+        for part in ("tune", *options.ways.split(",")):
+            command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
+            command += ["--models", model, "--dtypes", dtype]
+            done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                print(f"{model} {dtype} {part}: failed", file=sys.stderr)
+                continue
+            row = json.loads(done.stdout.splitlines()[-1])
+            if part != "tune":
+                rows.append({"model": model, "dtype": dtype, "way": part} | row)
+                told = "{speed:.3f}x +-{noise:.3f}, {saved_mb:.1f} MB of {eager_mb:.1f}"
+                print(f"{model:8} {dtype:8} {part:18} " + told.format(**row), flush=True)
+    return rows
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """What one process does: tune, or time one way against eager."""
+    import torch
+
+    import opfuse
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model, inputs = built(options.models)
+    if options.dtypes == "bf16":
+        model = model.to(torch.bfloat16)
+        inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
+    part = options.part
+    with contextlib.ExitStack() as stack:
+        if part == "memory":
+            stack.enter_context(opfuse.options(prefer="memory"))
+        if part == "tune":
+            opfuse.convert(model)
+            with cast:
+                report = opfuse.tune(lambda: model(**inputs).loss)
+            return {"tuned": len(report.results)}
+        return timed(model, inputs, cast, part)
+
+
+def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, Any]:
+    """One way against eager, in turns."""
+    import copy
+
+    import torch
+    from torch._functorch import config
+
+    import opfuse
+    from opfuse.authoring import saved_bytes
+    from opfuse.tuning.timing import compare
+
+    other = copy.deepcopy(model)
+    if "compile" not in way or way.startswith("converted"):
+        opfuse.convert(other)
+    called: Callable[..., Any] = other
+    if "compile" in way:
+        if way[-1].isdigit():
+            config.activation_memory_budget = float(way.rpartition("-")[2])
+        called = torch.compile(other)
+
+    def forward(which: Any) -> Any:
+        with cast:
+            return which(**inputs).loss
+
+    def step(which: Any, of: Any) -> None:
+        of.zero_grad(set_to_none=True)
+        forward(which).backward()
+
+    device = torch.device("cpu")
+    step(called, other)
+    found = compare(
+        lambda: step(model, model), lambda: step(called, other), device, clear=False, most=60
+    )
+    kept = [
+        saved_bytes(lambda which=which: forward(which), of.parameters()) / 2**20
+        for which, of in ((model, model), (called, other))
+    ]
+    whys = opfuse.converted(other)
+    return {
+        "speed": found.speed,
+        "noise": found.noise,
+        "ms": found.second * 1e3,
+        "eager_ms": found.first * 1e3,
+        "eager_mb": kept[0],
+        "saved_mb": kept[1],
+        "modules": len(whys),
+        "as_chains": sum(not why for why in whys.values()),
+        "own_forward": sorted(set(filter(None, whys.values()))),
+    }
+
+
+def built(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model with random weights, and the inputs of a step."""
+    import torch
+    import transformers as t
+
+    x = torch.randint(1, VOCABULARY, (1, TOKENS))
+    text = {"input_ids": x, "labels": x}
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
+    common |= {"hidden_size": WIDTH, "num_attention_heads": 8}
+    few = {"num_key_value_heads": 2, "max_position_embeddings": TOKENS}
+    wide = {"intermediate_size": 4 * WIDTH}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if name == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**common, **few, intermediate_size=1376)), text
+    if name == "mixtral":
+        config = t.MixtralConfig(**common, **few, intermediate_size=688, num_local_experts=4)
+        return t.MixtralForCausalLM(config), text
+    if name == "bert":
+        return t.BertForMaskedLM(t.BertConfig(**common, **wide, **still)), text
+    if name == "gpt2":
+        sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 8, "n_positions": TOKENS}
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCABULARY, **sizes, **drops)), text
+    if name == "vit":
+        del common["vocab_size"]
+        common |= {"hidden_size": 384, "num_attention_heads": 6}
+        config = t.ViTConfig(**common, **still, intermediate_size=1536)
+        images = {"pixel_values": torch.randn(4, 3, 224, 224), "labels": torch.tensor([0, 1, 0, 1])}
+        return t.ViTForImageClassification(config), images
+    raise SystemExit(f"no model {name!r}: there are {', '.join(MODELS)}")
+
+
+if __name__ == "__main__":
+    main()
