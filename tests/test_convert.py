@@ -764,3 +764,26 @@ def test_what_a_forward_looks_at_is_looked_at_again(cls):
         assert_same(model, twin, an_input())
         with torch.no_grad():
             torch.testing.assert_close(model(an_input()), twin(an_input()))
+
+
+class Shared(nn.Module):
+    """A block whose sum is needed behind the norm too, by what no graph holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = RootMean(), Attention()
+
+    def forward(self, x, y):
+        total = x + y
+        return total + self.attention(self.norm(total))[0]
+
+
+def test_a_value_that_is_needed_elsewhere_is_an_extra_output():
+    model = Shared()
+    twin = copy.deepcopy(model)
+    report = opfuse.convert(model, verify=True)
+    assert "Shared x 1 -> AddExtraInput MakeExtraOutput RMSNorm" in str(report)
+    assert_same(model, twin, an_input(), an_input().detach())
+    assert opfuse.converted(model)[""] == ""
+    model.norm.register_forward_hook(lambda *_: None)
+    assert_same(model, twin, an_input(), an_input())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,7 +189,7 @@ def _kind_of(values: Sequence[Any]) -> str:
 
 def _signature(region: Region) -> Any:
     """What two regions that one chain stands for have in common."""
-    return [
+    return list(region.given), [
         ([op_class(op) for op in step.ops], list(step.reads), type(step.extra))
         for step in region.steps
     ]
@@ -196,13 +197,15 @@ def _signature(region: Region) -> Any:
 
 def _chain_of(region: Region) -> tuple[Sequential, list[fx.Node]]:
     """The chain of a region, and the nodes of the extra inputs that it takes."""
-    forks = sorted({step.extra for step in region.steps if isinstance(step.extra, int)})
+    forks = {step.extra for step in region.steps if isinstance(step.extra, int)}
     found: list[Any] = []
     outside: list[fx.Node] = []
     for number, step in enumerate(region.steps):
-        if number in forks:
+        if number in forks or number in region.given:
             fork = ops.MakeExtraOutput()
-            fork.set_extra_output_channel(0, f"value {number}", output_to_caller=False)
+            if number in forks:
+                public = number in region.given
+                fork.set_extra_output_channel(0, f"value {number}", output_to_caller=public)
             found.append(fork)
         if isinstance(step.extra, fx.Node):
             outside.append(step.extra)
@@ -221,6 +224,8 @@ def _with_chain(region: Region) -> tuple[Any, Any]:
     """
     outside = [step.extra for step in region.steps if isinstance(step.extra, fx.Node)]
     covered = {node for step in region.steps for node in step.covers}
+    values = region.values()
+    given: list[Any] = [values[number] for number in region.given]
     whole, plain = fx.Graph(), fx.Graph()
     inner = {region.start: plain.placeholder("x")}
     for number, node in enumerate(outside):
@@ -233,11 +238,17 @@ def _with_chain(region: Region) -> tuple[Any, Any]:
         if node in covered:
             inner[node] = plain.node_copy(node, inner.__getitem__)
         if node is region.end:
-            given = [outer[each] for each in (region.start, *outside)]
-            outer[node] = whole.call_function(_run, (chain, *given))
+            entering = [outer[each] for each in (region.start, *outside)]
+            result = whole.call_function(_run, (chain, *entering))
+            if given:
+                for number, each in enumerate((node, *given)):
+                    outer[each] = whole.call_function(operator.getitem, (result, number))
+            else:
+                outer[node] = result
         elif node not in covered and node not in outer:
             outer[node] = whole.node_copy(node, outer.__getitem__)
-    plain.output(inner[region.end])
+    results = inner[region.end], *[inner[each] for each in given]
+    plain.output(results if given else results[0])
     return compiled(whole), compiled(plain)
 
 

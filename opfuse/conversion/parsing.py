@@ -59,10 +59,13 @@ class Region:
     Attributes:
         start: The node whose value enters.
         steps: In order.
+        given: The numbers of inner values that are needed elsewhere, too: the chain gives them as
+            extra outputs.
     """
 
     start: fx.Node
     steps: Sequence[Step]
+    given: Sequence[int] = ()
 
     @property
     def end(self) -> fx.Node:
@@ -141,6 +144,8 @@ class Parser:
         if not isinstance(output.args[0], fx.Node):
             return None
         region = self._kept(self.line(output.args[0]))
+        if region.given:
+            return None
         entering = [region.start, *[s.extra for s in region.steps if isinstance(s.extra, fx.Node)]]
         return region if region.steps and all(node in places for node in entering) else None
 
@@ -164,20 +169,22 @@ class Parser:
         return self._lines[node]
 
     def _kept(self, region: Region) -> Region:
-        """The longest end of a region none of whose inner values is needed elsewhere."""
+        """The longest end of a region none of whose inner values is needed before it is through."""
         number = 0
         while number < len(region.steps):
             part = region.from_step(number)
             covered = {node for step in part.steps for node in step.covers}
             values = part.values()
-            needed = [
-                i
+            users = {
+                i: set(value.users) - covered
                 for i, value in enumerate(values[:-1])
-                if i and value is not None and set(value.users) - covered
-            ]
-            if not needed:
-                return self._resolved(part, values)
-            number += max(needed)
+                if i and value is not None
+            }
+            needed = [i for i, of in users.items() if of]
+            early = [i for i in needed if any(node < part.end for node in users[i])]
+            if not early:
+                return dataclasses.replace(self._resolved(part, values), given=needed)
+            number += max(early)
             while region.values()[number] is None:  # cannot begin inside of a child
                 number += 1
         return Region(region.start, ())

@@ -71,26 +71,31 @@ def differ(
         given: The arguments of both.
         wanted: What is to have gradients.
     """
-    expected, got = original(*given), converted(*given)
-    if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
-        return f"it gives {type(got).__name__}, the module {type(expected).__name__}"
-    if (expected.shape, expected.dtype) != (got.shape, got.dtype):
-        return (
-            f"it gives {tuple(got.shape)} of {got.dtype}, the module {tuple(expected.shape)} of "
-            f"{expected.dtype}"
-        )
-    if not wanted:
-        return ((why := _problem(got, expected)) and f"its output {why}") or ""
-    dy = torch.randn_like(expected)
-    theirs = torch.autograd.grad(expected, wanted, dy, allow_unused=True)
-    mine = torch.autograd.grad(got, wanted, dy, allow_unused=True)
-    pairs = [("output", got, expected), *zip(["gradient"] * len(mine), mine, theirs, strict=True)]
+    outputs = as_tuple(original(*given)), as_tuple(converted(*given))
+    flat = [*outputs[0], *outputs[1]]
+    if len(outputs[0]) != len(outputs[1]) or not all(isinstance(y, Tensor) for y in flat):
+        kinds = [", ".join(type(y).__name__ for y in of) for of in outputs]
+        return f"it gives {kinds[1]}, the module {kinds[0]}"
+    for expected, got in zip(*outputs, strict=True):
+        if (expected.shape, expected.dtype) != (got.shape, got.dtype):
+            theirs = f"{tuple(expected.shape)} of {expected.dtype}"
+            return f"it gives {tuple(got.shape)} of {got.dtype}, the module {theirs}"
+    pairs: list[Any] = [("output", got, y) for y, got in zip(*outputs, strict=True)]
+    if wanted:
+        dys = [torch.randn_like(y) for y in outputs[0]]
+        of_both = [torch.autograd.grad(ys, wanted, dys, allow_unused=True) for ys in outputs]
+        pairs += [("gradient", mine, y) for y, mine in zip(*of_both, strict=True)]
     for what, a, b in pairs:
         if (a is None) != (b is None):
             return f"its {what} is {'None' if a is None else 'not None'}, that of the module is not"
         if a is not None and (problem := _problem(a, b)):
             return f"its {what} {problem}"
     return ""
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """What a chain or a function gave, as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _problem(got: Tensor, expected: Tensor) -> str | None:

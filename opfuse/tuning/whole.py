@@ -14,7 +14,7 @@ from .. import tables
 from ..authoring import saved_bytes
 from ..conversion import Standing, standing_in
 from ..conversion.choosing import shape_of, subject
-from ..conversion.verifying import differ
+from ..conversion.verifying import as_tuple, differ
 from ..overrides import op_class
 from ..tables import Measurement, Shape
 from .report import Result
@@ -70,13 +70,12 @@ class Whole:
         wanted = [t for t in (*self.given, *params) if grads and t.requires_grad]
         try:
             with self._alone(), self._cast():
-                y = chain(*self.given)
-                dy = torch.ones_like(y)
+                dys = [torch.ones_like(y) for y in as_tuple(chain(*self.given))]
 
                 def run(function: Any, *first: Any) -> None:
-                    out = function(*first, *self.given)
+                    out = as_tuple(function(*first, *self.given))
                     if wanted:
-                        torch.autograd.grad(out, wanted, dy, allow_unused=True)
+                        torch.autograd.grad(out, wanted, dys, allow_unused=True)
 
                 if wrong := differ(lambda *g: own(self.module, *g), chain, self.given, wanted):
                     self.found = Measurement(0.0, 0.0, 0.0, wrong=wrong)
