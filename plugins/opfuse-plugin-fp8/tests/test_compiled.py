@@ -325,7 +325,7 @@ CASTS = {"norm+cast", "activation+cast", "cast+activation", "cast+bias"}
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 def test_what_tune_measured_is_planned(recipe, traced):
     """And gives what the separate ops give, over steps; without a table nothing is fused."""
-    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = drawn(torch.bfloat16, (64, 64))[0].requires_grad_()
     unmeasured, why = planned(chain(), x, recipe)
     assert not unmeasured
     assert any("this is cpu: opfuse tune measures compiled code here" in reason for reason in why)
@@ -343,7 +343,8 @@ def test_what_tune_measured_is_planned(recipe, traced):
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
     for name, value in state.items():
-        torch.testing.assert_close(value, right[name], rtol=1e-2, atol=0)
+        # of gradients it follows from what was rounded to bf16 before
+        torch.testing.assert_close(value, right[name], rtol=5e-2, atol=0)
 
 
 def trained(model, x, recipe, steps=3):
