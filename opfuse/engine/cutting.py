@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     row_facts: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
     is_plain: bool = False
-    advances: bool = False
+    recipe: Any = None
 
 
 def cut(

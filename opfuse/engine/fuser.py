@@ -139,7 +139,8 @@ class OperationFuser:
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         watched = (current.recorder is not None) | profiler._is_profiler_enabled
         if not program.is_plain or basic_op_kwargs or watched:
-            special = _never_traced(self._run_special) if program.advances else self._run_special
+            quantized = program.recipe is not None
+            special = _never_traced(self._run_special) if quantized else self._run_special
             return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             if program.requires_grad:

@@ -262,6 +262,21 @@ def test_under_compile(name):
             assert same(step(compiled, x, recipe), step(model, x, recipe))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_under_compile_after_a_recipe_that_breaks_the_graph(name):
+    """PyTorch compiles nothing of the chain then, and what runs eagerly is right."""
+    torch._dynamo.reset()
+    recipe = fp8.opfuse_recipes()[name]()
+    if name == "nvfp4":
+        recipe = fp8.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    model, x = chain(), batch()
+    compiled = torch.compile(model, backend="eager")
+    with opfuse.plugins.using("fp8"):
+        step(compiled, x, fp8.DelayedScaling())
+        assert same(step(compiled, x, recipe), step(model, x, recipe))
+
+
 def factory(role):
     if role.tensor_type == "weight":
         return fp8.IdentityQuantizer()

@@ -30,7 +30,8 @@ def largest(tensor: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
         dims: The dimensions to go over, which stay as 1; None: all, and the result has shape (1,).
     """
     values = wide(tensor.detach()).abs()
-    values = torch.where(values.isnan(), torch.zeros((), device=values.device), values)
+    # isnan, and isinf below, by comparisons: compiled for a CPU, those take many values at a time
+    values = torch.where(values == values, values, torch.zeros((), device=values.device))
     if not values.numel():
         sizes = [1 if i in (dims or ()) else size for i, size in enumerate(values.shape)]
         return values.new_zeros(sizes if dims else (1,))
@@ -68,7 +69,7 @@ def cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     scaled = (exact * scale).clamp(-most, most)
     # versions of torch differ in what they make of infinity in E4M3
     infinite = exact if dtype is torch.float8_e5m2 else torch.full_like(exact, torch.nan)
-    return torch.where(exact.isinf(), infinite, scaled).to(dtype)
+    return torch.where(exact.abs() == torch.inf, infinite, scaled).to(dtype)
 
 
 def e8m0_of(amax: Tensor, dtype: torch.dtype) -> Tensor:

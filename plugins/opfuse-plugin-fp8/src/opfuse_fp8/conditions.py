@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
+import numbers
 import os
+import shutil
+import sys
 from typing import Any
 
 import torch
 
 from opfuse import Environment
+from opfuse.authoring import op_class
+from opfuse.ops import Identity
 
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 
@@ -17,6 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
+_COMMON = frozenset(
+    {*vars(Identity()), "_caches", "_captured", "_numbers", "_numbers_as_of", "_path"}
+)
+"""What every op has, and what says nothing of an activation's formulas."""
 
 
 def of_quantizer(quantizer: Any) -> str:
@@ -39,10 +49,15 @@ def of_machine(env: Environment) -> str:
     if env.device.type == "cuda":
         old = torch.version.hip is None and env.capability is not None and env.capability < (8, 0)
         return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    if env.device.type == "cpu" and interpreting:
+    if env.device.type == "cpu" and interpreting():
         return ""
     return f"its kernels run on a GPU, and this is {env.device.type}"
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, if Triton is there."""
+    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return wanted and importlib.util.find_spec("triton") is not None
 
 
 def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
@@ -67,8 +82,72 @@ def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
     return formulas.why_not(activation)
 
 
+def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -> str:
+    """Why the twins are not compiled there, as a sentence; empty: they can be.
+
+    Args:
+        env: Where they are to run.
+        quantizer: What they are to cast with.
+        activation: The activation in it, or None.
+    """
+    if env.device.type != "cpu" or interpreting():
+        return "they are compiled on a CPU, without Triton's interpreter"
+    if why := of_quantizer(quantizer):
+        return why
+    if env.compiling:
+        return "its kernels are not in graphs: torch.compile fuses the separate ops"
+    if env.dtype not in DTYPES:
+        name = str(env.dtype).removeprefix("torch.")
+        return f"its kernels run on a GPU, this is cpu, and {name} is not compiled"
+    if why := no_compiler():
+        return f"its kernels run on a GPU, this is cpu, and {why}"
+    if activation is None or (activation.deterministic and described(activation) is not None):
+        return ""
+    name = type(activation).__name__
+    if not activation.deterministic:
+        return f"{name} does not declare itself deterministic, and compiled it may draw others"
+    return f"{name} has more attributes than numbers, and what is compiled is shared"
+
+
+def no_compiler() -> str:
+    """Which C++ compiler Inductor lacks on this CPU, in words; empty: it has one."""
+    if sys.platform == "win32":  # there it finds one by itself
+        return ""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    name = (os.environ.get("CXX", "").split() or [default])[0]
+    return "" if shutil.which(name) else f"the C++ compiler {name!r} is not found (CXX names one)"
+
+
+def described(op: Any) -> tuple[Any, ...] | None:
+    """What the formulas of an activation follow from, hashable; None: not from numbers alone.
+
+    Args:
+        op: The activation; None: the identity.
+    """
+    if op is None:
+        return ()
+    if any(True for _ in (*op.parameters(), *op.buffers(), *op.children())):
+        return None
+    own = tuple([pair for pair in vars(op).items() if pair[0] not in _COMMON])
+    if not all(_is_plain(value) for _, value in own):
+        return None
+    return op_class(op), own, op.numbers_of()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (numbers.Number, str, enum.Enum, torch.dtype))
+
+
 def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str:
-    """Where a kernel can run, or its twin is wanted; else the sentence."""
+    """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer) or True
-    return why_not(env, quantizer, activation) or True
+    if env.device.type != "cpu" or interpreting():
+        return why_not(env, quantizer, activation) or True
+    if why := why_not_compiled(env, quantizer, activation):
+        return why
+    if env.measured is None:
+        return "its kernels run on a GPU, and this is cpu: opfuse tune measures compiled code here"
+    return True

@@ -43,17 +43,23 @@ class _Fused(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         (act,) = self._act
-        self.fallback = conditions.why_not(env, quantizer_of(self.basic_ops), act)
-        if self.fallback:
-            from . import twins
+        given = env, quantizer_of(self.basic_ops), act
+        self.fallback = conditions.why_not(*given)
+        if not self.fallback:
+            from . import formulas, library
 
-            self._run = getattr(twins, self._call)
-            self._first = () if self._call == "cast" else (act,)
+            self._run = getattr(library, self._call)
+            self._first = () if self._call == "cast" else (formulas.formula_of(act), act)
             return
-        from . import formulas, library
+        by: Any
+        if env.options.get("fp8.twins") or conditions.why_not_compiled(*given):
+            from . import twins as by
+        else:
+            from . import compiled as by
 
-        self._run = getattr(library, self._call)
-        self._first = () if self._call == "cast" else (formulas.formula_of(act), act)
+            self.fallback = ""
+        self._run = getattr(by, self._call)
+        self._first = () if self._call == "cast" else (act,)
 
 
 class CastAlone(_Fused):

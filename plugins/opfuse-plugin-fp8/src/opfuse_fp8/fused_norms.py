@@ -33,11 +33,17 @@ class ForwardNormCast(FusedOperation):
         self._ops, self._nothing = tuple(basic_ops), ((),) * len(basic_ops)
         self._kind = "layer" if isinstance(op, LayerNorm) else "rms"
         self._adds = isinstance(basic_ops[0], AddExtraInput)
+        self._compiles = False
         self._forks = len(basic_ops) > 2 and isinstance(basic_ops[-3], MakeExtraOutput)
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.fallback = conditions.why_not(env, self._ops[-1].quantizer)
+        quantizer = self._ops[-1].quantizer
+        self.fallback = conditions.why_not(env, quantizer)
+        twins = env.options.get("fp8.twins") or conditions.why_not_compiled(env, quantizer)
+        self._compiles = bool(self.fallback) and not twins
+        if self._compiles:
+            self.fallback = ""
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
@@ -47,26 +53,20 @@ class ForwardNormCast(FusedOperation):
         ctx: Any = basic_op_ctxs[-2]
         cast: Any = basic_op_ctxs[-1]
         extra = basic_op_extra_inputs[0][0] if self._adds else None
-        if not self._takes(ctx, cast, input_, extra):
+        needs_x = ctx.requires_grad and ctx.input_requires_grad
+        save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
+        made: Any = None
+        if self._takes(ctx, cast, input_, extra):
+            if extra is not None:
+                self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape)
+            made = self._made(ctx, cast, input_, extra, save)
+        if made is None:
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
             )
-        from .kernels import launch_norms
-
-        if extra is not None:
-            self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape)
-        weight, bias = (*ctx.params, None, None)[:2]
-        needs_x = ctx.requires_grad and ctx.input_requires_grad
-        save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
-        which = launch_norms.Norm(self._kind, op.eps, op.zero_centered_gamma)
-        keep = extra is not None and (save or self._forks)
-        made = launch_norms.norm(
-            *(input_, extra, weight, bias, which, ctx.dtype, keep, save),
-            *(cast.quantizer, cast.usage),
-        )
         x: Any = input_ if extra is None else made.total
         if ctx.requires_grad:
-            saved = {"input": x, "weight": weight if needs_x else None}
+            saved = {"input": x, "weight": ctx.params[0] if needs_x and ctx.params else None}
             saved |= {"mean": made.mean, "rstd": made.rstd}
             ctx.to_save = tuple([saved[name] if save else None for name in op.saved_names])
             ctx.zero_centered_gamma = op.zero_centered_gamma
@@ -75,12 +75,31 @@ class ForwardNormCast(FusedOperation):
             outputs = (*outputs[:-3], (x.view_as(x),), (), ())
         return made.output, outputs
 
+    def _made(self, ctx: Any, cast: Any, x: Tensor, extra: Tensor | None, save: bool) -> Any:
+        """What the kernel gives, or compiled code; None: that does not take the call."""
+        op: Any = self._ops[-2]
+        weight, bias = (*ctx.params, None, None)[:2]
+        keep = extra is not None and (save or self._forks)
+        if self._compiles:
+            from . import compiled
+
+            tensors = x, extra, weight, bias
+            return compiled.norm(op, tensors, ctx.dtype, keep, cast.quantizer, cast.usage)
+        from .kernels import launch_norms
+
+        which = launch_norms.Norm(self._kind, op.eps, op.zero_centered_gamma)
+        return launch_norms.norm(
+            *(x, extra, weight, bias, which, ctx.dtype, keep, save), *(cast.quantizer, cast.usage)
+        )
+
     def _takes(self, ctx: Any, cast: Any, x: Tensor, extra: Tensor | None) -> bool:
         """Whether the kernels take the tensors; if not, the ops say what is wrong with them."""
         if self.fallback or not x.ndim or any(p.shape != x.shape[-1:] for p in ctx.params):
             return False
         if extra is not None and extra.shape != x.shape:
             return False
+        if self._compiles:
+            return (ctx.dtype or x.dtype) in conditions.DTYPES
         from . import library
 
         fits = library.takes(x, extra, *ctx.params) and (ctx.dtype or x.dtype) in conditions.DTYPES

@@ -146,7 +146,14 @@ class _TensorQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, one scale"
 
-    def _with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
+    def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
+        """The tensor, cast with a scale.
+
+        Args:
+            tensor: The values.
+            usage: Which copies are needed.
+            scale: What they are multiplied by: fp32, (1,).
+        """
         codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
         transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         rowwise = codes if usage.rowwise else None
@@ -192,7 +199,7 @@ class CurrentQuantizer(_TensorQuantizer):
         scale = casts.scale_of(
             casts.largest(tensor), most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX
         )
-        return self._with_scale(tensor, usage, scale)
+        return self.with_scale(tensor, usage, scale)
 
 
 class DelayedQuantizer(_TensorQuantizer):
@@ -249,7 +256,7 @@ class DelayedQuantizer(_TensorQuantizer):
         torch.maximum(self.amax, amax, out=self.amax)
 
     def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
-        made = self._with_scale(tensor, usage, scale)
+        made = self.with_scale(tensor, usage, scale)
         copies = made.rowwise_data, made.columnwise_data
         return RescaledTensor(made.shape, made.dtype, self, *copies, made.scale_inv, scale)
 
