@@ -787,3 +787,45 @@ def test_a_value_that_is_needed_elsewhere_is_an_extra_output():
     assert opfuse.converted(model)[""] == ""
     model.norm.register_forward_hook(lambda *_: None)
     assert_same(model, twin, an_input(), an_input())
+
+
+class Output(dict):
+    pass
+
+
+class GivesAnOutput(Plainly):
+    def forward(self, x):
+        return Output(hidden=self.down(F.relu(self.up(x))))
+
+
+class DropsByFunction(Plainly):
+    p = 0.5
+
+    def forward(self, x):
+        hidden = F.dropout(F.relu(self.up(x)), p=self.p, training=self.training)
+        return self.down(hidden)
+
+
+def test_a_dict_of_a_class_of_its_own_stays_one():
+    model = GivesAnOutput()
+    assert "it makes a Output" in str(opfuse.convert(model))
+    assert type(model(an_input())) is Output
+
+
+def test_a_dropout_by_function_follows_the_mode_of_the_module():
+    model = DropsByFunction()
+    twin = copy.deepcopy(model)
+    assert "ReLU Dropout BasicLinear" in str(opfuse.convert(model))
+    for training in (True, False, True):
+        model.train(training), twin.train(training)
+        outputs = []
+        for each in (model, twin):
+            torch.manual_seed(4)
+            outputs.append(each(an_input()))
+        torch.testing.assert_close(*outputs)
+        assert opfuse.converted(model)[""] == ""
+    model.p = twin.p = 0.1
+    torch.manual_seed(4)
+    y = model(an_input())
+    torch.manual_seed(4)
+    torch.testing.assert_close(y, twin(an_input()))

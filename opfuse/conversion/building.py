@@ -88,12 +88,16 @@ def _one(module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if len(args) != 1 or kwargs else chain(args[0])
 
 
-def follow(dropouts: Sequence[tuple[Any, Any]]) -> None:
-    """Give dropout ops the mode and the probability that their modules have now."""
-    for op, module in dropouts:
+def follow(dropouts: Sequence[tuple[Any, Any, bool]]) -> None:
+    """Give dropout ops the mode that their modules have now, and the probability of those with one.
+
+    Args:
+        dropouts: Each op, its module, and whether that has a probability.
+    """
+    for op, module, has_p in dropouts:
         if op.training is not module.training:
             op.train(module.training)
-        if op.p != module.p:
+        if has_p and op.p != module.p:
             op.p = module.p
 
 
@@ -101,7 +105,7 @@ class _Traced:
     """The forward of a module with a chain in it: one function per way through the forward."""
 
     signature: Any = None
-    dropouts: Sequence[tuple[Any, str]] = ()
+    dropouts: Sequence[tuple[Any, str, bool]] = ()
     reason = why = ""
 
     def __init__(self, forward: Any, rest: bool) -> None:
@@ -147,7 +151,7 @@ class _Traced:
         if run is None:
             self.why = self.why or "it computes something else for these arguments"
             return NotImplemented
-        follow([(op, module.get_submodule(name)) for op, name in self.dropouts])
+        follow([(op, module.get_submodule(name), has_p) for op, name, has_p in self.dropouts])
         values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
         return run(module, chain, *values, *[kwargs] * bool(kwargs))
 

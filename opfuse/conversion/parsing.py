@@ -37,7 +37,8 @@ class Step:
             chain, counted from the one that enters; or None.
         reads: Dotted names of the modules it stands for.
         constants: ``(name, attribute)`` pairs that it has taken over.
-        dropouts: Pairs of a dropout op and the name of its module.
+        dropouts: Dropout ops, each with the name of the module whose mode it has, and whether that
+            has its ``p`` too.
         weight: How many modules and functions it stands for.
         probed: Whether one was recognised by its values.
     """
@@ -47,7 +48,7 @@ class Step:
     extra: fx.Node | int | None = None
     reads: Sequence[str] = ()
     constants: Sequence[tuple[str, str]] = ()
-    dropouts: Sequence[tuple[Any, str]] = ()
+    dropouts: Sequence[tuple[Any, str, bool]] = ()
     weight: int = 1
     probed: bool = False
 
@@ -217,7 +218,11 @@ class Parser:
         args = [node.args[0]] if node.args else []
         if len(node.args) != 1 or not isinstance(args[0], fx.Node):
             return None
-        op = function_op(_function(node), dict(node.kwargs))
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        if node.target is F.dropout and isinstance(kwargs.get("p"), float) and not self._path:
+            drop = ops.Dropout(kwargs["p"])
+            return args[0], [Step([drop], [node], dropouts=[(drop, "", False)])]
+        op = function_op(_function(node), kwargs)
         return None if op is None else (args[0], [Step([op], [node])])
 
     def _of_module(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
@@ -259,7 +264,7 @@ class Parser:
 
     def _leaf_step(self, leaf: Leaf, full: str, node: fx.Node) -> Step:
         constants = [(full, attribute) for attribute in leaf.constants if attribute != "p"]
-        dropouts = [(op, full) for op in leaf.ops if isinstance(op, ops.Dropout)]
+        dropouts = [(op, full, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
         return Step(leaf.ops, [node], None, [full], constants, dropouts, 1, leaf.probed)
 
     def _inside(self, child: nn.Module, full: str, given: dict[str, Any]) -> Region | None:

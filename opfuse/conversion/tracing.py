@@ -86,6 +86,8 @@ class _Tracer(fx.Tracer):
         """As there, but a tensor that is no parameter would be a constant."""
         if isinstance(a, Tensor):
             raise Untraceable("it makes tensors of its own")
+        if isinstance(a, dict) and type(a) is not dict:  # which would become one
+            raise Untraceable(f"it makes a {type(a).__name__}")
         return super().create_arg(a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
