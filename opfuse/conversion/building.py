@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,12 @@ _CHAIN = "opfuse_chain"
 
 
 def by_tracing(
-    module: nn.Module, *, forward: Any = None, rest: bool | None = None, ignore: Sequence[str] = ()
+    module: nn.Module,
+    *,
+    forward: Any = None,
+    rest: bool | None = None,
+    ignore: Sequence[str] = (),
+    kinds: Mapping[str, Any] | None = None,
 ) -> Conversion | str:
     """What stands for the largest part of a module's forward that ops can compute.
 
@@ -45,13 +50,16 @@ def by_tracing(
         rest: Whether the forward only passes on the keyword arguments that it does not name; None:
             its code tells.
         ignore: Attributes of the module that its forward reads and that make no difference.
+        kinds: For each parameter what of its argument the trace is for, see :func:`kind_of`;
+            default: a tensor, or the parameter's default.
     """
     forward = forward or original_class(type(module)).forward
     if "forward" in vars(module):
         return "its forward was replaced"
-    traced = _Traced(forward, only_passes_on(forward) if rest is None else rest)
+    rest = only_passes_on(forward) if rest is None else rest
+    traced = _Traced(forward, rest, {"rest": rest, "ignore": ignore})
     plain = {p.name: p.default for p in parameters_of(forward) if p.default is not p.empty}
-    kinds = {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
+    kinds = kinds or {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
     try:
         region = traced.region(module, kinds, False)
     except Untraceable as error:
@@ -107,9 +115,11 @@ class _Traced:
     signature: Any = None
     dropouts: Sequence[tuple[Any, str, bool]] = ()
     reason = why = ""
+    _ran = False
+    _other: Mapping[str, Any] | None = None
 
-    def __init__(self, forward: Any, rest: bool) -> None:
-        self._forward, self._rest = forward, rest
+    def __init__(self, forward: Any, rest: bool, how: Mapping[str, Any]) -> None:
+        self._forward, self._rest, self._how = forward, rest, how
         parameters = parameters_of(forward)
         self.names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self._by_place = sum(p.kind is not p.KEYWORD_ONLY for p in parameters[: len(self.names)])
@@ -117,7 +127,7 @@ class _Traced:
         self._variants: dict[Any, Any] = {}
         self._leaves: dict[str, Leaf | str] = {}
 
-    def region(self, module: nn.Module, kinds: dict[str, Any], rest: bool) -> Region | None:
+    def region(self, module: nn.Module, kinds: Mapping[str, Any], rest: bool) -> Region | None:
         """The largest chain in one way through the forward."""
         graph = trace(module, self._forward, kinds, rest)
         parser = Parser(module, graph, "", self._leaves)
@@ -151,9 +161,19 @@ class _Traced:
         if run is None:
             self.why = self.why or "it computes something else for these arguments"
             return NotImplemented
+        self._ran = True
         follow([(op, module.get_submodule(name), has_p) for op, name, has_p in self.dropouts])
         values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
         return run(module, chain, *values, *[kwargs] * bool(kwargs))
+
+    def otherwise(self, module: Any) -> Conversion | str:
+        """A conversion for the arguments of the latest call, if no call ran this one's chain.
+
+        Defaults may be rare: a decoder's layer has no encoder by default, and one in each call.
+        """
+        if self._ran or self._other is None:
+            return self.why
+        return by_tracing(module, forward=self._forward, kinds=self._other, **self._how)
 
     def _variant(self, module: Any, kinds: Sequence[Any], rest: bool) -> Any:
         """A function for arguments of these kinds; None: the module's own forward runs."""
@@ -165,6 +185,7 @@ class _Traced:
             return None
         if region is None or _signature(region) != self.signature:
             self.why = "it computes something else for these arguments"
+            self._other = named if region is not None else None
             return None
         return _with_chain(region)[0]
 

@@ -71,9 +71,22 @@ class Standing:
         run = functools.partial(self._run, module)
         result = self._conversion.call(module, run, *args, **kwargs)
         if result is NotImplemented:
+            if not is_dynamo_compiling() and self._found_another(module):
+                return self.call(module, args, kwargs)
             why = getattr(self._conversion.call, "why", "")
             self.fallback = why or "it was called in a way that the chain does not take"
         return result
+
+    def _found_another(self, module: nn.Module) -> bool:
+        """Whether there is a chain for the way in which the module was called, from now on."""
+        otherwise = getattr(self._conversion and self._conversion.call, "otherwise", None)
+        made = otherwise(module) if otherwise is not None else ""
+        made = made if isinstance(made, str) else checked(module, made, made.probed)
+        if isinstance(made, str):
+            return False
+        self._conversion, self.choice = made, Choice(self._converter.name, self._plugin)
+        self.seal(module)
+        return True
 
     def _run(self, module: nn.Module, x: Any, *extras: Any) -> Any:
         """The chain, or the module's own operations in its place."""
@@ -209,6 +222,15 @@ class Candidates:
         }
         self.left = [row for row in self.left if row.path not in reads]
 
+    def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
+        """A conversion, if the chain computes what the module does."""
+        alike = _alike(module, made)
+        verify = made.probed if self._verify is None else self._verify
+        found = checked(module, made, verify and alike not in self._compared)
+        if isinstance(found, Conversion) and verify:
+            self._compared.add(alike)
+        return found
+
     def _look_at(
         self, name: str, module: nn.Module, asked: Sequence[tuple[Converter, Any]]
     ) -> None:
@@ -232,22 +254,23 @@ class Candidates:
         if reason and has_children and not isinstance(module, containers):
             self.left.append(Left(name, cls.__name__, reason))
 
-    def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
-        """A conversion, if the chain computes what the module does."""
-        if why := unreadable(module, made.reads):
-            return why
-        verify = made.probed if self._verify is None else self._verify
-        if not verify or (alike := _alike(module, made)) in self._compared:
-            return made
-        try:
-            why = _compared(module, made)
-        except Exception as error:
-            text = " ".join(str(error).split())[:160]
-            why = f"comparing raised {type(error).__name__}: {text}"
-        if why:
-            return f"the chain differs from the module: {why}"
-        self._compared.add(alike)
-        return made
+
+def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | str:
+    """A conversion, or a sentence that says why its chain cannot stand for a module.
+
+    Args:
+        module: The module.
+        made: The conversion.
+        verify: Whether to compare values and gradients.
+    """
+    if why := unreadable(module, made.reads):
+        return why
+    try:
+        why = _compared(module, made) if verify else ""
+    except Exception as error:
+        text = " ".join(str(error).split())[:160]
+        why = f"comparing raised {type(error).__name__}: {text}"
+    return f"the chain differs from the module: {why}" if why else made
 
 
 def _alike(module: nn.Module, made: Conversion) -> Any:
