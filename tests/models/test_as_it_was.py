@@ -19,6 +19,7 @@ import torch
 from steps import check, step, twins
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from transformers import DynamicCache
 
 import opfuse
 from opfuse.overrides import op_class
@@ -46,7 +47,10 @@ def converted_pair(family, **arguments):
 
 
 def fallbacks(model):
-    return {why for why in opfuse.converted(model).values() if why}
+    """Why the outermost converted modules ran their own forward; those inside of a chain were not called."""
+    found = opfuse.converted(model)
+    inner = {name for name in found if any(name.startswith(f"{above}.") for above in found)}
+    return {f"{name}: {why}" for name, why in found.items() if why and name not in inner}
 
 
 @each_family
@@ -141,7 +145,9 @@ def test_hidden_states_and_attentions(family, return_dict):
         assert list(got) == list(expected)
         assert len(got.hidden_states) == 3 and len(got.attentions) == 2
         got, expected = got.to_tuple(), expected.to_tuple()
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(got, expected, strict=True):
+        if not isinstance(one, DynamicCache):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @each_generating
@@ -562,7 +568,7 @@ def test_to_dtype(family, dtype):
     got, expected = step(model, family, **given), step(reference, family, **given)
     assert not fallbacks(model)
     if dtype is torch.float64:
-        check(got, expected, family, 1e-8)
+        check(got, expected, family, 1e-6)  # the norms of transformers compute in fp32
     else:
         torch.testing.assert_close(got.loss, expected.loss, rtol=2e-2, atol=2e-2)
         for name, grad in exact.grads.items():

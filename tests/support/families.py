@@ -142,7 +142,8 @@ VIT = Family(
 MIXTRAL = Family(
     *("mixtral", hf.MixtralConfig, hf.MixtralForCausalLM, "MixtralDecoderLayer"),
     *(("q_proj", "v_proj"), "self_attn.o_proj"),
-    {**_GROUPED, "num_local_experts": 4, "pad_token_id": 0},
+    # its grouped product has no fp64
+    {**_GROUPED, "num_local_experts": 4, "pad_token_id": 0, "experts_implementation": "eager"},
     ("attention_dropout",),
     generates=True,
 )
