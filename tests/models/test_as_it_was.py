@@ -320,9 +320,7 @@ def test_forward_hooks_on_every_module(family):
     for which, each in (("reference", reference), ("model", model)):
         seen[which] = []
         for name, module in each.named_modules():
-            module.register_forward_hook(
-                lambda *_, name=name, rows=seen[which]: rows.append(name)
-            )
+            module.register_forward_hook(lambda *_, name=name, rows=seen[which]: rows.append(name))
     check(step(model, family), step(reference, family), family)
     assert seen["model"] == seen["reference"]
 

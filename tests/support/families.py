@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,9 +80,7 @@ class Family:
         torch.manual_seed(seed)
         if self.config is None:
             return EncoderModel(dropout).train()
-        config = self.config(
-            **{**self.written, **dict.fromkeys(self.dropouts, dropout), **others}
-        )
+        config = self.config(**{**self.written, **dict.fromkeys(self.dropouts, dropout), **others})
         return self.model(config).train()
 
     def inputs(self, dtype: torch.dtype = torch.float32, rows: int = ROWS) -> dict[str, Any]:
@@ -148,8 +145,7 @@ MIXTRAL = Family(
     generates=True,
 )
 ENCODER = Family(
-    *("encoder", None, EncoderModel, "TransformerEncoderLayer", ("linear1", "linear2")),
-    "linear1",
+    *("encoder", None, EncoderModel, "TransformerEncoderLayer", ("linear1", "linear2")), "linear1"
 )
 GEMMA = Family(
     *("gemma", hf.GemmaConfig, hf.GemmaForCausalLM, "GemmaDecoderLayer", _GATED, "mlp.up_proj"),
