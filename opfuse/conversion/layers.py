@@ -14,7 +14,6 @@ from torch.compiler import is_dynamo_compiling
 from ..overrides import BESIDE, CONVERTED
 from ..settings import current
 
-
 _OWN = "_opfuse_forward"
 """What a layer has that keeps its forward, whatever a base put around it."""
 
