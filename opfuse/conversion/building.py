@@ -14,7 +14,7 @@ from .. import ops
 from ..converter import Conversion
 from ..overrides import op_class
 from ..sequential import Sequential
-from .layers import original_class
+from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parsing import Parser, Region
 from .probing import Leaf
@@ -53,7 +53,7 @@ def by_tracing(
         kinds: For each parameter what of its argument the trace is for, see :func:`kind_of`;
             default: a tensor, or the parameter's default.
     """
-    forward = forward or original_class(type(module)).forward
+    forward = forward or written_forward(type(module))
     if "forward" in vars(module):
         return "its forward was replaced"
     rest = only_passes_on(forward) if rest is None else rest

@@ -14,29 +14,32 @@ from ..environment import Environment
 from ..op import BasicOperation
 from ..sequential import Sequential
 from .building import follow
-from .leaves import function_op, leaf_of
-from .probing import linear_ops
+from .leaves import function_op, is_patched, leaf_of
 
 _READS = ("norm1", "norm2", "linear1", "linear2", "dropout", "dropout2")
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
     """The chain of a layer, and a forward that calls attention and then the chain."""
+    if is_patched(nn.TransformerEncoderLayer):
+        return "TransformerEncoderLayer got another forward"
     act = _activation(module)
     if act is None:
         return "no op computes its activation"
-    norms = []
-    for which in ("norm1", "norm2"):
-        leaf = leaf_of(getattr(module, which))
+    leaves = {which: leaf_of(getattr(module, which)) for which in _READS}
+    for which, leaf in leaves.items():
         if isinstance(leaf, str):
-            return leaf
-        norms.append(list(leaf.ops))
-    drops = [ops.Dropout(module.dropout.p), ops.Dropout(module.dropout2.p)]
+            return f"{which}: {leaf}"
+    made: Any = {which: list(leaf.ops) for which, leaf in leaves.items()}
+    drops = [*made["dropout"], *made["dropout2"]]
+    if not all(isinstance(op, ops.Dropout) for op in drops):
+        return "its dropout is another module"
+    norms = [made["norm1"], made["norm2"]]
     feed_forward: list[BasicOperation] = [
-        *linear_ops(module.linear1),
+        *made["linear1"],
         act,
         drops[0],
-        *linear_ops(module.linear2),
+        *made["linear2"],
         drops[1],
     ]
     add, fork, last = ops.AddExtraInput(), ops.MakeExtraOutput(), ops.AddExtraInput()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
+from torch.nn.utils import parametrize
 
 from ..overrides import hook_dicts, hook_kinds, op_class
 from .layers import original_class
@@ -65,6 +67,8 @@ class Guard:
                 or attributes.get("_compiled_call_impl") is not None
             ) and (why := self._explained()):
                 return why
+        if self._children and _hooked_everywhere():
+            return "there are hooks on every module"
         for cls, forward, call in self._methods:
             if cls.forward is not forward or cls.__call__ is not call:
                 return f"{cls.__name__} got another forward"
@@ -105,6 +109,8 @@ class Guard:
         """What is wrong with a parameter; ``""`` if a parametrization computes it."""
         for name, (_, _, child, _, _) in zip(self._names, self._children, strict=True):
             if child._parameters is params:
+                if parametrize.is_parametrized(child, key):  # to look at it is to compute it
+                    return ""
                 value = getattr(child, key, None)
                 if (value is not None) is there and (value is None or type(value) in _PLAIN):
                     return ""
@@ -119,6 +125,16 @@ def value_of(module: nn.Module, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
+
+
+def _hooked_everywhere() -> bool:
+    """Whether there are hooks that run when any module is called."""
+    return bool(
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )
 
 
 def _described(module: Any) -> str:

@@ -14,6 +14,9 @@ from torch.compiler import is_dynamo_compiling
 from ..overrides import BESIDE, CONVERTED
 from ..settings import current
 
+_OWN = "_opfuse_forward"
+"""What a layer has that keeps its forward, whatever a base put around it."""
+
 
 def layer_in(cls: type) -> type | None:
     """The layer that a conversion put on a class, wherever it stands among its bases, or None."""
@@ -24,6 +27,23 @@ def original_class(cls: type) -> Any:
     """The class below that layer, or the class itself."""
     layer = layer_in(cls)
     return cls if layer is None else vars(layer)[CONVERTED]
+
+
+def written_forward(cls: type) -> Any:
+    """The forward of a class as its author wrote it.
+
+    A base may put a function around the forward of every subclass, as the layers of transformers
+    do for checkpointing. The layer of a conversion is such a subclass, so it has that function
+    around its own forward, and the one below it has nothing to do.
+    """
+    cls = original_class(cls)
+    forward, above = cls.forward, layered(cls).forward  # type: ignore[attr-defined]
+    code = getattr(above, "__code__", None)
+    if code is getattr(vars(layered(cls))[_OWN], "__code__", None):
+        return forward
+    while getattr(forward, "__code__", None) is code and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,7 +63,12 @@ def layered(cls: Any) -> Any:
         return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
 
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    methods = {"forward": forward, "__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    methods = {
+        "forward": forward,
+        _OWN: forward,
+        "__reduce_ex__": _reduce_ex,
+        "__deepcopy__": _deepcopy,
+    }
     return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
 
 

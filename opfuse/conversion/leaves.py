@@ -29,6 +29,8 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     if getattr(module, "inplace", False):
         return f"{cls.__name__} writes into its input"
     if (make := _KNOWN.get(cls)) is not None:
+        if is_patched(cls):
+            return f"{cls.__name__} got another forward"
         known: Leaf | str = make(module)
         return known
     if next(module.children(), None) is not None:
@@ -36,9 +38,20 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     return probing.recognised(module)
 
 
+def is_patched(cls: Any) -> bool:
+    """Whether the forward of a class of torch is not the one from the class's own file."""
+    home = getattr(cls.forward, "__globals__", {}).get("__name__")
+    return home != cls.__module__
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
+    return op_class(module) is nn.Linear and not is_patched(nn.Linear)
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a ``torch.nn.Linear``, or computes what one of transposed weight does."""
-    return op_class(module) is nn.Linear or probing.is_transposed_linear(module)
+    return is_plain_linear(module) or probing.is_transposed_linear(module)
 
 
 def _linear(module: Any) -> Leaf | str:

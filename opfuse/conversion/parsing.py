@@ -16,7 +16,7 @@ from ..op import BasicOperation
 from ..overrides import op_class
 from ..sequential import Sequential
 from .layers import original_class
-from .leaves import function_op, gated, is_linear, leaf_of
+from .leaves import function_op, gated, is_linear, is_plain_linear, leaf_of
 from .probing import Leaf, linear_ops
 from .tracing import Untraceable, kind_of, names_read, parameters_of, plain_read, trace
 
@@ -346,7 +346,7 @@ class Parser:
             return None
         names = [str(a.target), str(b.target)]
         modules = [self._module.get_submodule(name) for name in names]
-        if not all(op_class(module) is nn.Linear for module in modules):
+        if not all(is_plain_linear(module) for module in modules):
             return None
         if any("forward" in vars(module) for module in modules):
             return None
