@@ -3,6 +3,7 @@
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cast import Cast
+from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, ReduceScatter
 from .dropout import Dropout
 from .extra import AddExtraInput, MakeExtraOutput
@@ -28,10 +29,10 @@ from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, Scaled
 # fmt: off
 __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
-    "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "Dropout",
-    "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
-    "Reshape", "SReGLU",
+    "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "CrossEntropy",
+    "Dropout", "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm",
+    "Linear", "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU",
+    "ReduceScatter", "Reshape", "SReGLU",
     "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
     "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwiGLU",
 ]

@@ -480,7 +480,10 @@ def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> lis
         shapes.append(shape)
         if isinstance(op, built_in.Reshape):
             shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
-        shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
+        if isinstance(op, built_in.CrossEntropy):
+            shape = shape[:-1] if op.reduction == "none" else ()
+        elif shape:
+            shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
     return shapes
 
 
