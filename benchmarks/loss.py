@@ -5,9 +5,10 @@ python benchmarks/loss.py --classes 32768 --dtypes float32 --turns 3
 
 Eager is ``F.cross_entropy(F.linear(x, weight), targets)``, forward and backward. The other side is
 ``opfuse.Sequential(Linear, CrossEntropy)`` with the installed plugins. Times are medians of steps
-in turns. Memory is the largest resident size of a process of its own during a step, minus what was
-resident before it: the input, the weight and its gradient, which the step adds to, as in the second
-of two microbatches.
+in turns: of one thread the time that the processor worked for it, which other programs change
+little, of several the time that went by. Memory is the largest resident size of a process of its
+own during a step, minus what was resident before it: the input, the weight and its gradient, which
+the step adds to, as in the second of two microbatches.
 """
 
 from __future__ import annotations
@@ -89,12 +90,13 @@ def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, 
     held = {name: in_a_process(options, classes, dtype, name) for name in names}
     sides = steps(options, classes, dtype)
     times: dict[str, list[float]] = {name: [] for name in names}
+    clock = time.process_time if options.threads == 1 else time.perf_counter
     for turn in range(options.turns + 1):
         for name in names if turn % 2 else names[::-1]:
-            start = time.perf_counter()
+            start = clock()
             sides[name]()
             if turn:  # the first one plans, and compiles kernels
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     middle = {name: statistics.median(values) for name, values in times.items()}
     pairs = [a / b for a, b in zip(times["eager"], times["opfuse"], strict=True)]
     row = {

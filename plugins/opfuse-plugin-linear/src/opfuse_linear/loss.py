@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from opfuse.authoring import wide
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
 
-from . import chunks, kernels
+from . import choice, chunks, kernels
 from .fused import Products, plain_linear
 
 Ctxs = list[OperationContext]
@@ -27,12 +28,20 @@ class LinearLoss(Products):
     """
 
     grad_input = "fresh"
-    _softmax: chunks.Softmax = staticmethod(chunks.softmax_in_place)
+    _softmax: Any = staticmethod(chunks.softmax_in_place)
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         # in a tuple, since looking up a module's attributes is slow
         self._parts = basic_ops[-1], len(basic_ops) == 3, ((),) * len(basic_ops)
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        if not _no_kernel(env):
+            from .softmax import softmax_in_place  # this imports Triton
+
+            self._softmax = softmax_in_place
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
@@ -155,10 +164,25 @@ def _is_frozen(op: BasicLinear) -> bool:
     return weight is not None and not weight.requires_grad
 
 
+def _no_kernel(env: Environment) -> str:
+    """Why the kernel of the softmax cannot run, or ""."""
+    if env.device.type != "cuda" and not (env.device.type == "cpu" and choice.is_interpreting()):
+        return "its kernel needs a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs Triton, which is not installed"
+    if env.dtype not in choice.DTYPES:
+        return f"its kernel takes no {str(env.dtype)[6:]}"
+    if env.capability is not None and env.capability < choice.MIN_CAPABILITY:
+        return "its kernel needs a GPU of compute capability 8.0"
+    return ""
+
+
 def _chunks_pay(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
     if env.compiling:
         return "under torch.compile the chunks would be one after the other in the graph"
+    if env.device.type != "cpu" and (reason := _no_kernel(env)):
+        return f"{reason}, and PyTorch's operations by chunks are many small ones"
     return plain_linear(ops, env)
 
 
