@@ -3,6 +3,7 @@
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cast import Cast
+from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, ReduceScatter
 from .dropout import Dropout
 from .extra import AddExtraInput, MakeExtraOutput
@@ -23,15 +24,51 @@ from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Identity, Reshape
 from .quantize import Quantize
+from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 
 # fmt: off
 __all__ = [
-    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
-    "AllReduce", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "Dropout",
-    "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
-    "Reshape", "SReGLU",
-    "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU",
-    "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwiGLU",
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "Activation",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "ApplyRoPE",
+    "BasicLinear",
+    "Bias",
+    "Cast",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "CrossEntropy",
+    "Dropout",
+    "GatedActivation",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "Linear",
+    "MakeExtraOutput",
+    "ParallelLinear",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Reshape",
+    "RoPE",
+    "SReGLU",
+    "SReLU",
+    "ScaledActivation",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
 ]

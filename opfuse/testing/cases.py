@@ -480,7 +480,10 @@ def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> lis
         shapes.append(shape)
         if isinstance(op, built_in.Reshape):
             shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
-        shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
+        if isinstance(op, built_in.CrossEntropy):
+            shape = shape[:-1] if op.reduction == "none" else ()
+        elif shape:
+            shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
     return shapes
 
 
@@ -492,6 +495,8 @@ def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple
     """
     if isinstance(op, built_in.GroupedLinear):
         return (op.num_groups,)
+    if isinstance(op, (built_in.RoPE, built_in.ApplyRoPE)):  # one for all heads
+        return (*shape[:-2], *([op.rotary_dim] if op.num_extra_inputs == 2 else []))
     per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"
     return shape[:-1] if per_row else shape
 

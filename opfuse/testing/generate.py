@@ -113,6 +113,8 @@ def _by_constructor(cls: type, width: int) -> list[Op]:
 _GATED = (built_in.GatedActivation, built_in.ScaledActivation)
 _CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
 _BOUNDED = {"beta1": 2.0, "beta2": 3.0}
+_LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}
+_LOSSES: Any = {}, _LOSS, {"reduction": "sum"}, {"reduction": "none"}
 _ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
     built_in.ClampedSwiGLU: _CLAMPED,
     built_in.ScaledClampedQGeGLU: _CLAMPED,
@@ -164,6 +166,7 @@ _MAKERS: Makers = {
     ],
     built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
+    built_in.CrossEntropy: lambda width: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],
     built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
 }
 

@@ -30,6 +30,9 @@ OPS = {
     "RMSNorm": (lambda: ops.RMSNorm(8), ("input", "weight", "rstd"), ("zero_centered_gamma",)),
     "L2Normalization": (ops.L2Normalization, ("input", "rstd"), ()),
     "ConstantScale": (lambda: ops.ConstantScale(2.0), (), ("scale",)),
+    "RoPE": (lambda: ops.RoPE(8), ("positions",), ("rotation",)),
+    "ApplyRoPE": (lambda: ops.ApplyRoPE(8), ("cos", "sin"), ("rotation",)),
+    "CrossEntropy": (ops.CrossEntropy, ("input", "targets", "lse"), ("numbers",)),
     "Identity": (ops.Identity, (), ()),
     "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
     "Dropout": (lambda: ops.Dropout(0.5), ("mask",), ("p",)),
@@ -52,6 +55,10 @@ OPS = {
 def extras_of(op):
     if isinstance(op, ops.GroupedLinear):
         return [torch.tensor([1, 2])]
+    if isinstance(op, ops.CrossEntropy):
+        return [torch.tensor([1, 7, 0])]
+    if isinstance(op, (ops.RoPE, ops.ApplyRoPE)):
+        return [torch.randn(8)] * 2 if op.num_extra_inputs == 2 else [torch.tensor(3)]
     scaled = isinstance(op, ops.ScaledActivation)
     return [torch.randn(3) if scaled else torch.randn(3, 8)] * op.num_extra_inputs
 
@@ -80,7 +87,7 @@ def test_declarations(name):
     assert op.grad_input in ("fresh", "same", "shared")
     strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
     assert op.params_in_compute_dtype == (name in strict)
-    assert op.feature_ratio == {"Reshape": None}.get(
+    assert op.feature_ratio == {"Reshape": None, "CrossEntropy": None}.get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )
 
@@ -237,6 +244,7 @@ NUMBERS = {
     "scale": lambda: ops.ConstantScale(2.0), "p": lambda: ops.Dropout(0.5), "beta1": ops.SiTUGLU,
     "beta2": ops.SiTUGLU, "limit": ops.ClampedSwiGLU, "alpha": ops.ClampedSwiGLU,
     "glu_linear_offset": ops.ClampedSwiGLU, "eps": lambda: ops.RMSNorm(4),
+    "base": lambda: ops.RoPE(4), "label_smoothing": ops.CrossEntropy, "z_loss": ops.CrossEntropy,
 }  # fmt: skip
 
 

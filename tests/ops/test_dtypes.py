@@ -83,6 +83,9 @@ EXPRESSIONS = {
     "AddExtraInput": lambda x, p: x + p(ROWS, WIDTH),
     "Dropout": lambda x, p: F.dropout(x, 0.5),
     "ConstantScale": lambda x, p: x * 2.0,
+    "RoPE": lambda x, p: (x.float() if x.itemsize == 2 else x).cos().to(x.dtype),
+    "ApplyRoPE": lambda x, p: x * p(WIDTH) + x.roll(WIDTH // 2, -1) * p(WIDTH),
+    "CrossEntropy": lambda x, p: F.cross_entropy(x, torch.zeros(ROWS, dtype=int, device=x.device)),
     "Identity": lambda x, p: x,
     "MakeExtraOutput": lambda x, p: x,
     "Quantize": lambda x, p: x,
@@ -97,6 +100,7 @@ ARGUMENTS = {
     "Bias": (WIDTH,),
     "LayerNorm": (WIDTH,),
 }
+ARGUMENTS |= {"RoPE": (WIDTH,), "ApplyRoPE": (WIDTH,)}
 ARGUMENTS |= {"RMSNorm": (WIDTH,), "Dropout": (0.5,), "ConstantScale": (2.0,), "Reshape": ((-1,),)}
 
 
@@ -111,7 +115,10 @@ def ours(name, x, p):
         if name != "Linear"
         else []
     )
-    extras = [torch.ones(ROWS, dtype=int)] if name == "GroupedLinear" else extras
+    extras = [torch.ones((), dtype=int)] if name == "RoPE" else extras
+    extras = [p(WIDTH)] * 2 if name == "ApplyRoPE" else extras
+    whole = name in ("GroupedLinear", "CrossEntropy")
+    extras = [torch.ones(ROWS, dtype=int)] if whole else extras
     result = op(x, *extras)
     return result[0] if isinstance(result, tuple) else result
 

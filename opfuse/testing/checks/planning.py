@@ -180,6 +180,7 @@ def environments(device: str, recipe: Recipe | None = None) -> Iterator[Environm
         yield env._replace(row_alignment=16, rows=1 << 16, features=4096)
         yield env._replace(rows=0, features=1)
         yield env._replace(training=False, requires_grad=False)
+        yield env._replace(training=False)
         yield env._replace(deterministic=True)
         yield env._replace(compiling=True)
 

@@ -1,5 +1,6 @@
 """The plugin against the contract."""
 
+import opfuse_linear.chunks
 import opfuse_linear.fused
 import pytest
 import torch
@@ -37,6 +38,15 @@ class TestConformance(FusionSuite):
             and request.node.callspec.params.get("fusion_check") != "refusals"
         ):
             monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+
+    @pytest.fixture(autouse=True)
+    def _few_rows_at_once(self, monkeypatch):
+        """A loss in several chunks, of several blocks each."""
+        monkeypatch.setattr(opfuse_linear.chunks, "LEAST_ROWS", 45)
+        monkeypatch.setattr(opfuse_linear.chunks, "MOST_ROWS", 45)
+        monkeypatch.setattr(opfuse_linear.chunks, "LOGITS", 1)
+        monkeypatch.setattr(opfuse_linear.chunks, "BLOCK", 200)
+        monkeypatch.setattr(opfuse_linear.chunks, "CLASSES", 5)
 
     @pytest.fixture(autouse=True)
     def _interpreted_in_large_tiles(self, monkeypatch, request):

@@ -28,6 +28,14 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 
 @hookimpl
+def opfuse_joint_fusions() -> list[Fusion]:
+    """Linear [+ bias] + cross entropy, chunk by chunk of rows."""
+    from . import loss
+
+    return loss.JOINT
+
+
+@hookimpl
 def opfuse_options() -> dict[str, Any]:
     """Whether an activation's output is computed again, not kept for the linear behind it."""
     return {"linear.recompute": False}

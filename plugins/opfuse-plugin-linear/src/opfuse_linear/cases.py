@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.ops import GELU, SwiGLU
+from opfuse.ops.cross_entropy import LossNumbers
 from opfuse.triton import KernelCase, Operand, functions_of
 
 from .products import BY_POINTERS, BY_TILES, multiply
+from .softmax import softmax_in_place
 
 BF16 = torch.bfloat16
 _GELU, _SWIGLU = functions_of(GELU()), functions_of(SwiGLU())
@@ -88,6 +91,32 @@ def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     return F.silu(gate) * linear
 
 
+def _softmax(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    losses = softmax_in_place(logits, targets, weights, numbers)
+    return logits, losses
+
+
+def _softmax_operands(rows: int, classes: int) -> Mapping[str, Operand]:
+    return {
+        "logits": Operand((rows, classes), BF16),
+        "targets": Operand((rows,), torch.int64, "vector"),
+        "weights": Operand((rows,), torch.float32, "vector"),
+        "gradient": Operand((rows, classes), BF16, output=True),
+        "losses": Operand((rows,), torch.float32, "vector", output=True),
+    }
+
+
+def _twice_and_once(rows: int, classes: int) -> int:
+    """A row is wider than what a program keeps: it is read twice, and written once."""
+    return 3 * rows * classes * BF16.itemsize
+
+
+_ALL = LossNumbers(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
+_VOCABULARIES = [{"rows": 512, "classes": 128256}, {"rows": 512, "classes": 32000}]
+_FEW = [{"rows": 5, "classes": 5000}, {"rows": 3, "classes": 65}]
+
 _MLP = [
     {"rows": 8192, "depth": 1024, "features": 4096},
     {"rows": 512, "depth": 768, "features": 3072},
@@ -122,4 +151,11 @@ CASES = [
         "gate and up + SwiGLU, kept", _gated_training, _gated_training_operands, _GATED + _ODD,
         _SMALL, gemms=_GEMMS,
     ),
+    *[
+        KernelCase(
+            name, functools.partial(_softmax, numbers=numbers), _softmax_operands, _VOCABULARIES,
+            _FEW, floor=_twice_and_once,
+        )
+        for name, numbers in (("softmax of a loss", LossNumbers()), ("with all options", _ALL))
+    ],
 ]  # fmt: skip

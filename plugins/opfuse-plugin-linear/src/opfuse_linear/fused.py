@@ -57,7 +57,7 @@ def _epilogue(act: Activation) -> tuple[str, str] | None:
 # is slow.
 
 
-class _Products(FusedOperation):
+class Products(FusedOperation):
     """Matrix products, in the library that is the faster one here, if that was measured."""
 
     _onednn: bool | None = None
@@ -74,7 +74,7 @@ class _Products(FusedOperation):
         self._onednn = env.configuration.get("onednn") if env.configuration else None
 
 
-class _WithEpilogue(_Products):
+class _WithEpilogue(Products):
     """Products with something in their epilogue, which Triton can compute as well."""
 
     _product: Any = None
@@ -89,7 +89,7 @@ class _WithEpilogue(_Products):
         self._product = choice.product(list(self.basic_ops), env)
 
 
-class ForwardLinear(_Products):
+class ForwardLinear(Products):
     """Linear alone, in the faster of PyTorch's libraries."""
 
     def fuser_forward(
@@ -100,7 +100,7 @@ class ForwardLinear(_Products):
         return kernels.linear(x, weight, None, self._onednn), ((),)
 
 
-class ForwardLinearBias(_Products):
+class ForwardLinearBias(Products):
     """Linear + bias: the bias goes into the matrix product."""
 
     def planned(self, env: Environment) -> None:
@@ -191,7 +191,7 @@ class ForwardLinearBiasActivation(_WithEpilogue):
         return y
 
 
-class ForwardParallelLinear(_Products):
+class ForwardParallelLinear(Products):
     """Linears side by side, in the faster of PyTorch's libraries."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -284,7 +284,7 @@ class ForwardLinearAdd(_WithEpilogue):
         return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
 
 
-class BackwardLinear(_Products):
+class BackwardLinear(Products):
     """The backward of linear [+ bias] [+ activation].
 
     The gradient of the activation overwrites a gradient that the chain owns.
@@ -321,7 +321,7 @@ class BackwardLinear(_Products):
         )
 
 
-class BackwardParallelLinear(_Products):
+class BackwardParallelLinear(Products):
     """The backward of linears side by side [+ activation].
 
     The gradient of the input is added up in the matrix products.
@@ -351,7 +351,7 @@ class BackwardParallelLinear(_Products):
         return dx, (grads,) if act is None else (grads, of_act), no_extras
 
 
-class BackwardLinearScale(_Products):
+class BackwardLinearScale(Products):
     """The backward of linear + scale: one pass over the gradient, or a scale in each product."""
 
     grad_input = "fresh"
@@ -371,7 +371,7 @@ class BackwardLinearScale(_Products):
         return grad_input, ((grad_weight,), ()), ((), ())
 
 
-class BackwardLinearAdd(_Products):
+class BackwardLinearAdd(Products):
     """The backward of extra output + linear: the extra gradient is added in the matrix product."""
 
     grad_input = "fresh"
@@ -409,7 +409,8 @@ class BackwardActivationBias(FusedOperation):
         return dy, ((grad_bias,), of_act), ((), ())
 
 
-def _plain_linear(ops: Any, env: Environment) -> bool | str:
+def plain_linear(ops: Any, env: Environment) -> bool | str:
+    """Whether what is asked for multiplies plain tensors, as these fusions do."""
     if env.recipe is None:
         return True
     return (
@@ -422,7 +423,7 @@ def _exact(ops: Any, env: Environment) -> bool | str:
     """Under a recipe the operands of a product are in fp32; what they stand for is not rounded."""
     if env.recipe is None or env.dtype in (torch.float32, torch.float64):
         return True
-    return _plain_linear(ops, env)
+    return plain_linear(ops, env)
 
 
 def _recomputes(env: Environment) -> bool:
@@ -468,7 +469,7 @@ def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
             "it would do what the ops do one by one"
         )
     pays = _pays(ops, env)
-    return _plain_linear(ops, env) if pays is True else pays
+    return plain_linear(ops, env) if pays is True else pays
 
 
 def _activation_pays(ops: Any, env: Environment) -> bool | str:
@@ -483,7 +484,7 @@ def _alone_pays(ops: Any, env: Environment) -> bool | str:
 
 
 def _scale_pays(ops: Any, env: Environment) -> bool | str:
-    return _plain_and_pays(ops, env) if env.device.type == "cpu" else _plain_linear(ops, env)
+    return _plain_and_pays(ops, env) if env.device.type == "cpu" else plain_linear(ops, env)
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
@@ -552,5 +553,5 @@ BACKWARD = [
     # the others go first
     Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),
     Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _scale_pays, name="linear+scale"),
-    Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, _plain_linear, name="linear+add"),
+    Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, plain_linear, name="linear+add"),
 ]

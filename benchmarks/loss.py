@@ -1,0 +1,152 @@
+"""Time and memory of a language model's last linear and its loss, beside eager PyTorch.
+
+python benchmarks/loss.py --out loss.json
+python benchmarks/loss.py --classes 32768 --dtypes float32 --turns 3
+
+Eager is ``F.cross_entropy(F.linear(x, weight), targets)``, forward and backward. The other side is
+``opfuse.Sequential(Linear, CrossEntropy)`` with the installed plugins. Times are medians of steps
+in turns: of one thread the time that the processor worked for it, which other programs change
+little, of several the time that went by. Memory is the largest resident size of a process of its
+own during a step, minus what was resident before it: the input, the weight and its gradient, which
+the step adds to, as in the second of two microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+MOST_MEMORY, LEAST_SPEED = 0.30, 1.0
+"""Goals: memory at most this part of eager's, speed at least this."""
+
+
+def main() -> None:
+    """Measure every size and dtype; or be the process whose memory is measured."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--classes", default="32768,131072")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
+    parser.add_argument("--memory-of", choices=("eager", "opfuse"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        print(memory(options))
+        return
+    rows = [
+        measure(options, int(classes), dtype)
+        for dtype in options.dtypes.split(",")
+        for classes in options.classes.split(",")
+    ]
+    if options.out:
+        from benchmarks.record import about
+
+        sizes = {name: getattr(options, name) for name in ("tokens", "hidden", "threads", "turns")}
+        result = about("loss", torch.device("cpu")) | sizes | {"rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Callable[[], None]]:
+    """A step of each side, which adds to the gradient of one weight."""
+    import torch
+    from torch.nn import functional as F
+
+    import opfuse
+    from opfuse import ops
+
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    head = ops.Linear(options.hidden, classes, bias=False, dtype=kind)
+    chain = opfuse.Sequential(head, ops.CrossEntropy())
+    x = torch.randn(options.tokens, options.hidden, dtype=kind, requires_grad=True)
+    targets = torch.randint(0, classes, (options.tokens,))
+    head.weight.grad, x.grad = torch.ones_like(head.weight), torch.ones_like(x)
+    return {
+        "eager": lambda: F.cross_entropy(F.linear(x, head.weight), targets).backward(),
+        "opfuse": lambda: chain(x, targets).backward(),
+    }
+
+
+def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Any]:
+    """One row of the result."""
+    names = ("eager", "opfuse")
+    held = {name: in_a_process(options, classes, dtype, name) for name in names}
+    sides = steps(options, classes, dtype)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    for turn in range(options.turns + 1):
+        for name in names if turn % 2 else names[::-1]:
+            start = clock()
+            sides[name]()
+            if turn:  # the first one plans, and compiles kernels
+                times[name].append(clock() - start)
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    pairs = [a / b for a, b in zip(times["eager"], times["opfuse"], strict=True)]
+    row = {
+        "dtype": dtype,
+        "classes": classes,
+        "seconds": times,
+        "speed": middle["eager"] / middle["opfuse"],
+        "speed_of_turns": [min(pairs), max(pairs)],
+        "bytes": held,
+        "memory": held["opfuse"] / held["eager"],
+    }
+    good = row["memory"] <= MOST_MEMORY and row["speed"] >= LEAST_SPEED
+    low, high = row["speed_of_turns"]
+    print(
+        f"{dtype:9} {classes:7} classes: {middle['eager']:.2f} s eager, {middle['opfuse']:.2f} s "
+        f"opfuse, speed {row['speed']:.2f} ({low:.2f} to {high:.2f}); "
+        f"{held['eager'] / 1e6:.0f} MB eager, {held['opfuse'] / 1e6:.0f} MB opfuse, "
+        f"memory {row['memory']:.2f}{'' if good else '  <-- misses the goal'}",
+        flush=True,
+    )
+    return row
+
+
+def in_a_process(options: argparse.Namespace, classes: int, dtype: str, name: str) -> int:
+    """The memory of one side, in bytes."""
+    command = [sys.executable, __file__, "--memory-of", name, "--classes", str(classes)]
+    for each in ("tokens", "hidden", "threads"):
+        command += [f"--{each}", str(getattr(options, each))]
+    given = [*command, "--dtypes", dtype]
+    return int(subprocess.run(given, check=True, capture_output=True, text=True).stdout)
+
+
+def memory(options: argparse.Namespace) -> int:
+    """The largest resident size during a step above that before it."""
+    warm = argparse.Namespace(**{**vars(options), "tokens": 256, "hidden": 128})
+    for step in steps(warm, 1024, options.dtypes).values():  # libraries take memory once
+        step()
+    step = steps(options, int(options.classes), options.dtypes)[options.memory_of]
+    gc.collect()
+    before = resident("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the largest size is the present one
+    step()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """A size of this process, as Linux tells it."""
+    lines = pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The loss of a classifier or a language model: CrossEntropy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..fusible import check_real
+from . import _blocks
+from ._common import AllGrads, ExtraTensorOperation, Outputs, rows_of, shows, whole, widen
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossNumbers(NamedTuple):
+    """The numbers of a :class:`CrossEntropy`, as its arguments call them.
+
+    The backward uses those of its forward.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    reduction: str = "mean"
+
+
+class CrossEntropy(ExtraTensorOperation):
+    """The cross entropy of logits and targets, as ``torch.nn.functional.cross_entropy``.
+
+    Takes logits ``(..., classes)`` and one extra input, integer targets of shape ``(...)``. Gives
+    the mean or the sum of the rows' losses as a tensor without dimensions, or the losses in the
+    shape of the targets. It computes in fp32 for half precision; the output has the dtype of the
+    input, under autocast fp32. The loss of a row is ``logsumexp(z) - z[target]``.
+
+    Args:
+        ignore_index: Rows with this target have no loss and no gradient, and the mean does not
+            count them. The mean over no rows is NaN.
+        label_smoothing: How much of a row's target is spread over all classes (Szegedy et al.
+            2016).
+        z_loss: Adds ``z_loss * logsumexp(z)^2`` to the loss of a row, which keeps logits small
+            (PaLM, Chowdhery et al. 2022).
+        softcap: ``z`` is ``softcap * tanh(logits / softcap)`` (Gemma 2); None: ``z`` is the logits.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+
+    Raises:
+        TypeError: An argument of the wrong type; in a call, targets that are no integers.
+        ValueError: An argument out of range; in a call, targets of another shape.
+        IndexError: In a call, a target that is no class; on a GPU the device reports it later.
+    """
+
+    num_extra_inputs = 1
+    extra_input_dtypes = ("integer",)
+    saved_names = ("input", "targets", "lse")
+    context_names = ("numbers",)
+    real_numbers = ("label_smoothing", "z_loss")
+    grad_input = "fresh"
+    differentiable = True
+    autocast_dtype = torch.float32
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.real_numbers or (name == "softcap" and value is not None):
+            value = check_real(self, name, value)
+        if name in LossNumbers._fields:
+            _check(self, name, value)
+        super().__setattr__(name, value)
+
+    extra_repr = shows(*LossNumbers._fields)
+
+    def numbers_of(self) -> LossNumbers:
+        """The numbers as they are now."""
+        return LossNumbers(*[getattr(self, name) for name in LossNumbers._fields])
+
+    def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
+        """Refuse targets that do not fit logits of this shape; for fusions too.
+
+        Raises:
+            ValueError: They have another shape.
+        """
+        if not shape or targets.shape != shape[:-1]:
+            expected = f"{type(self).__name__} expected targets of shape {tuple(shape[:-1])}"
+            what = f"for logits of shape {tuple(shape)}, got {tuple(targets.shape)}"
+            raise ValueError(f"{expected} {what}")
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The loss; saves ``(input, targets, lse)``, the input as it came, leaves the numbers.
+
+        ``lse`` is the logsumexp of each row, in fp32 for half precision.
+        """
+        (ctx,), ((targets,),) = basic_op_ctxs, basic_op_extra_inputs
+        self.check_targets(targets, input_.shape)
+        numbers = self.numbers_of()
+        losses, lse = row_losses(rows_of(input_), targets.flatten(), numbers)
+        if ctx.requires_grad:
+            ctx.numbers = numbers
+            ctx.to_save = (input_, targets, lse) if ctx.input_requires_grad else (None,) * 3
+        loss = reduced(losses, targets, numbers)
+        return loss.to(ctx.dtype or input_.dtype), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """``dx = w ((1 + 2 z_loss lse) softmax(z) - q)``, where ``q`` is the smoothed target.
+
+        ``w`` is the gradient of the row's loss; a ``softcap`` multiplies by ``1 - (z/softcap)^2``.
+        """
+        (ctx,) = basic_op_ctxs
+        x, targets, lse = ctx.saved_tensors
+        if x is None:
+            return None, [()], [(None,)]
+        flat = targets.flatten()
+        weights = row_weights(grad_output.to(lse.dtype), flat, ctx.numbers)
+        dx = row_gradients(rows_of(x), flat, lse, weights, ctx.numbers)
+        return dx.view(x.shape), [()], [(None,)]
+
+
+def _check(op: object, name: str, value: Any) -> None:
+    """Refuse a number out of its range."""
+    who = f"{type(op).__name__} expected"
+    if name == "ignore_index" and whole(value) is None:
+        raise TypeError(f"{who} a whole number as ignore_index, got {value!r}")
+    if name == "reduction" and value not in REDUCTIONS:
+        raise ValueError(f"{who} 'mean', 'sum' or 'none' as reduction, got {value!r}")
+    if name == "label_smoothing" and not 0 <= value <= 1:
+        raise ValueError(f"{who} label_smoothing between 0 and 1, got {value!r}")
+    if name == "z_loss" and not value >= 0:
+        raise ValueError(f"{who} z_loss of at least 0, got {value!r}")
+    if name == "softcap" and value is not None and not value > 0:
+        raise ValueError(f"{who} a softcap above 0, or None, got {value!r}")
+
+
+# The arithmetic, row by row; for fusions too
+
+
+def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> tuple[Tensor, Tensor]:
+    """The loss of each row, 0 where it is ignored, and its logsumexp.
+
+    Args:
+        logits: ``(rows, classes)``.
+        targets: ``(rows,)``.
+        numbers: Of the op.
+
+    Returns:
+        Both in fp32 for half precision.
+    """
+    rows = _rows_at_once(logits)
+    if rows is None:
+        return _losses(logits, targets, numbers)
+    pairs = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
+    losses, lse = zip(*[_losses(x, of_x, numbers) for x, of_x in pairs], strict=True)
+    return torch.cat(losses), torch.cat(lse)
+
+
+def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> tuple[Tensor, Tensor]:
+    ignored, smoothing, z_loss, *_ = numbers
+    z = _capped(widen(logits), numbers.softcap)
+    lse = z.logsumexp(-1)
+    # minus the target's logit; it refuses what is no class, without a look from the host
+    picked = F.nll_loss(z, targets.long(), ignore_index=ignored, reduction="none")
+    losses = lse + picked * (1 - smoothing) if smoothing else lse + picked
+    if smoothing:
+        losses = losses - z.mean(-1) * smoothing
+    if z_loss:
+        losses = losses + lse.square() * z_loss
+    return torch.where(targets == ignored, 0.0, losses), lse
+
+
+def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
+    """What the reduction makes of the losses of rows; ``targets`` have the shape of no reduction.
+
+    Args:
+        losses: ``(rows,)``, 0 where a row is ignored.
+        targets: The targets.
+        numbers: Of the op.
+    """
+    if numbers.reduction == "none":
+        return losses.view(targets.shape)
+    total = losses.sum()
+    return total / (targets != numbers.ignore_index).sum() if numbers.reduction == "mean" else total
+
+
+def row_weights(grad_output: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
+    """The gradient of each row's loss, 0 where it is ignored.
+
+    Args:
+        grad_output: Gradient of the op's output.
+        targets: ``(rows,)``.
+        numbers: Of the forward.
+    """
+    counted = targets != numbers.ignore_index
+    if numbers.reduction == "mean":  # no rows: torch gives zeros too
+        grad_output = grad_output / counted.sum().clamp(min=1)
+    return torch.where(counted, grad_output.flatten(), 0.0)
+
+
+def row_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    weights: Tensor,
+    numbers: LossNumbers,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits.
+
+    Args:
+        logits: ``(rows, classes)``.
+        targets: ``(rows,)``.
+        lse: Their logsumexp, from :func:`row_losses`.
+        weights: The gradient of each row's loss, as ``lse`` of dtype and shape.
+        numbers: Of the forward.
+        out: Where it is written; may be ``logits``. None: a new tensor.
+
+    Returns:
+        It, in the dtype of ``out`` or of the logits.
+    """
+    rows = _rows_at_once(logits)
+    if rows is None and out is None:
+        return _gradients(logits, targets, lse, weights, numbers).to(logits.dtype)
+    out = torch.empty_like(logits) if out is None else out
+    rows = logits.shape[0] if rows is None else rows
+    given = out, logits, targets, lse, weights
+    blocks = [torch.split(tensor, max(1, rows)) for tensor in given]
+    for place, *of_block in zip(*blocks, strict=True):
+        place.copy_(_gradients(*of_block, numbers))  # type: ignore[call-arg]
+    return out
+
+
+def _gradients(
+    logits: Tensor, targets: Tensor, lse: Tensor, weights: Tensor, numbers: LossNumbers
+) -> Tensor:
+    ignored, smoothing, z_loss, softcap, _ = numbers
+    z = _capped(widen(logits), softcap)
+    factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
+    dz = (z - lse.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    if smoothing:
+        dz.sub_((weights * (smoothing / logits.shape[-1])).unsqueeze(-1))
+    places = targets.long().masked_fill(targets == ignored, 0).unsqueeze(-1)
+    if logits.shape[-1]:
+        dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
+    return dz if softcap is None else dz.mul_(1 - (z / softcap).square())
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _rows_at_once(logits: Tensor) -> int | None:
+    """How many rows of logits to take at once, so that what is between fits a cache; None: all."""
+    if not logits.is_cpu or logits.numel() <= _blocks.LEAST or _blocks.tracing():
+        return None
+    return max(1, _blocks.BLOCK // logits.shape[-1])

@@ -1,0 +1,230 @@
+"""Rotary position embedding: RoPE."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._common import AllGrads, ExtraTensorOperation, Outputs, check_size, shows, wide
+
+
+class Rotation(NamedTuple):
+    """How a :class:`RoPE` rotates; the backward does as its forward did."""
+
+    base: float
+    interleaved: bool
+    rotary_dim: int
+
+
+class _Rotary(ExtraTensorOperation):
+    """What both ops share: they rotate pairs of features, and the backward rotates them back."""
+
+    keeps_rows = True
+    grad_input = "fresh"
+    differentiable = True
+
+    def __init__(self, head_dim: int, *, interleaved: bool, rotary_dim: int | None) -> None:
+        super().__init__()
+        self.in_features = self.out_features = self.head_dim = check_size(
+            self, "head_dim", head_dim
+        )
+        self.rotary_dim = check_size(
+            self, "rotary_dim", head_dim if rotary_dim is None else rotary_dim
+        )
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"{type(self).__name__} expected an even rotary_dim of at most {self.head_dim}, "
+                f"the head_dim, got {self.rotary_dim}"
+            )
+        if not isinstance(interleaved, bool):
+            raise TypeError(
+                f"{type(self).__name__} expected a bool as interleaved, got {interleaved!r}"
+            )
+        self.interleaved = interleaved
+
+
+class RoPE(_Rotary):
+    """Rotary position embedding (Su et al. 2021): rotates pairs of features by an angle.
+
+    Takes ``(..., heads, head_dim)`` and one extra input, integer positions that fit the dimensions
+    before the heads: ``(...)``, or fewer, which are broadcast as in ``(sequence,)``. Gives the same
+    shape and dtype. Pair ``i`` at position ``p`` turns by ``p base^(-2 i / rotary_dim)``; angles
+    and products are in fp32 for half precision, and rounded once.
+
+    Args:
+        head_dim: Size of the last dimension.
+        base: Of the wave lengths.
+        interleaved: Pairs are neighbours ``(2 i, 2 i + 1)``, as in GPT-J; else they are
+            ``(i, i + rotary_dim / 2)``, as in Llama and GPT-NeoX.
+        rotary_dim: How many features are rotated, the first ones; None: all.
+
+    Raises:
+        TypeError: An argument of the wrong type; in a call, positions that are no integers.
+        ValueError: An argument out of range; in a call, positions of another shape.
+    """
+
+    num_extra_inputs = 1
+    extra_input_dtypes = ("integer",)
+    saved_names = ("positions",)
+    context_names = ("rotation",)
+    real_numbers = ("base",)
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        rotary_dim: int | None = None,
+    ) -> None:
+        super().__init__(head_dim, interleaved=interleaved, rotary_dim=rotary_dim)
+        self.base = base
+        if not self.base > 0:
+            raise ValueError(f"{type(self).__name__} expected a base above 0, got {base!r}")
+
+    extra_repr = shows("head_dim", "base", "interleaved", "rotary_dim")
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The rotated input; saves ``(positions,)``, leaves how it rotates."""
+        (ctx,), ((positions,),) = basic_op_ctxs, basic_op_extra_inputs
+        _check_fits(self, "positions", positions.shape, input_.shape[:-2], input_)
+        rotation = Rotation(self.base, self.interleaved, self.rotary_dim)
+        if ctx.requires_grad:
+            ctx.rotation = rotation
+            ctx.save_for_backward(positions if ctx.input_requires_grad else None)
+        cos, sin = _angles(positions, rotation, wide(input_.dtype))
+        return rotated(input_, cos, sin, rotation), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """The gradient, rotated back."""
+        (ctx,) = basic_op_ctxs
+        (positions,) = ctx.saved_tensors
+        if positions is None:
+            return None, [()], [(None,)]
+        cos, sin = _angles(positions, ctx.rotation, wide(grad_output.dtype))
+        return rotated(grad_output, cos, -sin, ctx.rotation), [()], [(None,)]
+
+
+class ApplyRoPE(_Rotary):
+    """:class:`RoPE` with the cosines and sines given, as ``transformers`` passes them to layers.
+
+    Takes ``(..., heads, head_dim)`` and two extra inputs, ``cos`` and ``sin``, whose last dimension
+    is ``rotary_dim`` (both numbers of a pair have the same, as ``transformers`` lays them out) or
+    half of it, and whose others fit the dimensions before the heads, or are broadcast to them.
+    Computes in the widest dtype of the three, in fp32 for half precision, and gives the dtype of
+    the input. ``cos`` and ``sin`` get no gradient. ``transformers`` rounds each product in half
+    precision; this op rounds once.
+
+    Args:
+        head_dim: As for :class:`RoPE`.
+        interleaved: As for :class:`RoPE`; pairs of ``cos`` and ``sin`` are then neighbours too.
+        rotary_dim: As for :class:`RoPE`.
+
+    Raises:
+        TypeError: An argument of the wrong type.
+        ValueError: An argument out of range; in a call, ``cos`` or ``sin`` of another shape.
+        RuntimeError: In a call, ``cos`` or ``sin`` that requires grad.
+    """
+
+    num_extra_inputs = 2
+    saved_names = ("cos", "sin")
+    context_names = ("rotation",)
+
+    def __init__(
+        self, head_dim: int, *, interleaved: bool = False, rotary_dim: int | None = None
+    ) -> None:
+        super().__init__(head_dim, interleaved=interleaved, rotary_dim=rotary_dim)
+
+    extra_repr = shows("head_dim", "interleaved", "rotary_dim")
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The rotated input; saves ``(cos, sin)`` as they came, leaves how it rotates."""
+        (ctx,), ((cos, sin),) = basic_op_ctxs, basic_op_extra_inputs
+        for name, given in (("cos", cos), ("sin", sin)):
+            if given.shape[-1:] not in ((self.rotary_dim,), (self.rotary_dim // 2,)):
+                wanted = f"{self.rotary_dim} or {self.rotary_dim // 2} features in {name}"
+                raise ValueError(
+                    f"{type(self).__name__} expected {wanted}, got shape {tuple(given.shape)}"
+                )
+            _check_fits(self, name, given.shape[:-1], input_.shape[:-2], input_)
+            if ctx.requires_grad and given.requires_grad and not torch.compiler.is_compiling():
+                who = f"{type(self).__name__} gives no gradient of {name}, and it requires grad"
+                raise RuntimeError(f"{who}: detach it")
+        rotation = Rotation(0.0, self.interleaved, self.rotary_dim)
+        if ctx.requires_grad:
+            ctx.rotation = rotation
+            ctx.to_save = (cos, sin) if ctx.input_requires_grad else (None, None)
+        cos, sin = cos.detach(), sin.detach()
+        return rotated(input_, *_halves(cos, sin, rotation), rotation), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """The gradient, rotated back."""
+        (ctx,) = basic_op_ctxs
+        cos, sin = ctx.saved_tensors
+        if cos is None:
+            return None, [()], [(None, None)]
+        cos, sin = _halves(cos, sin, ctx.rotation)
+        return rotated(grad_output, cos, -sin, ctx.rotation), [()], [(None, None)]
+
+
+def _check_fits(
+    op: object, name: str, shape: torch.Size, wanted: torch.Size, input_: Tensor
+) -> None:
+    """Refuse what is not broadcast to the dimensions before the heads."""
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
+    fits = len(shape) <= len(wanted) and all(a in (1, b) for a, b in pairs)
+    if input_.ndim < 2 or not fits:
+        expected = f"{type(op).__name__} expected {name} that fit the dimensions {tuple(wanted)}"
+        what = f"before the heads of an input of shape {tuple(input_.shape)}, got {tuple(shape)}"
+        raise ValueError(f"{expected} {what}")
+
+
+def _angles(positions: Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each pair, ``(..., rotary_dim / 2)``."""
+    exponents = torch.arange(0, rotation.rotary_dim, 2, device=positions.device, dtype=dtype)
+    frequencies = rotation.base ** (-exponents / max(1, rotation.rotary_dim))
+    angles = positions.to(dtype).unsqueeze(-1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _halves(cos: Tensor, sin: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """One cosine and sine per pair, in fp32 for half precision."""
+    count = rotation.rotary_dim // 2
+    found = []
+    for given in (cos, sin):
+        if given.shape[-1] != count:
+            given = given[..., ::2] if rotation.interleaved else given[..., :count]
+        found.append(given.to(wide(given.dtype)))
+    return found[0], found[1]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
+    """Each pair ``(a, b)`` as ``(a cos - b sin, b cos + a sin)``, in the dtype of ``x``.
+
+    Args:
+        x: ``(..., heads, head_dim)``.
+        cos: ``(..., rotary_dim / 2)``, without the heads, in fp32 or wider.
+        sin: Likewise.
+        rotation: Which features are a pair.
+    """
+    count, dtype = rotation.rotary_dim, torch.promote_types(wide(x.dtype), cos.dtype)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = x[..., :count].to(dtype)
+    if rotation.interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        y = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turned[..., : count // 2], turned[..., count // 2 :]
+        y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    y = y.to(x.dtype)
+    return y if count == x.shape[-1] else torch.cat((y, x[..., count:]), -1)

@@ -1,0 +1,237 @@
+"""The arithmetic of a linear and its loss by chunks of rows, in PyTorch primitives.
+
+The logits of one chunk exist at a time. Their gradient overwrites them, and is multiplied at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opfuse.authoring import wide
+from opfuse.ops.cross_entropy import LossNumbers
+
+from . import kernels
+
+LEAST_ROWS, MOST_ROWS = 128, 512
+"""Of a chunk: as many as features, so that its logits take no more memory than the weight does.
+
+The weight, and its gradient, pass through memory once per chunk; from the larger number on that
+takes no time beside the products.
+"""
+
+LOGITS = 1 << 22
+"""How many logits a chunk has where that is more rows."""
+
+BLOCK = 1 << 18
+"""How many logits the formulas of the softmax work on at once: so many stay in a core's cache."""
+
+CLASSES = 1 << 11
+"""How many classes are multiplied at once where products of half precision are added up in fp32."""
+
+LIFT = 1024.0
+"""What gradients of logits are multiplied by in fp16, whose range ends far above a probability."""
+
+
+def rows_of_chunk(classes: int, features: int) -> int:
+    """How many rows a chunk has."""
+    return max(LEAST_ROWS, min(features, MOST_ROWS), LOGITS // max(1, classes))
+
+
+def chunks(x: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The chunks of rows: which rows, these of ``x``, and these of the targets."""
+    count, start = rows_of_chunk(classes, x.shape[1]), 0
+    for part, of_part in zip(torch.split(x, count), torch.split(targets, count), strict=True):
+        yield slice(start, start + len(part)), part, of_part
+        start += len(part)
+
+
+def softmax_in_place(
+    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+) -> Tensor:
+    """Turn logits into their gradient; the twin of the kernel.
+
+    Args:
+        logits: ``(rows, classes)``, contiguous; overwritten.
+        targets: ``(rows,)``.
+        weights: What the gradient of each row's loss is multiplied by: 0 where it is ignored; in
+            fp32 for half precision.
+        numbers: Of the loss.
+
+    Returns:
+        The loss of each row, 0 where it is ignored, in the dtype of ``weights``.
+    """
+    losses = torch.empty_like(weights)
+    rows = max(1, BLOCK // max(1, logits.shape[1]))
+    blocks = [torch.split(tensor, rows) for tensor in (losses, logits, targets, weights)]
+    for of_block, *given in zip(*blocks, strict=True):
+        of_block.copy_(_block_in_place(*given, numbers))  # type: ignore[call-arg]
+    return losses
+
+
+def _block_in_place(
+    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+) -> Tensor:
+    ignored, smoothing, z_loss, softcap, _ = numbers
+    z = logits.to(weights.dtype)
+    if softcap is not None:
+        z = torch.tanh(z / softcap).mul_(softcap)
+    picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
+    mean = z.mean(-1) if smoothing else None
+    slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
+    highest = z.amax(-1, keepdim=True)
+    highest = highest.masked_fill(highest.isinf(), 0.0)  # as torch.logsumexp does
+    dz = z.sub_(highest).exp_()
+    total = dz.sum(-1)
+    lse = total.log().add_(highest.squeeze(-1))
+    losses = lse + picked * (1 - smoothing)
+    if mean is not None:
+        losses -= mean * smoothing
+    factor = weights
+    if z_loss:
+        losses += lse.square() * z_loss
+        factor = weights * (1 + 2 * z_loss * lse)
+    dz.mul_((factor / total).unsqueeze(-1))
+    if smoothing:
+        dz.sub_((weights * (smoothing / z.shape[-1])).unsqueeze(-1))
+    places = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
+    dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
+    if slope is not None:
+        dz.mul_(slope)
+    if softcap is not None or logits.dtype is not weights.dtype:
+        logits.copy_(dz)
+    return torch.where(targets == ignored, 0.0, losses)
+
+
+class Sums:
+    """The gradients of a linear, added up over chunks, in fp32 for half precision.
+
+    Attributes:
+        dx, dw, db: Those of the input, ``(rows, in)``, of the weight and of the bias; None: it is
+            not needed.
+
+    Args:
+        x: The input, ``(rows, in)``.
+        weight: The weight.
+        needs: Which of the three are needed.
+        onednn: See :func:`opfuse_linear.kernels.linear`.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool], onednn: bool | None
+    ) -> None:
+        self._weight, self._onednn, self._wide = weight, onednn, wide(x.dtype)
+        shapes = x.shape, weight.shape, weight.shape[:1]
+        # what is not the first chunk's is added; without classes nothing is
+        self.dx, self.dw, self.db = [
+            (x.new_empty if len(weight) else x.new_zeros)(shape, dtype=self._wide)
+            if needed
+            else None
+            for shape, needed in zip(shapes, needs, strict=True)
+        ]
+
+    def add(self, rows: slice, x: Tensor, d: Tensor) -> None:
+        """Add what a chunk gives.
+
+        Args:
+            rows: Which rows of the input it is.
+            x: These rows.
+            d: The gradient of their logits.
+        """
+        if self.db is not None:
+            _put(self.db, d.sum(0, dtype=self._wide), rows.start)
+        if d.dtype is not self._wide:
+            self._add_half(rows, x, d)
+            return
+        if self.dw is not None:
+            self.dw.addmm_(d.t(), x, beta=1 if rows.start else 0)
+        if self.dx is not None:
+            self.dx[rows] = kernels.linear_dgrad(d, self._weight, onednn=self._onednn)
+
+    def _add_half(self, rows: slice, x: Tensor, d: Tensor) -> None:
+        """The same in half precision: products of some classes, added up in fp32."""
+        # where the weight is not made wider there is no need to take it by parts
+        casts = d.dtype is torch.float16 and not d.is_cuda
+        for start in range(0, d.shape[1], CLASSES):
+            some = slice(start, start + CLASSES)
+            if self.dw is not None:
+                _put(self.dw[some], _wide_product(d[:, some].t(), x, self._wide), rows.start)
+            if self.dx is not None and casts:
+                product = _wide_product(d[:, some], self._weight[some], self._wide)
+                _put(self.dx[rows], product, start)
+        if self.dx is not None and not casts:
+            self.dx[rows] = _wide_product(d, self._weight, self._wide)
+
+
+def _put(place: Tensor, part: Tensor, start: int) -> None:
+    """Add a part to a sum, or begin the sum with it where it is the first one."""
+    if start:
+        place += part
+    else:
+        place.copy_(part)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of two matrices in half precision, in a wider dtype where that is possible.
+
+    fp16, whose range a sum over rows may leave, is never rounded to.
+    """
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype).mm(b.to(dtype)) if a.dtype is torch.float16 else a.mm(b)
+
+
+def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``tensor * scale`` in a dtype, with little memory beside it; with a scale a new tensor."""
+    if tensor is None or scale is None:
+        return None if tensor is None else tensor.to(dtype)
+    if tensor.dtype is dtype:
+        return tensor * scale
+    out = torch.empty_like(tensor, dtype=dtype)
+    rows = max(1, BLOCK // max(1, tensor[:1].numel()))
+    for place, part in zip(torch.split(out, rows), torch.split(tensor, rows), strict=True):
+        place.copy_(part * scale)
+    return out
+
+
+Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers], Tensor]
+"""What :func:`softmax_in_place` is, and a kernel for it."""
+
+
+def gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    numbers: LossNumbers,
+    needs: tuple[bool, bool, bool],
+    *,
+    onednn: bool | None = None,
+    softmax: Softmax = softmax_in_place,
+) -> tuple[Tensor, Sums]:
+    """The loss of each row, and the gradients of a linear, chunk by chunk.
+
+    Args:
+        x: The input, ``(rows, in)``.
+        weight: The weight, of the same dtype.
+        bias: The bias, or None.
+        targets: ``(rows,)``, int64.
+        weights: What the gradient of each row's loss is multiplied by, ``(rows,)``.
+        numbers: Of the loss.
+        needs: Which gradients are needed: of the input, of the weight, of the bias.
+        onednn: See :func:`opfuse_linear.kernels.linear`.
+        softmax: What turns logits into their gradient.
+    """
+    sums, losses = Sums(x, weight, needs, onednn), torch.empty_like(weights)
+    d: Any = None
+    for rows, part, of_part in chunks(x, targets, weight.shape[0]):
+        del d  # before there are new logits
+        d = kernels.linear(part, weight, bias, onednn)
+        losses[rows] = softmax(d, of_part, weights[rows], numbers)
+        sums.add(rows, part, d)
+    return losses, sums

@@ -1,0 +1,222 @@
+"""A linear layer and the loss behind it, as one op that never holds all logits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Environment, Fusion, OperationContext, Optional
+from opfuse.authoring import wide
+from opfuse.ops import BasicLinear, Bias, CrossEntropy
+from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
+
+from . import choice, chunks, kernels
+from .fused import Products, plain_linear
+
+Ctxs = list[OperationContext]
+
+
+class LinearLoss(Products):
+    """Linear [+ bias] + cross entropy, chunk by chunk of rows.
+
+    The forward computes the gradients too, for a loss whose gradient is 1, and the backward scales
+    them. Neither the input nor the logits are kept.
+    """
+
+    grad_input = "fresh"
+    _softmax: Any = staticmethod(chunks.softmax_in_place)
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        # in a tuple, since looking up a module's attributes is slow
+        self._parts = basic_ops[-1], len(basic_ops) == 3, ((),) * len(basic_ops)
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        if not _no_kernel(env):
+            from .softmax import softmax_in_place  # this imports Triton
+
+            self._softmax = softmax_in_place
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        op, has_bias, no_extras = self._parts
+        linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
+        ((targets,),) = basic_op_extra_inputs[-1:]
+        x, weight = BasicLinear.operands(linear, input_)
+        (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
+        op.check_targets(targets, torch.Size((*x.shape[:-1], weight.shape[0])))
+        numbers, rows, flat = op.numbers_of(), kernels._rows(x), targets.flatten().long()
+        if last.requires_grad:
+            losses = self._differentiated(basic_op_ctxs, rows, weight, bias, flat, numbers)
+            left: Any = last
+            left.shape, params = input_.shape, [ctx.params[0] for ctx in basic_op_ctxs[:-1]]
+            left.dtypes = [tensor.dtype for tensor in (input_, *params)]
+        else:
+            losses = self._losses(rows, weight, bias, flat, numbers)
+        return reduced(losses, targets, numbers).to(last.dtype or x.dtype), no_extras
+
+    def _losses(self, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any) -> Tensor:
+        """The loss of each row, without a gradient."""
+        found = [
+            row_losses(kernels.linear(part, weight, bias, self._onednn), of_part, numbers)[0]
+            for _, part, of_part in chunks.chunks(x, targets, weight.shape[0])
+        ]
+        return torch.cat(found)
+
+    def _differentiated(
+        self, ctxs: Any, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any
+    ) -> Tensor:
+        """The loss of each row; leaves the gradients, and what they are still to be scaled by."""
+        linear, *middle, last = ctxs
+        lift = chunks.LIFT if x.dtype is torch.float16 else 1.0
+        counted = targets != numbers.ignore_index
+        weights = torch.where(counted, lift, 0.0).to(wide(x.dtype))
+        losses, sums = chunks.gradients(
+            *(x, weight, bias, targets, weights, numbers, _needs(ctxs)),
+            onednn=self._onednn,
+            softmax=self._softmax,
+        )
+        scale = counted.sum().clamp(min=1) if numbers.reduction == "mean" else 1.0
+        linear.to_save = sums.dx, sums.dw
+        for ctx in middle:
+            ctx.to_save = (sums.db,)
+        last.to_save = (losses.new_full((), 1 / lift) / scale,)
+        return losses
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
+        (dx, dw), *of_bias, (scale,) = saved
+        scale = scale * grad_output.to(scale.dtype)
+        return self._result(basic_op_ctxs, (dx, dw, *[db for (db,) in of_bias]), scale)
+
+    def _result(self, ctxs: Any, grads: Any, scale: Any) -> tuple[Tensor | None, Any, Any]:
+        """What the backward gives: the gradients of input and parameters, scaled."""
+        last = ctxs[-1]
+        dx, *of_params = [
+            chunks.scaled(grad, scale, dtype)
+            for grad, dtype in zip(grads, last.dtypes, strict=True)
+        ]
+        of_extras = [*[()] * (len(ctxs) - 1), (None,)]
+        dx = None if dx is None else dx.view(last.shape)
+        return dx, [*[(grad,) for grad in of_params], ()], of_extras
+
+
+class LinearLossAgain(LinearLoss):
+    """The same, with the logits computed again in the backward, chunk by chunk.
+
+    For what the gradient of the loss must be known for: a loss per row. The input is kept.
+    """
+
+    def _differentiated(
+        self, ctxs: Any, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any
+    ) -> Tensor:
+        linear, *middle, last = ctxs
+        kept = linear.to_save[1] if linear.to_save and linear.to_save[1] is not None else weight
+        linear.to_save = x, kept
+        for ctx in middle:
+            ctx.to_save = (bias,)
+        last.to_save, last.numbers = (targets,), numbers
+        return self._losses(x, weight, bias, targets, numbers)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
+        (x, weight), *of_bias, (targets,) = saved
+        (bias,) = of_bias[0] if of_bias else (None,)
+        numbers = basic_op_ctxs[-1].numbers  # type: ignore[attr-defined]
+        weights = row_weights(grad_output.to(wide(x.dtype)), targets, numbers)
+        _, sums = chunks.gradients(
+            *(x, weight.to(x.dtype), bias, targets, weights, numbers, _needs(basic_op_ctxs)),
+            onednn=self._onednn,
+            softmax=self._softmax,
+        )
+        grads = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
+        return self._result(basic_op_ctxs, grads, None)
+
+
+def _needs(ctxs: Any) -> tuple[bool, bool, bool]:
+    """Which gradients are needed: of the input, of the weight, of the bias."""
+    linear, *middle, _ = ctxs
+    return (
+        linear.requires_grad and linear.input_requires_grad,
+        linear.requires_grad and linear.param_requires_grad[0],
+        any(ctx.param_requires_grad[0] for ctx in middle),
+    )
+
+
+def _is_frozen(op: BasicLinear) -> bool:
+    """Whether the weight needs no gradient, as far as can be told without computing it."""
+    module, name = op.param_source("weight")
+    weight = module._parameters.get(name)
+    return weight is not None and not weight.requires_grad
+
+
+def _no_kernel(env: Environment) -> str:
+    """Why the kernel of the softmax cannot run, or ""."""
+    if env.device.type != "cuda" and not (env.device.type == "cpu" and choice.is_interpreting()):
+        return "its kernel needs a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs Triton, which is not installed"
+    if env.dtype not in choice.DTYPES:
+        return f"its kernel takes no {str(env.dtype)[6:]}"
+    if env.capability is not None and env.capability < choice.MIN_CAPABILITY:
+        return "its kernel needs a GPU of compute capability 8.0"
+    return ""
+
+
+def _chunks_pay(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning."""
+    if env.compiling:
+        return "under torch.compile the chunks would be one after the other in the graph"
+    if env.device.type != "cpu" and (reason := _no_kernel(env)):
+        return f"{reason}, and PyTorch's operations by chunks are many small ones"
+    return plain_linear(ops, env)
+
+
+def _in_forward(ops: Any, env: Environment) -> bool | str:
+    if (pays := _chunks_pay(ops, env)) is not True or not env.requires_grad:
+        return pays
+    if ops[-1].reduction == "none":
+        return "what the gradient of each row's loss is scaled by is known in the backward only"
+    if not env.training:
+        return "outside of training no gradient is computed before it is asked for"
+    least = ops[0].in_features * (2 if env.dtype in kernels.HALF else 1)
+    if env.rows is not None and env.rows <= least and not _is_frozen(ops[0]):
+        what = "the gradient of the weight, in fp32, is not smaller than the logits"
+        return f"for at most {least} rows {what}"
+    return True
+
+
+def _in_backward(ops: Any, env: Environment) -> bool | str:
+    if not env.requires_grad:
+        return "no backward follows, in which something would be computed again"
+    return _chunks_pay(ops, env)
+
+
+_PATTERN = BasicLinear, Optional(Bias), CrossEntropy
+
+JOINT = [
+    Fusion(_PATTERN, LinearLoss, _in_forward, name="linear+loss", needs_rows=True),
+    # the other goes first
+    Fusion(
+        _PATTERN,
+        LinearLossAgain,
+        _in_backward,
+        benefit=1,
+        name="linear+loss, computed again",
+        trades_time=True,
+    ),
+]
