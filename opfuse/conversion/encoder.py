@@ -26,11 +26,12 @@ def build(module: Any, env: Environment) -> Conversion | str:
     act = _activation(module)
     if act is None:
         return "no op computes its activation"
-    leaves = {which: leaf_of(getattr(module, which)) for which in _READS}
-    for which, leaf in leaves.items():
+    made: dict[str, list[Any]] = {}
+    for which in _READS:
+        leaf = leaf_of(getattr(module, which))
         if isinstance(leaf, str):
             return f"{which}: {leaf}"
-    made: Any = {which: list(leaf.ops) for which, leaf in leaves.items()}
+        made[which] = list(leaf.ops)
     drops = [*made["dropout"], *made["dropout2"]]
     if not all(isinstance(op, ops.Dropout) for op in drops):
         return "its dropout is another module"

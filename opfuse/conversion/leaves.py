@@ -41,7 +41,7 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 def is_patched(cls: Any) -> bool:
     """Whether the forward of a class of torch is not the one from the class's own file."""
     home = getattr(cls.forward, "__globals__", {}).get("__name__")
-    return home != cls.__module__
+    return bool(home != cls.__module__)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
