@@ -275,6 +275,18 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_params=ALONE)
+def models(session: nox.Session) -> None:
+    """Converted models of known families, in every order of what else is done to them.
+
+    It takes many minutes, so the other sessions have one tiny model of each family.
+    """
+    install(session, ROOT, *PLUGINS.values())
+    show_plugins(session)
+    session.env["OPFUSE_MODELS"] = "all"
+    pytest(session, ROOT / "tests" / "models")
+
+
+@nox.session(venv_params=ALONE)
 def check_all(session: nox.Session) -> None:
     """Compile every configuration of every kernel for every GPU, and write the report.
 

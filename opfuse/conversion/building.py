@@ -14,6 +14,7 @@ from .. import ops
 from ..converter import Conversion
 from ..overrides import op_class
 from ..sequential import Sequential
+from .guard import still
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parsing import Parser, Region
@@ -179,7 +180,8 @@ class _Traced:
         """A function for arguments of these kinds; None: the module's own forward runs."""
         named = dict(zip(self.names, kinds, strict=True))
         try:
-            region = self.region(module, named, rest)
+            with still(module):
+                region = self.region(module, named, rest)
         except Untraceable as error:
             self.why = f"torch.fx cannot trace its forward for these arguments: {error}"
             return None

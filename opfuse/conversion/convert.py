@@ -21,7 +21,7 @@ from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
 from .choosing import Choice, fits
-from .guard import Guard, unreadable, value_of
+from .guard import Guard, still, unreadable, value_of
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
 from .verifying import compare
@@ -303,7 +303,8 @@ def _built(converter: Converter, module: nn.Module) -> Conversion | str:
     )
     env = Environment(device, None, dtype, training=module.training, options=dict(current.options))
     try:
-        made = converter.build(module, env)
+        with still(module):
+            made = converter.build(module, env)
     except Exception as error:
         text = " ".join(str(error).split())[:160]
         return f"{converter.name} raised {type(error).__name__}: {text}"

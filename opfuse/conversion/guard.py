@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,6 +136,28 @@ def _hooked_everywhere() -> bool:
         or everywhere._global_backward_hooks
         or everywhere._global_backward_pre_hooks
     )
+
+
+@contextlib.contextmanager
+def still(module: nn.Module) -> Iterator[None]:
+    """A block in which reading a parameter that a parametrization computes changes nothing.
+
+    In training, some go on with what they keep whenever they are read, such as spectral norm.
+    """
+    found = [
+        part
+        for each in module.modules()
+        if parametrize.is_parametrized(each)
+        for part in each.parametrizations.modules()  # type: ignore[union-attr]
+        if part.training
+    ]
+    for part in found:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in found:
+            part.training = True
 
 
 def _described(module: Any) -> str:

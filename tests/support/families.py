@@ -170,4 +170,6 @@ QWEN3 = Family(
 QUICK = [LLAMA, GPT2, BERT, VIT, MIXTRAL, ENCODER]
 ALL = os.environ.get("OPFUSE_MODELS", "") == "all"
 """Whether every order of everything is asked for, with more families: minutes."""
+FEW = [*QUICK, GEMMA, PHI3, QWEN3] if ALL else [LLAMA, BERT, ENCODER]
+"""Those for what hardly depends on the family; FAMILIES are for the rest."""
 FAMILIES = {family.name: family for family in [*QUICK, *([GEMMA, PHI3, QWEN3] if ALL else [])]}

@@ -1,0 +1,39 @@
+"""Converted models in DDP and FSDP2, sharded layer by layer, with two gloo processes."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the models are those of transformers")
+
+import families
+import torch
+from torch.multiprocessing import spawn
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
+)
+
+
+def ranks(how, least, tmp_path):
+    import model_ranks
+
+    names = list(families.FAMILIES) if families.ALL else ["llama", "encoder"]
+    given = tmp_path / "init", names, model_ranks.ORDERS[how], least
+    spawn(model_ranks.worker, given, nprocs=2)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_data_parallel(how, tmp_path):
+    ranks(how, True, tmp_path)
+
+
+def test_sharded_and_then_converted(tmp_path):
+    ranks("fsdp first", False, tmp_path)
+
+
+@pytest.mark.skipif(not families.ALL, reason="two processes more: OPFUSE_MODELS=all")
+@pytest.mark.xfail(
+    strict=True,
+    reason="a parameter that is sharded already is no tensor that a conversion looks into, so nothing is converted",
+)
+def test_what_is_sharded_is_converted(tmp_path):
+    ranks("fsdp first", True, tmp_path)

@@ -1,0 +1,97 @@
+"""What one process does with models in DDP and FSDP2. In a module of its own, so that the other process can import it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+
+import families
+import gloo
+import torch
+from steps import plain_name
+
+import opfuse
+from opfuse.overrides import op_class
+
+ORDERS = {
+    "ddp": ("ddp, convert", "convert, ddp"),
+    "fsdp": ("convert, fsdp", "convert, checkpointing, fsdp"),
+    "fsdp first": ("fsdp, convert", "fsdp, convert, checkpointing"),
+}
+
+
+def worker(rank, file, names, orders, least):
+    """Train every model in every order; ``least``: whether something must be converted in each."""
+    warnings.simplefilter("ignore")
+    with gloo.member(rank, 2, file):
+        failed = []
+        for name in names:
+            for order in orders:
+                try:
+                    train(rank, families.FAMILIES[name], order.split(", "), least)
+                except Exception as error:
+                    failed.append(f"{name}, {order}: {type(error).__name__}: {str(error)[:300]}")
+        if failed:
+            print("\n".join(failed), file=sys.stderr)
+            raise AssertionError("; ".join(failed))
+
+
+def wrap(model, family, how):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (2,))
+        cls = op_class(family.layers(model)[0])
+        for layer in [m for m in model.modules() if isinstance(m, cls)]:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if how == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if how == "convert":
+        opfuse.convert(model)
+    return model
+
+
+def half(family, rank):
+    """The rows of one process; both have as many, so that the mean of losses is that of all."""
+    return {key: value[rank * 2 : rank * 2 + 2] for key, value in family.inputs(rows=4).items()}
+
+
+def train(rank, family, order, least):
+    reference = family.make()
+    model = copy.deepcopy(reference)
+    for part in (0, 1):
+        (reference(**half(family, part)).loss / 2).backward()
+    wrapped = model
+    for how in order:
+        wrapped = wrap(wrapped, family, how)
+    assert opfuse.converted(wrapped) or not least, "nothing is converted"
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(**half(family, rank)).loss.backward()
+    expected = {name: param.grad for name, param in reference.named_parameters()}
+    there = max(grad.norm() for grad in expected.values() if grad is not None)
+    for name, param in wrapped.named_parameters():
+        grad = param.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        theirs = expected[plain_name(name)]
+        if theirs is None:
+            assert grad is None or not grad.any(), name
+            continue
+        size = there if name.endswith(family.zero or ("\n",)) else theirs.norm()
+        assert (grad - theirs).norm() <= 1e-5 * size, f"{name}: {(grad - theirs).norm() / size}"
+    optimizer.step()
+    if "fsdp" in order:
+        whys = set(opfuse.converted(wrapped).values())
+        assert whys <= {""}, whys
+        opfuse.revert(wrapped)
+        assert not opfuse.converted(wrapped)
+        for layer in family.layers(wrapped):
+            assert type(layer).__name__.startswith("FSDP")
+        wrapped(**half(family, rank)).loss.backward()
