@@ -109,6 +109,4 @@ def models():
     """The helpers of this file."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(
-        families=list(FAMILIES), make=make, inputs=inputs, step=step, worst=worst, pair=pair
-    )
+    return SimpleNamespace(make=make, inputs=inputs, step=step, worst=worst, pair=pair)

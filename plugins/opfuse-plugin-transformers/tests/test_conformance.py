@@ -10,14 +10,40 @@ NO_DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "t5": {"dropout_rate": 0.0},
 }
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "mixtral", "qwen3_moe"),
-    *("gpt2", "bert", "vit", "t5"),
-)
+QKV = ("ParallelLinear",)
+ADD_NORM = ("AddExtraInput", "MakeExtraOutput")
+MLP = ("BasicLinear", "Bias", "GELU", "BasicLinear", "Bias")
+GATED = ("ParallelLinear", "SwiGLU", "BasicLinear", "AddExtraInput")
+EXPERTS = ("GroupedLinear", "ScaledActivation", "GroupedLinear")
+
+
+def decoder(name, norm="RMSNorm", chain=GATED):
+    """What a decoder of that name is to become."""
+    return {f"{name}DecoderLayer": (*ADD_NORM, norm, *chain), f"{name}Attention": QKV}
+
+
+CONVERTED = {
+    **{name.lower(): decoder(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    "gemma": decoder("Gemma", chain=("ParallelLinear", "GEGLU", *GATED[2:])),
+    "phi3": {"Phi3MLP": ("BasicLinear", "SwiGLU", "BasicLinear")},
+    "mixtral": {"MixtralAttention": QKV, "MixtralExperts": EXPERTS},
+    "qwen3_moe": {"Qwen3MoeAttention": QKV, "Qwen3MoeExperts": EXPERTS},
+    "gpt2": {"GPT2Block": (*ADD_NORM, "LayerNorm", *MLP, "Dropout", "AddExtraInput")},
+    "bert": {
+        "BertLayer": ("MakeExtraOutput", *MLP, "Dropout", "AddExtraInput", "LayerNorm"),
+        "BertSelfOutput": ("BasicLinear", "Bias", "Dropout", "AddExtraInput", "LayerNorm"),
+        "BertSelfAttention": QKV,
+    },
+    "vit": {
+        "ViTLayer": ("Dropout", *ADD_NORM, "LayerNorm", *MLP, "Dropout", "AddExtraInput"),
+        "ViTAttention": QKV,
+    },
+    "t5": {},
+}
 MODES = {"fp32": 1e-5, "bf16": 0.05, "autocast": 0.05}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONVERTED)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_step(models, family, mode):
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
@@ -25,8 +51,11 @@ def test_a_training_step(models, family, mode):
     expected, got = [models.step(each, mode == "autocast") for each in (model, twin)]
     difference, name = models.worst(got, expected)
     assert difference <= MODES[mode], f"{name}: {difference}\n{report}"
-    assert report.converted
-    assert not any(opfuse.converted(twin).values()), opfuse.converted(twin)
+    why = {reason for reason in opfuse.converted(twin).values() if reason}
+    moe = mode == "autocast" and family in ("mixtral", "qwen3_moe")
+    assert why == ({"grouped_mm computes in torch.float32 under autocast"} if moe else set())
+    found = {row.cls: row.ops for row in report.converted}
+    assert {cls: found.get(cls) for cls in CONVERTED[family]} == CONVERTED[family]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
