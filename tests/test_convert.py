@@ -251,6 +251,22 @@ def test_an_activation_that_draws_or_differs_in_training_is_left_alone():
     assert not opfuse.convert(model).converted
 
 
+def test_under_autocast_a_residual_may_be_wider_than_what_is_added_to_it():
+    model = PostNorm()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = an_input(dtype=torch.bfloat16)
+        assert_same(model, twin, x, an_input(), rtol=4e-2)
+        assert model(x, an_input()).dtype is torch.float32
+    assert opfuse.converted(model)[""] == ""
+
+
+def test_what_is_compared_with_its_chain_may_be_in_training():
+    model = Straight(NewGELU(), drop=0.5).train()
+    assert opfuse.convert(model).converted and model.drop.training
+
+
 def test_a_dropout_draws_and_follows_the_mode_of_its_module():
     model = Straight(drop=0.5)
     twin = copy.deepcopy(model)

@@ -23,7 +23,8 @@ _MOST = 64
 def fits(dtype: torch.dtype | None, x: Any, *extras: Any) -> str:
     """Why a chain does not compute in the dtype in which a module would; ``""``: it does.
 
-    Outside of autocast it does if parameters, input and extra inputs have one dtype.
+    Outside of autocast it does if parameters, input and extra inputs have one dtype. Under autocast
+    it adds tensors of two dtypes as PyTorch does: a residual in fp32 and a product in bf16, say.
 
     Args:
         dtype: That of the parameters; None: there are none.
@@ -32,12 +33,14 @@ def fits(dtype: torch.dtype | None, x: Any, *extras: Any) -> str:
     """
     if not all(type(tensor) in _PLAIN for tensor in (x, *extras)) or not x.ndim:
         return "its input is no plain tensor"
+    autocast = torch.is_autocast_enabled(x.device.type)
     if any(
-        extra.dtype is not x.dtype or extra.shape != x.shape[:-1] + extra.shape[-1:]
+        (extra.dtype is not x.dtype and not (autocast and extra.is_floating_point()))
+        or extra.shape != x.shape[:-1] + extra.shape[-1:]
         for extra in extras
     ):
         return "the tensors that it adds differ in dtype or shape"
-    if dtype is not None and x.dtype is not dtype and not torch.is_autocast_enabled(x.device.type):
+    if dtype is not None and x.dtype is not dtype and not autocast:
         return f"its input is of {x.dtype}, its parameters are of {dtype}"
     return ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,11 +88,14 @@ _has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torc
 
 
 def products(
-    groups: Groups, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    groups: Groups, x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
 ) -> Tensor:
-    """``x_i @ weight_i.T + bias_i`` for each group; there may be no biases."""
+    """``x_i @ weight_i.T + bias_i`` for each group; there may be no biases.
+
+    The weights may be one tensor, also for :func:`input_grads`.
+    """
     if groups.ends is not None:
-        y = _multiply(groups.ends, x, torch.stack(list(weights)).transpose(1, 2))
+        y = _multiply(groups.ends, x, _stacked(weights).transpose(1, 2))
         return y + torch.stack(list(biases))[_group_of_rows(groups, x)] if biases else y
     if groups.counts is None:
         y = _products(x, groups.sizes, list(weights), list(biases))
@@ -100,10 +103,10 @@ def products(
     return _loop(x, groups.counts, weights, biases)
 
 
-def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor] | Tensor) -> Tensor:
     """``dy_i @ weight_i`` for each group."""
     if groups.ends is not None:
-        return _multiply(groups.ends, grad_output, torch.stack(list(weights)))
+        return _multiply(groups.ends, grad_output, _stacked(weights))
     return products(groups, grad_output, [weight.t() for weight in weights], ())
 
 
@@ -112,12 +115,19 @@ def weight_grads(
 ) -> list[Tensor | None]:
     """``dy_i.T @ x_i`` for each group that is wanted; zeros where it has no rows."""
     if groups.ends is not None:
-        dy, x = _aligned(grad_output), _aligned(x)
-        whole = F.grouped_mm(dy.t(), x, offs=groups.ends)
+        whole = stacked_grads(groups, grad_output, x, len(wanted))
         return [whole[i] if wants else None for i, wants in enumerate(wanted)]
     if groups.counts is None:
         return _only(_weight_grads(grad_output, x, groups.sizes, list(wanted)), wanted)
     return _only(_loop_weights(grad_output, x, groups.counts, wanted), wanted)
+
+
+def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) -> Tensor:
+    """The same for all groups in one tensor."""
+    if groups.ends is not None:
+        dy = _aligned(grad_output)
+        return F.grouped_mm(dy.t(), _aligned(x), offs=groups.ends)
+    return _stacked(weight_grads(groups, grad_output, x, (True,) * count))
 
 
 def row_sums(groups: Groups, grad_output: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -140,6 +150,10 @@ def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None
 
 
 # Torch's grouped product
+
+
+def _stacked(matrices: Any) -> Tensor:
+    return matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
 
 
 def _multiply(ends: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
@@ -165,7 +179,7 @@ def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
 
 
 def _loop(
-    x: Tensor, counts: list[int], weights: Sequence[Tensor], biases: Sequence[Tensor]
+    x: Tensor, counts: list[int], weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
 ) -> Tensor:
     each: Sequence[Tensor | None] = biases or [None] * len(weights)
     parts = zip(torch.split(x, counts), weights, each, strict=True)

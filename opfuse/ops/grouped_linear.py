@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..extra_inputs import is_kind, refuse_kind
+from ..fusible import ParamSource
 from ..op_context import OperationContext
 from ._common import (
     AllGrads,
@@ -21,7 +22,16 @@ from ._common import (
     check_size,
     shows,
 )
-from ._grouped import Groups, groups_of, input_grads, products, row_sums, weight_grads
+from ._grouped import (
+    Groups,
+    groups_of,
+    input_grads,
+    products,
+    row_sums,
+    stacked_grads,
+    weight_grads,
+)
+from ._reading import tensor_of
 from .basic_linear import accumulate_main_grad
 
 
@@ -76,6 +86,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     differentiable = True
     params_in_compute_dtype = True
     casts_input = True
+    _is_one = False  # whether the weights are one parameter, of another module
 
     def __init__(
         self,
@@ -117,6 +128,31 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
 
+    @classmethod
+    def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
+        """An op without biases whose weights are one parameter of another module, read anew always.
+
+        That is how mixtures of experts keep them. There is one parameter then, ``weight``, and one
+        gradient for all groups. See :meth:`BasicLinear.reading`.
+
+        Args:
+            module: The module that holds the weights.
+            weight: Its attribute there, of shape ``(num_groups, out_features, in_features)``.
+            name: As for :meth:`BasicLinear.reading`.
+
+        Raises:
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            ValueError: It has another number of dimensions.
+        """
+        groups, outputs, inputs = tensor_of(cls, module, weight, dims=3).shape
+        op = cls(groups, inputs, outputs, bias=False, device="meta")
+        for i in range(groups):
+            del op._parameters[f"weight{i}"]
+        op.read_parameters({"weight": ParamSource(module, weight)})
+        op._is_one, op.param_names, op.name = True, ("weight",), name
+        op._shapes = [(groups, outputs, inputs)]
+        return op
+
     def reset_parameters(self) -> None:
         """Draw the parameters anew; nothing is drawn on the meta device."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
@@ -137,8 +173,9 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``input``, ``split_sizes``, ``weight0``, ``weight1``, ..."""
-        return ("input", "split_sizes", *(f"weight{i}" for i in range(self.num_groups)))
+        """``input``, ``split_sizes``, ``weight0``, ``weight1``, ...; or one ``weight``."""
+        weights = [f"weight{i}" for i in range(self.num_groups)]
+        return ("input", "split_sizes", *(("weight",) if self._is_one else weights))
 
     extra_repr = shows("num_groups", "in_features", "out_features", "has_bias")
 
@@ -155,7 +192,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         ((split_sizes,),) = basic_op_extra_inputs
         self._check(input_, split_sizes)
         check_shapes(self, ctx.params, self._shapes)
-        dtype, count = ctx.dtype or input_.dtype, self.num_groups
+        dtype, count = ctx.dtype or input_.dtype, len(self.saved_names) - 2
         x, params = cast(input_, dtype), [cast(param, dtype) for param in ctx.params]
         weights, biases = params[:count], params[count:]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
@@ -166,7 +203,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
                 groups.sizes,
                 *(weights if ctx.input_requires_grad else [None] * count),
             )
-        return products(groups, x, weights, biases), [()]
+        return products(groups, x, weights[0] if self._is_one else weights, biases), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
@@ -179,13 +216,17 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         x, split_sizes, *weights = ctx.saved_tensors
         dy = grad_output if ctx.dtype is None else cast(grad_output, ctx.dtype)
         groups = groups_of(dy, split_sizes, self._features)
-        dx = None if weights[0] is None else input_grads(groups, dy, weights)
+        dx = None
+        if weights[0] is not None:
+            dx = input_grads(groups, dy, weights[0] if self._is_one else weights)
         return dx, [self._param_grads(ctx, groups, dy, x)], [(None,)]
 
     def _param_grads(
         self, ctx: OperationContext, groups: Groups, dy: Tensor, x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         count, wanted = self.num_groups, ctx.param_requires_grad
+        if self._is_one:
+            return (None if x is None else stacked_grads(groups, dy, x, count),)
         grads = [None] * count if x is None else weight_grads(groups, dy, x, wanted[:count])
         if any(of_biases := wanted[count:]):
             grads += row_sums(groups, dy, of_biases)

@@ -510,3 +510,69 @@ def test_a_parameter_that_got_another_shape_is_refused(name, shape):
     setattr(op, name, torch.nn.Parameter(torch.ones(shape)))
     with pytest.raises(ValueError, match=f"GroupedLinear expected {name} of shape .* as when it"):
         op(torch.randn(3, 4), torch.tensor([1, 2]))
+
+
+class Experts(nn.Module):
+    def __init__(self, dtype=FP32, count=4):
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(count, 16, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_reading_one_parameter_of_all_groups(way, sizes, dtype):
+    module = Experts(dtype)
+    op = ops.GroupedLinear.reading(module, "matrices", name="experts")
+    assert not dict(op.named_parameters()) and not op.state_dict() and not op.has_bias
+    assert (op.num_groups, op.in_features, op.out_features, op.name) == (4, 8, 16, "experts")
+    x = torch.randn(sum(sizes), 8, dtype=dtype, requires_grad=True)
+    y = opfuse.Sequential(op)(x, torch.tensor(sizes))
+    grad = torch.randn(y.shape, dtype=FP64).to(dtype)
+    y.backward(grad)
+    exact = [t.detach().double().requires_grad_() for t in (x, module.matrices)]
+    expected = by_loop(
+        exact[0], torch.tensor(sizes), {f"weight{i}": w for i, w in enumerate(exact[1])}
+    )
+    expected.backward(grad.double())
+    pairs = [(y, expected), (x.grad, exact[0].grad), (module.matrices.grad, exact[1].grad)]
+    assert_near_largest(pairs, dtype)
+    module.matrices.requires_grad_(False)
+    (opfuse.Sequential(op)(x, torch.tensor(sizes))).sum().backward()
+
+
+def test_reading_follows_the_module(way):
+    module, sizes = Experts(), torch.tensor([1, 2, 0, 3])
+    chain = opfuse.Sequential(ops.GroupedLinear.reading(module, "matrices"))
+    both = copy.deepcopy(nn.ModuleList([module, chain]))
+    x = torch.randn(6, 8)
+    before = both[1](x, sizes)
+    module.matrices = nn.Parameter(2 * module.matrices.detach())
+    torch.testing.assert_close(chain(x, sizes), 2 * before)
+    torch.testing.assert_close(both[1](x, sizes), before)
+    with torch.autocast("cpu", BF16):
+        assert chain(x, sizes).dtype is BF16
+    module.matrices = nn.Parameter(torch.randn(4, 8, 8))
+    with pytest.raises(ValueError, match="shape"):
+        chain(x, sizes)
+
+
+def test_reading_second_derivatives():
+    module, sizes = Experts(FP64), torch.tensor([1, 2, 0, 3])
+    chain = opfuse.Sequential(ops.GroupedLinear.reading(module, "matrices"))
+    x = torch.randn(6, 8, dtype=FP64, requires_grad=True)
+
+    with opfuse.options(double_backward=True):
+        y = chain(x, sizes)
+    (dx,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    dx.pow(2).sum().backward()
+    assert module.matrices.grad is not None and module.matrices.grad[2].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("nothing", AttributeError), ("flat", ValueError), ("__doc__", TypeError)]
+)
+def test_what_cannot_be_read(name, error):
+    module = Experts()
+    module.flat = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(error, match="GroupedLinear.reading expected"):
+        ops.GroupedLinear.reading(module, name)

@@ -203,6 +203,12 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
     assert not [op for plan in plans() for op in plan._run.ops if op._parameters]
 
 
+def test_another_activation_inside_of_an_op_is_another_kernel():
+    x, scales = torch.randn(64, 32), torch.rand(64)
+    for act in (ops.SwiGLU(), ops.GEGLU()):
+        compare(opfuse.Sequential(ops.ScaledActivation(act)), x, scales)
+
+
 def test_another_scale_needs_no_other_kernel():
     kernels._cache.clear()
     chain, x = opfuse.Sequential(ops.SiLU(), ops.ConstantScale(2.0)), torch.randn(3, 4)

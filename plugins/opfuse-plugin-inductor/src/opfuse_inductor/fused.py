@@ -89,7 +89,10 @@ class CompiledRun(FusedOperation):
     def _look(self) -> None:
         """Find out what the ops read, and what makes kernels equal."""
         self._reads = Reads(self._ops)
-        classes = tuple(op_class(op) for op in self._ops)
+        # of the ops and of what is in them: a ScaledActivation computes as its activation does
+        classes = tuple(
+            tuple((name, op_class(part)) for name, part in op.named_modules()) for op in self._ops
+        )
         self._structure = (
             classes,
             tuple(self._sources.items()),

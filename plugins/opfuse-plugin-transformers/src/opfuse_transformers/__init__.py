@@ -1,0 +1,21 @@
+"""What :func:`opfuse.convert` cannot trace in the models of Hugging Face: converters, no fusions.
+
+Neither transformers nor peft is imported: classes are known by their names.
+"""
+
+from __future__ import annotations
+
+from opfuse import Converter, hookimpl
+
+
+@hookimpl
+def opfuse_converters() -> list[Converter]:
+    """Decoder and encoder layers, the projections of attention, experts, and LoRA."""
+    from . import attention, experts, layers, lora
+
+    return [
+        Converter(layers.is_layer, layers.build, "layer of transformers"),
+        Converter(attention.is_attention, attention.build, "projections of attention"),
+        Converter(experts.is_experts, experts.build, "experts"),
+        Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
+    ]

@@ -1,0 +1,134 @@
+"""Self-attention of the library: query, key and value as one ``ParallelLinear``.
+
+Such a forward cannot be traced, since it takes shapes apart. It need not be: it runs as it is, on a
+stand-in for the module whose three projections give their parts of what one chain computed. The
+stand-in shares all else with the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opfuse import Conversion, Environment, Sequential
+from opfuse.authoring import op_class
+from opfuse.ops import ParallelLinear
+
+_NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
+# what the library's newer forwards call these things: a product is split into heads by a view,
+# which takes the part of a wider one
+_KNOWN = {"hidden_states", "input_shape", "hidden_shape"}
+_CROSS = {"current_states", "encoder_hidden_states", "key_value_states"}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is self-attention with three projections, as the library writes it now."""
+    if not any(all(name in module._modules for name in names) for names in _NAMES):
+        return False
+    code = getattr(_own(module), "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return False
+    return set(code.co_varnames) >= _KNOWN and not _CROSS & set(code.co_varnames)
+
+
+def build(module: Any, env: Environment) -> Conversion | str:
+    """The chain of the projections, and a forward that has their parts of it."""
+    names = next(names for names in _NAMES if all(name in module._modules for name in names))
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    projections = {name: module._modules[name] for name in names}
+    for name, linear in projections.items():
+        if op_class(linear) is not nn.Linear or "forward" in vars(linear):
+            return f"{name} is no plain torch.nn.Linear"
+    chain = Sequential(ParallelLinear.reading(projections))
+    return Conversion(chain, names, _Call(names), _Separate(names))
+
+
+def _own(module: nn.Module) -> Any:
+    """The forward of a module's class, below decorators."""
+    forward: Any = op_class(module).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+class _Separate:
+    """The three products by the projections themselves."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def __call__(self, module: Any, x: Tensor) -> Tensor:
+        return torch.cat([module._modules[name](x) for name in self._names], -1)
+
+
+class _Call:
+    """The forward of the module, on a stand-in."""
+
+    why = ""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`opfuse.Conversion`."""
+        if self.why:
+            return NotImplemented
+        real = module._modules
+        shared = _Shared(chain, [real[name] for name in self._names])
+        parts = {name: _Part(shared, number) for number, name in enumerate(self._names)}
+        twin = object.__new__(type(module))
+        before = vars(module)
+        object.__setattr__(twin, "__dict__", {**before, "_modules": {**real, **parts}})
+        result = op_class(module).forward(twin, *args, **kwargs)
+        for key, value in vars(twin).items():  # what the forward, or a function of it, wrote
+            if key != "_modules" and before.get(key, shared) is not value:
+                before[key] = value
+        if shared.asked != {0, 1, 2}:
+            self.why = "its projections are not those of one tensor"
+        return result
+
+
+class _Shared:
+    """The products of one tensor, computed when one of them is asked for.
+
+    Attributes:
+        linears: The projections.
+        asked: The numbers of those that got their part of the chain.
+    """
+
+    def __init__(self, chain: Any, linears: list[Any]) -> None:
+        self._chain, self.linears = chain, linears
+        self._of: Any = None
+        self.asked: set[int] = set()
+
+    def part(self, number: int, x: Any) -> Any:
+        """What a projection gives for ``x``."""
+        if self._of is None:
+            sizes = [linear.out_features for linear in self.linears]
+            self._parts = self._chain(x).split(sizes, -1)
+            self._of = x, _version(x)
+        if x is not self._of[0] or _version(x) != self._of[1]:
+            return self.linears[number](x)
+        self.asked.add(number)
+        return self._parts[number]
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to, as far as that is counted."""
+    return 0 if x.is_inference() else x._version
+
+
+class _Part:
+    """What stands for a projection: its part of the chain, and all else its own."""
+
+    def __init__(self, shared: _Shared, number: int) -> None:
+        self._shared, self._number = shared, number
+
+    def __call__(self, x: Any) -> Any:
+        return self._shared.part(self._number, x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared.linears[self._number], name)

@@ -1,0 +1,102 @@
+"""Experts of a mixture, whose matrices are one parameter: grouped products around a scaled gate.
+
+The rows are sorted by expert before, and summed up by token behind, as the library's ``grouped_mm``
+does it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opfuse import Conversion, Environment, Sequential
+from opfuse.authoring import op_class
+from opfuse.conversion import gated, leaf_of
+from opfuse.ops import GatedActivation, GroupedLinear, ScaledActivation
+
+# what the library's decorator of such classes says of them
+_DECLARED = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+_FORWARDS = "eager", "grouped_mm", "batched_mm"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has experts as the library keeps them, and a forward of the library's."""
+    code = getattr(op_class(module).forward, "__code__", None)
+    of = "use_experts_implementation.<locals>.wrapper.<locals>.forward"
+    known = getattr(code, "co_qualname", of) == of and hasattr(module, "_is_expert_parallel")
+    return known and {"gate_up_proj", "down_proj"} <= module._parameters.keys()
+
+
+def build(module: Any, env: Environment) -> Conversion | str:
+    """The products and the gate, with the weights of the router on it."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    for name, value in _DECLARED.items():
+        if getattr(module, name, None) != value:
+            return f"its {name} is {getattr(module, name, None)}"
+    gate: Any = getattr(op_class(module), "_apply_gate", None)
+    if gate is None or gate.__module__ != "transformers.integrations.moe":
+        return "its gate is its own"
+    leaf = leaf_of(module.act_fn)
+    act = leaf.ops[0] if not isinstance(leaf, str) and len(leaf.ops) == 1 else None
+    op = gated(act)
+    if not isinstance(op, GatedActivation):
+        return "no op computes its gate"
+    up, down = [GroupedLinear.reading(module, name) for name in ("gate_up_proj", "down_proj")]
+    for product in (up, down):
+        product.set_extra_input_name(0, "split sizes")
+    chain = Sequential(up, ScaledActivation(op), down)
+    constants = [("", name) for name in (*_DECLARED, "_is_expert_parallel", "num_experts")]
+    of_act = [("act_fn", name) for name in leaf.constants]  # type: ignore[union-attr]
+    return Conversion(chain, ("", "act_fn"), _Call(), None, (*constants, *of_act))
+
+
+class _Call:
+    """The forward of the experts by way of the chain."""
+
+    why = ""
+
+    def __call__(
+        self,
+        module: Any,
+        chain: Any,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Any:
+        """See :class:`opfuse.Conversion`."""
+        x, weight = hidden_states, module.gate_up_proj
+        self.why = self._refusal(module, x, weight)
+        if self.why:
+            return NotImplemented
+        count = top_k_index.shape[-1]
+        experts, order = torch.sort(top_k_index.reshape(-1))
+        sizes = torch.bincount(experts, minlength=module.num_experts)
+        scales = top_k_weights.reshape(-1)[order]
+        y = chain(x[order // count], sizes, scales)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        y = y[back].view(x.shape[0], count, x.shape[1])
+        return y.sum(1)
+
+    @staticmethod
+    def _refusal(module: Any, x: Tensor, weight: Tensor) -> str:
+        how = getattr(module.config, "_experts_implementation", None)
+        if how not in _FORWARDS:
+            return f"its experts_implementation is {how!r}"
+        if module._is_expert_parallel:
+            return "its experts are spread over ranks"
+        if torch.is_autocast_enabled(x.device.type):
+            if how != "eager":  # only that one multiplies in autocast's dtype
+                return f"{how} computes in {weight.dtype} under autocast"
+        elif x.dtype is not weight.dtype:
+            return f"its input is of {x.dtype}, its parameters are of {weight.dtype}"
+        return ""

@@ -1,0 +1,97 @@
+"""PEFT's linear layer with a low-rank adapter: ``W x + s B A dropout(x)``.
+
+The base layer is called as it is, whatever its class; the chain adds the adapter to what it gives,
+so that a fusion may write ``s B`` times the small product into that sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opfuse import Conversion, Environment, Sequential
+from opfuse.authoring import op_class
+from opfuse.ops import AddExtraInput, BasicLinear, ConstantScale, Dropout
+
+LINEAR = "peft.tuners.lora.layer.Linear"
+
+
+def build(module: Any, env: Environment) -> Conversion | str:
+    """The chain of the one adapter that is active."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    name = module.active_adapters[0] if len(module.active_adapters) == 1 else None
+    if name is None or name not in module.lora_A:
+        return f"its active adapters are {module.active_adapters}, and a chain adds one"
+    if why := _refusal(module, name):
+        return why
+    drop, a, b = [getattr(module, part)[name] for part in ("lora_dropout", "lora_A", "lora_B")]
+    if not (op_class(a) is op_class(b) is nn.Linear) or a.bias is not None or b.bias is not None:
+        return f"adapter {name!r} is not made of two matrices"
+    if op_class(drop) not in (nn.Dropout, nn.Identity):
+        return f"adapter {name!r} has a {type(drop).__name__} before it"
+    dropout = Dropout(drop.p) if op_class(drop) is nn.Dropout else None
+    product, scale = BasicLinear.reading(b), ConstantScale(module.scaling[name])
+    ops = [*([dropout] if dropout is not None else []), BasicLinear.reading(a), product]
+    chain = Sequential(*ops, scale, AddExtraInput())
+    reads = [
+        f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
+    ]
+    return Conversion(chain, reads, _Call(name, dropout, scale), _Separate(name))
+
+
+def _refusal(module: Any, name: str) -> str:
+    """Why a module computes something else now than its adapter added, or ``""``."""
+    if module.disable_adapters:
+        return "its adapters are disabled"
+    if module.merged:
+        return "its adapters are merged"
+    if list(module.active_adapters) != [name]:
+        return f"its active adapters are {module.active_adapters}, not {name!r} alone"
+    if name in module.lora_variant:
+        return f"adapter {name!r} is a {type(module.lora_variant[name]).__name__}"
+    return ""
+
+
+class _Separate:
+    """The adapter by its own modules, added to what the base layer gave."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: Any, x: Tensor, base: Tensor) -> Tensor:
+        name = self._name
+        low = module.lora_A[name](module.lora_dropout[name](x))
+        result: Tensor = base + module.lora_B[name](low) * module.scaling[name]
+        return result
+
+
+class _Call:
+    """The forward by way of the chain."""
+
+    why = ""
+
+    def __init__(self, name: str, dropout: Dropout | None, scale: ConstantScale) -> None:
+        self._name, self._dropout, self._scale = name, dropout, scale
+
+    def __call__(self, module: Any, chain: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`opfuse.Conversion`."""
+        name = self._name
+        self.why = _refusal(module, name)
+        if args or kwargs:
+            self.why = "it was called with more than a tensor"
+        if self.why:
+            return NotImplemented
+        if self._scale.scale != module.scaling[name]:
+            self._scale.scale = module.scaling[name]
+        if self._dropout is not None:
+            given = module.lora_dropout[name]
+            self._dropout.train(given.training)
+            if self._dropout.p != given.p:
+                self._dropout.p = given.p
+        base = module.base_layer(x)
+        x = module._cast_input_dtype(x, module.lora_A[name].weight.dtype)
+        extra = base if torch.is_autocast_enabled(x.device.type) else base.to(x.dtype)
+        return chain(x, extra).to(base.dtype)

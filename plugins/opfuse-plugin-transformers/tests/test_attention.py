@@ -1,0 +1,119 @@
+"""The projections of attention: one product, with the module's own forward around it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+
+
+def attention(twin):
+    return twin.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa", "flex_attention"])
+def test_other_implementations(models, kind):
+    model, twin, _ = models.pair("llama")
+    if kind == "flex_attention":
+        pytest.skip("it compiles, which takes a minute")
+    for each in (model, twin):
+        each.set_attn_implementation(kind)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert not any(opfuse.converted(twin).values())
+
+
+def test_what_an_attention_function_sees(models):
+    """The stand-in is of the module's class, has its parts, and what is written to it stays."""
+    from transformers import AttentionInterface
+
+    seen = []
+
+    def spy(module, query, key, value, mask, **kwargs):
+        seen.append(module)
+        module.calls = getattr(module, "calls", 0) + 1
+        linears = [part for part in module.modules() if type(part) is nn.Linear]
+        assert len(linears) == 4 and module.q_proj.weight is linears[0].weight
+        assert query.shape[-1] == module.head_dim
+        return value.repeat_interleave(2, 1).transpose(1, 2), None
+
+    AttentionInterface.register("spy", spy)
+    _, twin, _ = models.pair("llama")
+    twin.set_attn_implementation("spy")
+    models.step(twin), models.step(twin)
+    assert attention(twin).calls == 2 and isinstance(seen[0], type(attention(twin)))
+    assert not any(opfuse.converted(twin).values())
+    assert set(dict(twin.named_modules())) == set(dict(models.make("llama").named_modules()))
+
+
+@pytest.mark.parametrize("change", ["hook", "replace", "dtype"])
+def test_fallbacks(models, change):
+    model, twin, _ = models.pair("llama")
+    for each in (model, twin):
+        part = attention(each)
+        if change == "hook":
+            part.k_proj.register_forward_hook(lambda module, args, output: output * 2)
+        elif change == "replace":
+            torch.manual_seed(5)
+            part.v_proj = nn.Sequential(nn.Linear(64, 32, bias=False))
+        else:
+            part.double()
+            part.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, _wide(kwargs)), with_kwargs=True
+            )
+            part.register_forward_hook(lambda module, args, out: (out[0].float(), out[1]))
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    why = opfuse.converted(twin)["model.layers.0.self_attn"]
+    assert (
+        why
+        == {
+            "hook": "k_proj has forward hooks",
+            "replace": "v_proj was replaced by Sequential",
+            "dtype": "",
+        }[change]
+    )
+
+
+def _wide(kwargs):
+    cos_sin = tuple(t.double() for t in kwargs["position_embeddings"])
+    wide = kwargs["hidden_states"].double()
+    return {**kwargs, "hidden_states": wide, "position_embeddings": cos_sin}
+
+
+def test_projections_of_other_tensors_are_left_alone(models):
+    """A forward that the names do not tell apart is found at its first call."""
+    from transformers.models.llama import modeling_llama
+
+    class Crossed(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+            input_shape = hidden_states.shape[:-1]
+            hidden_shape = (*input_shape, -1, self.head_dim)
+            q = self.q_proj(hidden_states).view(hidden_shape)
+            k = self.k_proj(2 * hidden_states).view(hidden_shape)
+            v = self.v_proj(hidden_states).view(hidden_shape)
+            assert modeling_llama.ALL_ATTENTION_FUNCTIONS is not None
+            return q.sum() + k.sum() + v.sum()
+
+    module = Crossed(models.make("llama").config, 0)
+    twin = copy.deepcopy(module)
+    assert opfuse.convert(twin).converted
+    x = torch.randn(2, 3, 64)
+    for _ in range(2):
+        torch.testing.assert_close(twin(x), module(x))
+    assert opfuse.converted(twin) == {"": "its projections are not those of one tensor"}
+
+
+def test_cross_attention_is_left_alone(models):
+    _, _, report = models.pair("t5")
+    assert not any("Attention" in row.cls for row in report.converted)
+
+
+def test_under_a_recipe_the_projections_are_quantized(models):
+    pytest.importorskip("opfuse_fp8")
+    model, twin, _ = models.pair("llama", torch.bfloat16)
+    with opfuse.autocast("fp8-current"):
+        got = models.step(twin)
+        report = opfuse.explain(twin, *[models.inputs(twin)["input_ids"]])
+    assert 0 < abs(float(got[0] - models.step(model)[0])) < 0.1
+    assert "ParallelLinear" in str(report)

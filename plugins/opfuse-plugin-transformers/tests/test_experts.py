@@ -1,0 +1,86 @@
+"""Experts: one chain in place of a loop over them, and when the module's own forward runs."""
+
+import copy
+
+import pytest
+import torch
+
+import opfuse
+
+
+def experts(model):
+    return model.model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+def test_each_implementation(models, how, act):
+    model, twin, report = models.pair("mixtral", hidden_act=act)
+    assert [row.cls for row in report.converted].count("MixtralExperts") == 2
+    for each in (model, twin):
+        each.set_experts_implementation(how)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert not any(opfuse.converted(twin).values())
+
+
+def test_the_loop_multiplies_in_the_dtype_of_autocast(models):
+    model, twin, _ = models.pair("mixtral")
+    for each in (model, twin):
+        each.set_experts_implementation("eager")
+    expected, got = [models.step(each, autocast=True) for each in (model, twin)]
+    assert models.worst(got, expected)[0] <= 0.05
+    assert not any(opfuse.converted(twin).values())
+
+
+def test_an_expert_without_tokens_gets_zeros(models):
+    model, twin, _ = models.pair("mixtral")
+    part, other = experts(twin), experts(model)
+    x = torch.randn(6, 64)
+    index, weights = torch.tensor([[0, 2]] * 6), torch.rand(6, 2)
+    for each in (part, other):
+        each(x, index, weights).sum().backward()
+    assert part.gate_up_proj.grad[1].abs().sum() == 0 and part.gate_up_proj.grad[0].any()
+    for name in ("gate_up_proj", "down_proj"):
+        torch.testing.assert_close(getattr(part, name).grad, getattr(other, name).grad)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"_is_expert_parallel": True}, "_is_expert_parallel of MixtralExperts was False"),
+        ({"act_fn": torch.nn.ReLU()}, "act_fn was replaced by ReLU"),
+        ({"config": "deepgemm"}, "its experts_implementation is 'deepgemm'"),
+    ],
+    ids=["parallel", "activation", "implementation"],
+)
+def test_fallbacks(models, monkeypatch, change, why):
+    _, twin, _ = models.pair("mixtral")
+    part = experts(twin)
+    for name, value in change.items():
+        if name == "config":
+            value = copy.copy(part.config)
+            value._experts_implementation = "deepgemm"
+        setattr(part, name, value)
+    given = torch.randn(3, 64), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    try:
+        part(*given)
+    except Exception as error:  # theirs: there is no such kernel here
+        assert "deepgemm" in f"{error} {change}".lower()
+    assert opfuse.converted(twin)["model.layers.0.mlp.experts"].startswith(why)
+
+
+def test_experts_with_biases_are_left_alone():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        num_hidden_layers=1,
+        num_local_experts=2,
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    report = opfuse.convert(transformers.GptOssForCausalLM(config))
+    assert not any("Experts" in row.cls for row in report.converted)

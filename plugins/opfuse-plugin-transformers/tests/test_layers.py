@@ -1,0 +1,108 @@
+"""Layers: what they are called with, what is recorded of them, and gradient checkpointing."""
+
+import copy
+
+import pytest
+import torch
+
+import opfuse
+from opfuse.authoring import saved_bytes
+
+LAYERS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "bert": "BertLayer"}
+
+
+def rows(report, cls):
+    return [row for row in report.converted if row.cls == cls]
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_layer_takes_what_it_only_passes_on(models, family):
+    model, twin, report = models.pair(family)
+    found = rows(report, LAYERS[family])
+    assert len(found) == 2
+    assert {row.distribution for row in found} == {"opfuse-plugin-transformers"}
+    ids = models.inputs(model)["input_ids"]
+    given = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+        "output_attentions": True,
+        "output_hidden_states": True,
+    }
+    if family != "bert":
+        given |= {"num_items_in_batch": torch.tensor(46), "use_cache": False}
+    for each in (model, twin):
+        each.eval().set_attn_implementation("eager")
+    expected, got = model(**given), twin(**given)
+    assert len(got.attentions) == 2 and len(got.hidden_states) == 3
+    pairs = zip(
+        (got.loss, got.logits, *got.attentions, *got.hidden_states),
+        (expected.loss, expected.logits, *expected.attentions, *expected.hidden_states),
+        strict=True,
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not any(opfuse.converted(twin).values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("first", ["convert", "enable"])
+@pytest.mark.parametrize("family", LAYERS)
+def test_gradient_checkpointing(models, family, first, reentrant):
+    model = models.make(family)
+    twin, plain = copy.deepcopy(model), copy.deepcopy(model)
+    opfuse.convert(plain)
+
+    def enable(each):
+        name = "activation_checkpointing_enable"  # its name as of transformers 5.20
+        enable = getattr(each, name, None) or each.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+
+    enable(model)
+    if first == "enable":
+        enable(twin)
+    report = opfuse.convert(twin)
+    if first == "convert":
+        enable(twin)
+    assert len(rows(report, LAYERS[family])) == 2
+    expected, got = [models.step(each) for each in (model, twin)]
+    assert models.worst(got, expected)[0] <= 1e-5
+    assert models.worst(got, models.step(plain))[0] <= 1e-5
+    given = models.inputs(model)
+    saved, whole = [
+        saved_bytes(lambda each=each: each(**given), each.parameters()) for each in (twin, plain)
+    ]
+    assert saved < whole / 3
+    assert not any(opfuse.converted(twin).values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
+def test_generate(models, family):
+    model, twin, _ = models.pair(family)
+    model.eval(), twin.eval()
+    ids = models.inputs(model)["input_ids"][:, :8]
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(twin.generate(ids, **given), model.generate(ids, **given))
+    assert not any(opfuse.converted(twin).values())
+
+
+def test_a_replaced_part_runs(models):
+    _, twin, _ = models.pair("llama")
+    layer = twin.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, output: output * 0)
+    models.step(twin)
+    why = opfuse.converted(twin)
+    assert why["model.layers.0"] == "mlp has forward hooks"
+    assert why["model.layers.0.mlp"] == "" and why["model.layers.1"] == ""
+
+
+def test_neither_library_is_imported():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, opfuse; opfuse.convert(torch.nn.Linear(2, 2)); "
+        "print([n for n in ('transformers', 'peft') if n in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stderr
