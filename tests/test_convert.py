@@ -744,7 +744,7 @@ class ByConfig(Plainly):
         return 2 * y if self.config.twice else y
 
 
-LEFT = [Counts, Remembers, Draws, WithoutGradients, Decorated, InPlace, WithATensor]
+LEFT = [Counts, Remembers, Draws, WithoutGradients, Decorated, InFp32, InPlace, WithATensor]
 
 
 @pytest.mark.parametrize("cls", LEFT)
@@ -757,17 +757,6 @@ def test_what_a_graph_would_lose_is_left_alone(cls):
     assert {n: v for n, v in vars(model).items() if n in ("history", "calls")} == {
         n: v for n, v in state.items() if n in ("history", "calls")
     }
-
-
-def test_a_forward_that_switches_autocast_off_does_so_where_it_is_on():
-    model = InFp32()
-    twin = copy.deepcopy(model)
-    assert opfuse.convert(model).converted
-    assert_same(model, twin, an_input())
-    assert opfuse.converted(model)[""] == ""
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(model, twin, an_input())
-    assert "switches gradients or autocast" in opfuse.converted(model)[""]
 
 
 @pytest.mark.parametrize("cls", [ByGradMode, ByConfig])

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..converter import Conversion
+from ..engine.measured import describe
 from ..overrides import op_class
 from ..sequential import Sequential
 from .guard import still
@@ -19,11 +20,11 @@ from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parsing import Parser, Region
 from .probing import Leaf
+from .reading import Lost, changed, read
 from .tracing import (
     Untraceable,
     compiled,
     kind_of,
-    names_read,
     only_passes_on,
     parameters_of,
     plain_read,
@@ -32,6 +33,7 @@ from .tracing import (
 
 NOTHING = "there is nothing to fuse in it"
 _CHAIN = "opfuse_chain"
+_MOST = 32
 
 
 def by_tracing(
@@ -70,7 +72,12 @@ def by_tracing(
     chain, _ = _chain_of(region)
     traced.signature = _signature(region)
     separate = _with_chain(region)[1]
-    watched = [n for n in plain_read(module, names_read(forward)) if n not in ignore]
+    try:
+        known = read(forward, op_class(module))
+        watched = [n for n in plain_read(module, known.names) if n not in ignore]
+    except (Lost, Untraceable) as error:
+        return f"torch.fx cannot trace its forward: {error}"
+    traced.globals += known.globals
     constants = [c for step in region.steps for c in step.constants]
     traced.dropouts = tuple(pair for step in region.steps for pair in step.dropouts)
     probed = any(step.probed for step in region.steps)
@@ -126,6 +133,7 @@ class _Traced:
         self._by_place = sum(p.kind is not p.KEYWORD_ONLY for p in parameters[: len(self.names)])
         self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._variants: dict[Any, Any] = {}
+        self.globals: list[tuple[Any, str, Any]] = []
         self._leaves: dict[str, Leaf | str] = {}
 
     def region(self, module: nn.Module, kinds: Mapping[str, Any], rest: bool) -> Region | None:
@@ -133,6 +141,7 @@ class _Traced:
         graph = trace(module, self._forward, kinds, rest)
         parser = Parser(module, graph, "", self._leaves)
         found = parser.best()
+        self.globals += parser.globals
         own = [n for n in parser.reasons if next(module.get_submodule(n).children(), None) is None]
         self.reason = f"{own[0]}: {parser.reasons[own[0]]}" if own else ""
         return found
@@ -150,6 +159,9 @@ class _Traced:
             ]
         except KeyError:  # the module's own forward says what is missing
             return NotImplemented
+        if not is_dynamo_compiling() and (why := changed(self.globals)):
+            self.why = why
+            return NotImplemented
         if kwargs and not self._rest:
             self.why = f"it was called with {', '.join(kwargs)}, which its forward may look at"
             return NotImplemented
@@ -157,6 +169,10 @@ class _Traced:
         grads = torch.is_grad_enabled(), torch.is_autocast_enabled(_kind_of(given))
         key = kinds, bool(kwargs), module.training, *grads
         run = None if is_dynamo_compiling() else self._variants.get(key)
+        is_full = not is_dynamo_compiling() and len(self._variants) >= _MOST
+        if run is None and is_full and key not in self._variants:
+            self.why = f"it was called with more than {_MOST} kinds of arguments, such as numbers"
+            return NotImplemented
         if run is None:
             run = getattr(self, _variant_untraced(self, module, key))
         if run is None:
@@ -217,7 +233,12 @@ def _kind_of(values: Sequence[Any]) -> str:
 def _signature(region: Region) -> Any:
     """What two regions that one chain stands for have in common."""
     return list(region.given), [
-        ([op_class(op) for op in step.ops], list(step.reads), type(step.extra))
+        (
+            [describe(op) for op in step.ops],
+            list(step.reads),
+            step.extra if isinstance(step.extra, int) else type(step.extra),
+            [name for _, name, _ in step.dropouts],
+        )
         for step in region.steps
     ]
 

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from .. import tables
 from ..engine.measured import counting, describe
 from ..fusible import FusibleOperation
+from ..ops import (
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    LayerNorm,
+    MakeExtraOutput,
+    ParallelLinear,
+    RMSNorm,
+)
 from ..overrides import op_class
 from ..plugins import manager
 from ..records import normalize
@@ -20,29 +29,77 @@ _PLAIN = Tensor, nn.Parameter
 _MOST = 64
 
 
-def fits(dtype: torch.dtype | None, x: Any, *extras: Any) -> str:
-    """Why a chain does not compute in the dtype in which a module would; ``""``: it does.
+def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
+    """Why a chain does not compute what a module would, in its dtypes; ``""``: it does.
 
     Outside of autocast it does if parameters, input and extra inputs have one dtype. Under autocast
-    it adds tensors of two dtypes as PyTorch does: a residual in fp32 and a product in bf16, say.
+    it adds tensors of two dtypes as PyTorch does, a residual in fp32 and a product in bf16, say.
+    But activations and norms of an input in another dtype than autocast's differ: PyTorch leaves
+    the dtype as it is, and the ops compute in autocast's.
 
     Args:
         dtype: That of the parameters; None: there are none.
-        x: The chain's input.
+        chain: The chain.
+        x: Its input.
         *extras: Its extra inputs.
     """
     if not all(type(tensor) in _PLAIN for tensor in (x, *extras)) or not x.ndim:
         return "its input is no plain tensor"
+    if x.is_meta or not x.is_floating_point():
+        return f"its input is {'on the meta device' if x.is_meta else f'of {x.dtype}'}"
     autocast = torch.is_autocast_enabled(x.device.type)
-    if any(
-        (extra.dtype is not x.dtype and not (autocast and extra.is_floating_point()))
-        or extra.shape != x.shape[:-1] + extra.shape[-1:]
-        for extra in extras
-    ):
-        return "the tensors that it adds differ in dtype or shape"
+    if any(extra.dtype is not x.dtype and not autocast for extra in extras):
+        return "the tensors that it adds differ in dtype"
     if dtype is not None and x.dtype is not dtype and not autocast:
         return f"its input is of {x.dtype}, its parameters are of {dtype}"
+    return _flow(chain, x, extras, autocast)
+
+
+def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
+    """What is wrong with the widths and dtypes that flow through a chain, or ``""``."""
+    width, given = x.shape[-1], iter(extras)
+    dtypes: dict[Any, torch.dtype] = {}
+    flowing, lower = x.dtype, torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    for op in chain:
+        if op.in_features is not None and op.in_features != width:
+            return f"its input has {x.shape[-1]} features"
+        if isinstance(op, AddExtraInput):
+            channel = op.extra_input_channels[0]
+            other = dtypes.get(channel) if channel is not None else None
+            if other is None:
+                extra = next(given)
+                other = extra.dtype
+                if extra.shape != (*x.shape[:-1], width) or not extra.is_floating_point():
+                    return "the tensors that it adds differ in shape"
+            flowing = torch.promote_types(flowing, other)
+        elif isinstance(op, MakeExtraOutput):
+            dtypes[op.extra_output_channels[0]] = flowing
+        elif autocast:
+            wanted = _wanted(op, lower)
+            if wanted is not None and flowing is not wanted:
+                return f"under autocast {type(op).__name__} gets {flowing}"
+            flowing = _after(op, flowing, lower)
+        if op.out_features is not None:
+            width = op.out_features
+        elif op.feature_ratio is not None and op.feature_ratio != 1:
+            if width % op.feature_ratio:
+                return f"{width} features cannot be halved"
+            width //= op.feature_ratio
     return ""
+
+
+def _wanted(op: Any, lower: torch.dtype) -> torch.dtype | None:
+    """In which dtype an op gives under autocast what PyTorch would; None: in any."""
+    if isinstance(op, Activation):
+        return lower
+    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else None
+
+
+def _after(op: Any, dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
+    """The dtype of an op's output under autocast."""
+    if isinstance(op, (BasicLinear, ParallelLinear, Activation)):
+        return lower
+    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else dtype
 
 
 def shape_of(x: Tensor) -> Shape:

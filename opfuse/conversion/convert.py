@@ -21,9 +21,10 @@ from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
 from .choosing import Choice, fits
-from .guard import Guard, still, unreadable, value_of
+from .guard import Guard, still, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
+from .tracing import kind_of
 from .verifying import compare
 
 
@@ -49,6 +50,11 @@ class Standing:
     def chain(self) -> nn.Sequential | None:
         """The chain."""
         return None if self._conversion is None else self._conversion.chain
+
+    @property
+    def is_out_of_date(self) -> bool:
+        """Whether the module has changed since, so that its own forward runs."""
+        return self._guard is not None and bool(self._guard.why_not())
 
     def again(self) -> Standing:
         """The same for a copy of the module, made when it is called first."""
@@ -93,7 +99,7 @@ class Standing:
         made: Any = self._conversion
         if made.separate is not None:
             assert self._guard is not None
-            self.fallback = fits(self._guard.dtype, x, *extras)
+            self.fallback = fits(self._guard.dtype, made.chain, x, *extras)
             if not self.fallback and not is_dynamo_compiling():
                 self.fallback = self.choice.refusal(module, made.chain, x)
             if (recorder := current.recorder) is not None:
@@ -164,7 +170,8 @@ def convert(
     found = Candidates(model, only, skip, verify)
     for module, conversion in found.made.items():
         cls: Any = type(module)
-        module.__class__ = layered(cls)
+        if layer_in(cls) is None:
+            module.__class__ = layered(cls)
         vars(module)[BESIDE] = Standing(*found.by[module], conversion)
     for module in found.made:
         vars(module)[BESIDE].seal(module)
@@ -204,6 +211,7 @@ class Candidates:
         self._compared: set[Any] = set()
         names = [name for name, _ in model.named_modules()]
         wanted, unwanted = _matching(names, only, "only"), _matching(names, skip, "skip")
+        self._unwanted = unwanted
         asked = converters()
         inside: set[str] = set()  # of what is opfuse's own
         for name, module in model.named_modules():
@@ -211,8 +219,10 @@ class Candidates:
                 continue
             if isinstance(module, (FusibleOperation, Sequential)):
                 inside.add(name)
-            elif layer_in(type(module)) is None and _is_wanted(name, only, wanted, unwanted):
-                self._look_at(name, module, asked)
+            elif _is_wanted(name, only, wanted, unwanted):
+                standing = standing_in(module)
+                if standing is None or standing.is_out_of_date:
+                    self._look_at(name, module, asked)
         # what is inside of a chain needs no row
         reads = {
             f"{row.path}.{read}".lstrip(".")
@@ -221,6 +231,11 @@ class Candidates:
             if read
         }
         self.left = [row for row in self.left if row.path not in reads]
+
+    def _skipped(self, name: str, made: Conversion) -> str:
+        """A part that the chain of a module would stand for, and that is to be left alone."""
+        parts = [f"{name}.{read}".lstrip(".") for read in made.reads if read]
+        return next((part for part in parts if not _is_wanted(part, None, (), self._unwanted)), "")
 
     def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
         """A conversion, if the chain computes what the module does."""
@@ -240,6 +255,8 @@ class Candidates:
             if not converter.fits(module, cls):
                 continue
             made = _built(converter, module)
+            if isinstance(made, Conversion) and (skipped := self._skipped(name, made)):
+                made = f"{skipped} is to be left alone, and its chain would stand for it"
             if isinstance(made, Conversion):
                 made = self._checked(module, made)
             if isinstance(made, Conversion):
@@ -275,10 +292,16 @@ def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | s
 
 def _alike(module: nn.Module, made: Conversion) -> Any:
     """What two conversions have in common of which one need be compared."""
-    values = [value_of(module.get_submodule(name), key) for name, key in made.constants]
+    everyone = [module, *[module.get_submodule(name) for name in made.reads if name]]
+    values = [sorted(_numbers_of(each).items()) for each in everyone]
     shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())
     ops = tuple(op_class(op) for op in made.chain)
     return op_class(module), ops, tuple(made.reads), repr(values), shapes
+
+
+def _numbers_of(module: nn.Module) -> dict[str, str]:
+    """The plain attributes of a module, private ones too, as text."""
+    return {k: repr(v) for k, v in vars(module).items() if isinstance(kind_of(v), tuple)}
 
 
 def _compared(module: nn.Module, made: Conversion) -> str:
@@ -295,6 +318,8 @@ def _compared(module: nn.Module, made: Conversion) -> str:
 
 def _built(converter: Converter, module: nn.Module) -> Conversion | str:
     """What a converter makes of a module."""
+    if why := _unfit(type(module)):
+        return why
     param = next(module.parameters(), None)
     device, dtype = (
         (torch.device("cpu"), torch.get_default_dtype())
@@ -309,6 +334,19 @@ def _built(converter: Converter, module: nn.Module) -> Conversion | str:
         text = " ".join(str(error).split())[:160]
         return f"{converter.name} raised {type(error).__name__}: {text}"
     return made
+
+
+def _unfit(cls: type) -> str:
+    """Why no subclass of a class may be made, or ``""``."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit"
+    if issubclass(cls, nn.modules.lazy.LazyModuleMixin):
+        return "its parameters are made at the first call"
+    for base in cls.__mro__:
+        known = base.__module__.partition(".")[0] in ("torch", "transformers", "builtins", "typing")
+        if "__init_subclass__" in vars(base) and not known:
+            return f"{base.__name__}.__init_subclass__ would see the class that a conversion makes"
+    return ""
 
 
 def converters() -> list[tuple[Converter, tuple[str, str] | None]]:

@@ -91,7 +91,8 @@ class _Call:
         """See :meth:`torch.nn.TransformerEncoderLayer.forward`, whose fast path it leaves alone."""
         if not torch.is_grad_enabled() or src.is_nested:
             return NotImplemented
-        follow(list(zip(self._drops, (module.dropout, module.dropout2), strict=True)))
+        modules = module.dropout, module.dropout2
+        follow([(op, own, True) for op, own in zip(self._drops, modules, strict=True)])
         x = module.norm1(src) if module.norm_first else src
         y = module._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
         return chain(y, src)

@@ -41,6 +41,8 @@ class Guard:
             child = module.get_submodule(name)
             self._children.append((holder, key, child, type(child), vars(child)))
         self._classes = [op_class(child) for _, _, child, _, _ in self._children]
+        holders = [module, *[child for _, _, child, _, _ in self._children]]
+        self._parts = [(each._modules, list(each._modules)) for each in holders if each._modules]
         everyone = [module, *[child for _, _, child, _, _ in self._children]]
         written = {op_class(each) for each in everyone}
         self._methods = [(cls, cls.forward, cls.__call__) for cls in written]
@@ -50,7 +52,7 @@ class Guard:
             for key in each._parameters
             if each is not module or "" in reads
         ]
-        self._there = [holder[key] is not None for holder, key in self._params]
+        self._there = [getattr(holder[key], "shape", None) for holder, key in self._params]
         of = [(module.get_submodule(name), attribute) for name, attribute in constants]
         self._constants = [(each, name, value_of(each, name)) for each, name in of]
 
@@ -73,6 +75,19 @@ class Guard:
         for cls, forward, call in self._methods:
             if cls.forward is not forward or cls.__call__ is not call:
                 return f"{cls.__name__} got another forward"
+        for parts, names in self._parts:
+            if len(parts) != len(names) or [*parts] != names:
+                return f"its parts were {', '.join(names)} and are {', '.join(parts)}"
+        if why := self._of_parameters():
+            return why
+        for each, name, value in self._constants:
+            now = value_of(each, name)
+            if now is not value and now != value:
+                return f"{name} of {op_class(each).__name__} was {value!r} and is {now!r}"
+        return ""
+
+    def _of_parameters(self) -> str:
+        """What has changed of the parameters, as a sentence, or ``""``."""
         dtype = None
         for (params, key), there in zip(self._params, self._there, strict=True):
             param = params.get(key)
@@ -80,13 +95,12 @@ class Guard:
                 if dtype is not None:
                     return f"its parameters are of {dtype} and of {param.dtype}"
                 self.dtype = dtype = param.dtype
-            if (param is not None) is not there or (there and type(param) not in _PLAIN):
-                if why := self._of_parameter(params, key, there):
+            shape = getattr(param, "shape", None)
+            if shape != there or (shape is not None and type(param) not in _PLAIN):
+                if shape is not None and there is not None and shape != there:
+                    return f"{key} has shape {tuple(shape)} instead of {tuple(there)}"
+                if why := self._of_parameter(params, key, there is not None):
                     return why
-        for each, name, value in self._constants:
-            now = value_of(each, name)
-            if now is not value and now != value:
-                return f"{name} of {op_class(each).__name__} was {value!r} and is {now!r}"
         return ""
 
     def _explained(self) -> str:

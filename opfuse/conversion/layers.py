@@ -107,14 +107,15 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A converted copy, whose chain reads the copy's children."""
     layer: Any = layer_in(type(self))
-    state = vars(self)[BESIDE]
+    state = vars(self).get(BESIDE)
     inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
     if inherited is not None:
-        vars(self).pop(BESIDE)
+        vars(self).pop(BESIDE, None)
         try:
             twin = inherited(memo)
         finally:
-            vars(self)[BESIDE] = state
+            if state is not None:
+                vars(self)[BESIDE] = state
     else:
         made, args, *rest = _reduce_ex(self, 4)
         twin = made(*args)
@@ -123,7 +124,8 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin.__setstate__(values) if hasattr(twin, "__setstate__") else vars(twin).update(values)
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
-    vars(twin)[BESIDE] = state.again()
+    if state is not None:
+        vars(twin)[BESIDE] = state.again()
     return twin  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,8 @@ from ..sequential import Sequential
 from .layers import original_class
 from .leaves import function_op, gated, is_linear, is_plain_linear, leaf_of
 from .probing import Leaf, linear_ops
-from .tracing import Untraceable, kind_of, names_read, parameters_of, plain_read, trace
+from .reading import Lost, read
+from .tracing import Untraceable, kind_of, parameters_of, plain_read, trace
 
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
@@ -122,6 +123,7 @@ class Parser:
 
     Attributes:
         reasons: Why children that it calls are no ops, by dotted name.
+        globals: What the forwards of children read from outside, see :class:`Read`.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Parser:
         self._leaves = leaves
         self._lines: dict[fx.Node, Region] = {}
         self.reasons: dict[str, str] = {}
+        self.globals: list[tuple[Any, str, Any]] = []
 
     def best(self) -> Region | None:
         """The region that stands for most, or None."""
@@ -148,6 +151,9 @@ class Parser:
         if region.given:
             return None
         entering = [region.start, *[s.extra for s in region.steps if isinstance(s.extra, fx.Node)]]
+        covered = {node for step in region.steps for node in step.covers}
+        if any(node.op.startswith("call") and node not in covered for node in self._graph.nodes):
+            return None  # it does more
         return region if region.steps and all(node in places for node in entering) else None
 
     def line(self, node: fx.Node) -> Region:
@@ -254,8 +260,9 @@ class Parser:
             if isinstance(extra, fx.Node):  # a placeholder
                 extra = given[str(extra.target)]
             steps.append(dataclasses.replace(step, covers=(), extra=extra))
-        names = names_read(original_class(type(child)).forward)
-        own = tuple((full, attribute) for attribute in plain_read(child, names))
+        known = read(original_class(type(child)).forward, op_class(child))
+        self.globals += known.globals
+        own = tuple((full, attribute) for attribute in plain_read(child, known.names))
         last = steps[-1]
         steps[-1] = dataclasses.replace(
             last, covers=[node], reads=[*last.reads, full], constants=[*last.constants, *own]
@@ -270,7 +277,15 @@ class Parser:
     def _inside(self, child: nn.Module, full: str, given: dict[str, Any]) -> Region | None:
         """The region that stands for a child with modules of its own, or None."""
         forward = original_class(type(child)).forward
-        if "forward" in vars(child) or "training" in names_read(forward):
+        if "forward" in vars(child) or type(child).__call__ is not nn.Module.__call__:
+            return None
+        try:
+            known = read(forward, op_class(child))
+            plain_read(child, known.names)
+        except (Lost, Untraceable) as error:
+            self.reasons[full] = f"torch.fx cannot trace its forward: {error}"
+            return None
+        if "training" in known.names:
             return None
         if isinstance(child, Sequential) or next(child.children(), None) is None:
             return None
@@ -285,6 +300,7 @@ class Parser:
         parser = Parser(child, graph, f"{full}.", self._leaves)
         region = parser.whole()
         self.reasons |= parser.reasons
+        self.globals += parser.globals
         return region
 
     def _of_sum(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
@@ -347,6 +363,8 @@ class Parser:
         names = [str(a.target), str(b.target)]
         modules = [self._module.get_submodule(name) for name in names]
         if not all(is_plain_linear(module) for module in modules):
+            return None
+        if modules[0].out_features != modules[1].out_features:
             return None
         if any("forward" in vars(module) for module in modules):
             return None

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..op import BasicOperation
-from ..overrides import op_class
+from ..overrides import BESIDE, op_class
 from ..plugins import using
+from .reading import Lost, read
+from .tracing import Untraceable, kind_of, plain_read
 
 MOST_PROBED = 1 << 16
 """The largest number of elements of a norm's weight."""
@@ -62,7 +64,10 @@ def recognised(module: nn.Module) -> Leaf | str:
     if any(True for _ in module.buffers()):
         return f"{cls} has buffers"
     params = {key: param for key, param in module._parameters.items() if param is not None}
-    numbers = tuple(_plain(module))
+    try:
+        numbers = _watched(module)
+    except (Lost, Untraceable) as error:
+        return f"{cls} cannot be recognised: {error}"
     with _quiet():
         if not params:
             act = _activation(module)
@@ -76,11 +81,20 @@ def recognised(module: nn.Module) -> Leaf | str:
     return f"no op computes what {cls} does"
 
 
-def _plain(module: nn.Module) -> Iterator[str]:
-    """Names of the module's attributes that are numbers and the like."""
-    for key, value in vars(module).items():
-        if isinstance(value, (int, float, str)) and key != "training" and not key.startswith("_"):
-            yield key
+def _watched(module: nn.Module) -> Sequence[str]:
+    """Names of what a module's forward may read: its own numbers, and what its code looks up.
+
+    Raises:
+        Lost, Untraceable: What the code does is not all in what it gives.
+    """
+    known = read(op_class(module).forward, op_class(module))
+    internal = vars(nn.Module()).keys() | {BESIDE}
+    own = [
+        name
+        for name, value in vars(module).items()
+        if name not in internal and isinstance(kind_of(value), tuple)
+    ]
+    return sorted({*own, *plain_read(module, known.names)})
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -107,7 +121,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
     sizes = torch.logspace(-8, 4, 97, dtype=torch.float64)
     near = torch.linspace(-12, 12, 193, dtype=torch.float64)
     rest = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
-    return torch.cat([sizes, -sizes, near, rest]).to(dtype)
+    return torch.cat([sizes, -sizes, near, rest]).reshape(4, -1).to(dtype)
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor | None:
@@ -122,13 +136,37 @@ def _call(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _agrees(module: nn.Module, op: Any, x: Tensor) -> bool:
-    """Whether both give the same of ``x``, in both modes of the module, up to rounding."""
-    expected = op(x)
+    """Whether both give the same of ``x``, in both modes of the module, up to rounding.
+
+    That is for one, two and four dimensions, and in fp64 for gradients of two sizes, too.
+    """
     for training in (True, False):
-        y = _call(module.train(training), x)
-        if y is None or y.dtype != expected.dtype:
+        module.train(training)
+        for shape in ((-1, x.shape[-1]), (2, 1, -1, x.shape[-1]), None):
+            given = x.reshape(shape) if shape else x.reshape(-1, x.shape[-1])[0]
+            y, expected = _call(module, given), op(given)
+            if y is None or y.dtype != expected.dtype or not _close(y, expected, given):
+                return False
+        if x.dtype is torch.float64 and not _same_gradients(module, op, x):
             return False
-        if not _close(y, expected, x):
+    return True
+
+
+def _same_gradients(module: nn.Module, op: Any, x: Tensor) -> bool:
+    x = torch.where(x.isfinite() & (x.abs() > 1e-6) & (x.abs() < 100), x, torch.ones_like(x))
+    generator = torch.Generator().manual_seed(3)
+    for size in (1.0, 1e3):
+        dy = size * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        found: list[Tensor] = []
+        with torch.enable_grad():
+            for function in (functools.partial(op_class(module).forward, module), op):
+                given = x.clone().requires_grad_()
+                try:
+                    found += torch.autograd.grad(function(given), given, dy)
+                except RuntimeError:  # it has no gradient
+                    return False
+        most = 1e-4 * found[1].abs() + 1e-5 * size
+        if not bool(((found[0] - found[1]).abs() <= most).all()):
             return False
     return True
 
@@ -158,7 +196,7 @@ def _activation(module: nn.Module) -> Any:
         op = make()
         if all(
             _agrees(twin, op, _numbers(dtype))
-            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         ):
             return op
     return None
@@ -169,11 +207,12 @@ def _norm(module: Any) -> Any:
     width = module.weight.shape[0]
     if width > MOST_PROBED or not module.weight.is_floating_point():
         return None
-    twin, wide = _twin(module, module.weight.dtype), _twin(module, torch.float64)
-    if twin is None or wide is None:
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    twins = [_twin(module, dtype) for dtype in dtypes]
+    if None in twins:
         return None
     for make in _norms(module):
-        if all(_agrees(of, make(of), _rows(of.weight.dtype, width)) for of in (wide, twin)):
+        if all(_agrees(of, make(of), _rows(of.weight.dtype, width)) for of in twins):
             return make(module)
     return None
 
@@ -188,7 +227,7 @@ def _twin(module: Any, dtype: torch.dtype) -> Any:
     generator = torch.Generator().manual_seed(0)
     for param in twin.parameters():
         param.requires_grad_(False)
-        param.data = torch.rand(param.shape, generator=generator, dtype=torch.float64).to(dtype)
+        param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(dtype)
     return twin
 
 
@@ -202,7 +241,8 @@ def _rows(dtype: torch.dtype, width: int) -> Tensor:
     """Rows of all magnitudes, with and without a mean."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(26, width, generator=generator, dtype=torch.float64)
-    sizes = torch.logspace(-8, 4, 13, dtype=torch.float64).repeat(2)
+    most = 1 if dtype is torch.float16 else 4  # beyond that squares are infinite
+    sizes = torch.logspace(-8, most, 13, dtype=torch.float64).repeat(2)
     return (x + torch.arange(26).ge(13).double()[:, None]).mul(sizes[:, None]).to(dtype)
 
 
@@ -234,19 +274,39 @@ def is_transposed_linear(module: Any) -> bool:
         return False
     if any(True for _ in module.children()) or not _takes_one(module):
         return False
+    try:
+        _watched(module)
+    except (Lost, Untraceable):
+        return False
+    modes = module.training
+    try:
+        return all(_is_product(module.train(training), weight, bias) for training in (True, False))
+    finally:
+        module.training = modes
+
+
+def _is_product(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a module gives ``x @ weight + bias`` of numbers of many sizes, and of no other."""
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(3, weight.shape[0], generator=generator).to(weight.device, weight.dtype)
+    x = torch.randn(9, weight.shape[0], generator=generator)
+    x = (x * torch.logspace(-4, 4, 9)[:, None]).to(weight.device, weight.dtype)
     with torch.no_grad():
-        y, expected = _call(module, x), x @ weight
-        expected = (
-            expected if bias is None or bias.shape != expected.shape[-1:] else expected + bias
-        )
-    if y is None and weight.shape[0] != weight.shape[1]:
-        with contextlib.suppress(Exception), torch.no_grad():
-            y = op_class(module).forward(module, x)
+        expected = x @ weight
+        if bias is not None and bias.shape != expected.shape[-1:]:
+            return False
+        expected = expected if bias is None else expected + bias
+        other = x @ weight.t() if weight.shape[0] == weight.shape[1] else None
+        try:
+            y = op_class(module).forward(module, x.clone())
+        except Exception:
+            return False
     if not isinstance(y, Tensor) or y.shape != expected.shape or y.dtype != expected.dtype:
         return False
-    size = expected.abs().amax().clamp(min=1e-3)
+    size = expected.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    if other is not None:
+        other = other if bias is None else other + bias
+        if bool(((other - expected).abs() <= 1e-3 * size).all()):
+            return False  # which of both it is cannot be told
     return bool(((y - expected).abs() <= 64 * torch.finfo(y.dtype).eps * size).all())
 
 

@@ -122,6 +122,10 @@ class _Fused(Recorder):
 def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
     """What a forward in the caller's mode keeps and runs; random numbers are left as they are."""
     recorder = _Fused()
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(), recorder:
         saved = saved_bytes(lambda: model(*inputs), model.parameters())
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
     return Measured(saved, dict(recorder.counts))

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..overrides import BESIDE
+from ..overrides import BESIDE, op_class
 from .layers import layered
+from .reading import Lost, read
 
 REST = "opfuse_rest"
 """The keyword that stands for those that a forward passes on by ``**kwargs``."""
@@ -53,6 +55,9 @@ def trace(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool)
         Untraceable: The forward looks at values of tensors, or does what a graph cannot hold.
     """
     try:
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters_of(forward)):
+            raise Untraceable("it takes any number of arguments")
+        read(forward, op_class(module))
         return _traced(module, forward, kinds, rest)
     except Exception as error:
         raise Untraceable(_told(error)) from error
@@ -68,7 +73,7 @@ _KNOWN = {
 def _told(error: Exception) -> str:
     """Why a forward could not be traced, in few words."""
     text = " ".join(str(error).split())
-    if isinstance(error, Untraceable):
+    if isinstance(error, (Untraceable, Lost)):
         return text
     known = [words for part, words in _KNOWN.items() if part in text]
     return known[0] if known else f"{type(error).__name__}: {text[:100]}"
@@ -86,9 +91,18 @@ class _Tracer(fx.Tracer):
         """As there, but a tensor that is no parameter would be a constant."""
         if isinstance(a, Tensor):
             raise Untraceable("it makes tensors of its own")
-        if isinstance(a, dict) and type(a) is not dict:  # which would become one
-            raise Untraceable(f"it makes a {type(a).__name__}")
+        for kind in (dict, list, tuple):  # one of a class of its own would become one
+            if isinstance(a, kind) and type(a) is not kind and not hasattr(a, "_fields"):
+                raise Untraceable(f"it makes a {type(a).__name__}")
         return super().create_arg(a)
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """As there, but how many dimensions a tensor has is not known."""
+        if obj.node.op == "call_function" and obj.node.target is getattr:
+            raise Untraceable("it takes a shape apart")
+        if obj.node.op == "call_method" and obj.node.target in ("size", "stride"):
+            raise Untraceable("it takes a shape apart")
+        return super().iter(obj)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
         """As there, but every node runs in the caller's modes, and writes into nothing."""
@@ -108,6 +122,13 @@ _IN_PLACE = {
     getattr(operator, n) for n in operator.__all__ if n.startswith("i") and n[1:] in vars(operator)
 }
 _IN_PLACE |= {operator.setitem, operator.delitem}
+
+
+class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block in which no operation runs: what a graph does not show would be a constant."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Untraceable(f"it computes with tensors of its own ({func})")
 
 
 def _modes() -> tuple[Any, ...]:
@@ -138,7 +159,8 @@ def _traced(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: boo
     named = {name: value for name, value in given.items() if name in keywords}
     stand, drawn = _stand_in(tracer, module), _drawn()
     before = {name: _content(value) for name, value in vars(stand).items()}
-    result = forward(stand, *places, **named)
+    with _NothingComputed():  # type: ignore[no-untyped-call]
+        result = forward(stand, *places, **named)
     if {name: _content(value) for name, value in vars(stand).items()} != before:
         raise Untraceable("it sets attributes of the module")
     if _drawn() != drawn:
@@ -191,7 +213,9 @@ class _Child:
         self._of = tracer, path, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        tracer, path, _ = self._of
+        tracer, path, module = self._of
+        if getattr(module, "inplace", False):
+            raise Untraceable(f"{path} writes into its input")
         return tracer.create_proxy("call_module", path, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -259,29 +283,29 @@ def _hands_on(steps: list[dis.Instruction], i: int) -> bool:
     )
 
 
-def names_read(forward: Any) -> set[str]:
-    """The names that the code of a function, and what it wraps, looks up."""
-    names: set[str] = set()
-    while forward is not None:
-        code = getattr(forward, "__code__", None)
-        names |= set(code.co_names) if code is not None else set()
-        forward = getattr(forward, "__wrapped__", None)
-    return names
-
-
 def plain_read(module: nn.Module, names: set[str]) -> list[str]:
-    """Those names that are attributes of a module, with numbers and the like as values.
+    """Those names that are attributes of a module, with numbers, functions and the like as values.
 
     Those of its attributes' attributes are among them, such as ``config.hidden_act``.
+
+    Raises:
+        Untraceable: One is a list or the like, which may change without being another one.
     """
-    found = [name for name in names if name != "training" and hasattr(module, name)]
-    values = {name: getattr(module, name) for name in found}
-    plain = [name for name, value in values.items() if isinstance(kind_of(value), tuple)]
-    for holder in vars(module).keys() & values.keys():  # such as a config
-        held = vars(values[holder]) if hasattr(values[holder], "__dict__") else {}
-        if not isinstance(values[holder], (nn.Module, type)):
-            inner = [n for n in names if n in held and isinstance(kind_of(held[n]), tuple)]
-            plain += [f"{holder}.{name}" for name in inner]
+    found = [n for n in names if not hasattr(nn.Module, n) and hasattr(module, n)]
+    values = {name: getattr(module, name) for name in found if name not in vars(nn.Module())}
+    plain = []
+    for name, value in values.items():
+        if isinstance(value, (list, dict, set, bytearray)):
+            raise Untraceable(f"it reads {name}, which may change")
+        if isinstance(kind_of(value), tuple) or (
+            callable(value) and not isinstance(value, nn.Module)
+        ):
+            plain.append(name)
+        elif name in vars(module) and not isinstance(value, Tensor):  # such as a config
+            held = getattr(value, "__dict__", {})
+            plain += [
+                f"{name}.{n}" for n in names if n in held and isinstance(kind_of(held[n]), tuple)
+            ]
     return sorted(plain)
 
 

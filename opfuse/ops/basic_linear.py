@@ -143,7 +143,7 @@ class BasicLinear(WithLaterArguments):
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, unless another module holds it or it is on the meta device."""
-        if not self._sources and self.weight.numel():
+        if not self._sources and self.weight.numel() and not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     extra_repr = shows("in_features", "out_features")
