@@ -91,8 +91,10 @@ def main() -> None:
         trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} after {len(losses)} steps")
-    ran = [not why for why in opfuse.converted(model).values()]
-    print(f"chains ran in {sum(ran)} of {len(ran)} converted modules")
+    reasons = opfuse.converted(model).values()
+    print(f"chains ran in {sum(not why for why in reasons)} of {len(reasons)} converted modules")
+    for why in sorted({why for why in reasons if why}):
+        print(f"  not in the others: {why}")
 
 
 if __name__ == "__main__":

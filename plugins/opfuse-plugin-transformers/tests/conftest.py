@@ -101,7 +101,8 @@ def pair(family, dtype=torch.float32, **config):
     """A model, a converted copy, and the report."""
     model = make(family, dtype, **config)
     twin = copy.deepcopy(model)
-    return model, twin, opfuse.convert(twin)
+    with opfuse.options(**{"transformers.projections": "joined"}):
+        return model, twin, opfuse.convert(twin)
 
 
 @pytest.fixture

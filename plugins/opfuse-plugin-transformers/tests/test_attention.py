@@ -97,7 +97,8 @@ def test_projections_of_other_tensors_are_left_alone(models):
 
     module = Crossed(models.make("llama").config, 0)
     twin = copy.deepcopy(module)
-    assert opfuse.convert(twin).converted
+    with opfuse.options(**{"transformers.projections": "joined"}):
+        assert opfuse.convert(twin).converted
     x = torch.randn(2, 3, 64)
     for _ in range(2):
         torch.testing.assert_close(twin(x), module(x))
@@ -109,11 +110,22 @@ def test_cross_attention_is_left_alone(models):
     assert not any("Attention" in row.cls for row in report.converted)
 
 
+def test_without_a_recipe_they_are_not_joined(models):
+    model = models.make("llama")
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    why = opfuse.converted(twin)["model.layers.0.self_attn"]
+    assert why == "its projections are joined under a recipe alone"
+
+
 def test_under_a_recipe_the_projections_are_quantized(models):
     pytest.importorskip("opfuse_fp8")
-    model, twin, _ = models.pair("llama", torch.bfloat16)
+    model = models.make("llama", torch.bfloat16)
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
     with opfuse.autocast("fp8-current"):
         got = models.step(twin)
         report = opfuse.explain(twin, *[models.inputs(twin)["input_ids"]])
     assert 0 < abs(float(got[0] - models.step(model)[0])) < 0.1
-    assert "ParallelLinear" in str(report)
+    assert "model.layers.0.self_attn" in str(report) and "ParallelLinear" in str(report)

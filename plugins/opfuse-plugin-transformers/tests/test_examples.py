@@ -32,7 +32,8 @@ def test_finetune_llama(options):
     first, last = map(float, found.groups())
     assert last < first - (0.3 if options == ("--lora",) else 1)
     ran, of = re.search(r"chains ran in (\d+) of (\d+)", result.stdout).groups()
-    assert ran == of and "LlamaDecoderLayer x 2" in result.stdout
+    assert int(ran) == int(of) - (0 if options == ("--lora",) else 2)  # both attentions
+    assert "LlamaDecoderLayer x 2" in result.stdout
 
 
 def test_readme():

@@ -5,7 +5,15 @@ Neither transformers nor peft is imported: classes are known by their names.
 
 from __future__ import annotations
 
+from typing import Any
+
 from opfuse import Converter, hookimpl
+
+
+@hookimpl
+def opfuse_options() -> dict[str, Any]:
+    """When ``convert`` is called: whether attention's projections are joined without a recipe."""
+    return {"transformers.projections": ("auto", "joined")}
 
 
 @hookimpl

@@ -3,6 +3,9 @@
 Such a forward cannot be traced, since it takes shapes apart. It need not be: it runs as it is, on a
 stand-in for the module whose three projections give their parts of what one chain computed. The
 stand-in shares all else with the module.
+
+Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
+parts are joined. So it runs under a recipe alone, or where an option says so.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from opfuse import Conversion, Environment, Sequential
 from opfuse.authoring import op_class
 from opfuse.ops import ParallelLinear
+from opfuse.settings import current
 
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
@@ -43,7 +47,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
         if op_class(linear) is not nn.Linear or "forward" in vars(linear):
             return f"{name} is no plain torch.nn.Linear"
     chain = Sequential(ParallelLinear.reading(projections))
-    return Conversion(chain, names, _Call(names), _Separate(names))
+    always = env.options.get("transformers.projections") == "joined"
+    return Conversion(chain, names, _Call(names, always), _Separate(names))
 
 
 def _own(module: nn.Module) -> Any:
@@ -67,13 +72,16 @@ class _Separate:
 class _Call:
     """The forward of the module, on a stand-in."""
 
-    why = ""
+    why = _apart = ""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
+    def __init__(self, names: tuple[str, ...], always: bool) -> None:
+        self._names, self._always = names, always
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse.Conversion`."""
+        self.why = self._apart
+        if not self._always and current.recipe is None:
+            self.why = "its projections are joined under a recipe alone"
         if self.why:
             return NotImplemented
         real = module._modules
@@ -87,7 +95,7 @@ class _Call:
             if key != "_modules" and before.get(key, shared) is not value:
                 before[key] = value
         if shared.asked != {0, 1, 2}:
-            self.why = "its projections are not those of one tensor"
+            self._apart = "its projections are not those of one tensor"
         return result
 
 
