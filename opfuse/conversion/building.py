@@ -82,6 +82,7 @@ def by_tracing(
     traced.dropouts = tuple(pair for step in region.steps for pair in step.dropouts)
     probed = any(step.probed for step in region.steps)
     own = [("", attribute) for attribute in watched]
+    constants += traced.of_children
     return Conversion(chain, region.reads, traced, separate, (*constants, *own), probed)
 
 
@@ -123,6 +124,7 @@ class _Traced:
     signature: Any = None
     dropouts: Sequence[tuple[Any, str, bool]] = ()
     reason = why = ""
+    of_children: Sequence[tuple[str, str]] = ()
     _ran = False
     _other: Mapping[str, Any] | None = None
 
@@ -142,6 +144,7 @@ class _Traced:
         parser = Parser(module, graph, "", self._leaves)
         found = parser.best()
         self.globals += parser.globals
+        self.of_children = list(graph.constants)  # type: ignore[attr-defined]
         own = [n for n in parser.reasons if next(module.get_submodule(n).children(), None) is None]
         self.reason = f"{own[0]}: {parser.reasons[own[0]]}" if own else ""
         return found
@@ -227,7 +230,8 @@ _variant_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _kind_of(values: Sequence[Any]) -> str:
     """The kind of device that tensors among some values are on."""
-    return next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
+    kinds = [value.device.type for value in values if isinstance(value, Tensor)]
+    return next((kind for kind in kinds if kind != "meta"), "cpu")
 
 
 def _signature(region: Region) -> Any:

@@ -58,22 +58,25 @@ def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
 def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
     """What is wrong with the widths and dtypes that flow through a chain, or ``""``."""
     width, given = x.shape[-1], iter(extras)
-    dtypes: dict[Any, torch.dtype] = {}
+    known: dict[Any, Any] = {}
     flowing, lower = x.dtype, torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     for op in chain:
         if op.in_features is not None and op.in_features != width:
             return f"its input has {x.shape[-1]} features"
         if isinstance(op, AddExtraInput):
             channel = op.extra_input_channels[0]
-            other = dtypes.get(channel) if channel is not None else None
-            if other is None:
+            if channel is not None and channel in known:
+                other, size = known[channel]
+            else:
                 extra = next(given)
-                other = extra.dtype
-                if extra.shape != (*x.shape[:-1], width) or not extra.is_floating_point():
-                    return "the tensors that it adds differ in shape"
+                other, size = extra.dtype, extra.shape[-1] if extra.ndim else None
+                if extra.shape[:-1] != x.shape[:-1] or not extra.is_floating_point():
+                    size = None
+            if size != width:
+                return "the tensors that it adds differ in shape"
             flowing = torch.promote_types(flowing, other)
         elif isinstance(op, MakeExtraOutput):
-            dtypes[op.extra_output_channels[0]] = flowing
+            known[op.extra_output_channels[0]] = flowing, width
         elif autocast:
             wanted = _wanted(op, lower)
             if wanted is not None and flowing is not wanted:

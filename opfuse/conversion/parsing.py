@@ -17,7 +17,7 @@ from ..overrides import op_class
 from ..sequential import Sequential
 from .layers import original_class
 from .leaves import function_op, gated, is_linear, is_plain_linear, leaf_of
-from .probing import Leaf, linear_ops
+from .probing import Leaf
 from .reading import Lost, read
 from .tracing import Untraceable, kind_of, parameters_of, plain_read, trace
 
@@ -297,6 +297,8 @@ class Parser:
             graph = trace(child, forward, kinds, False)
         except Untraceable:
             return None
+        if graph.constants:  # type: ignore[attr-defined]
+            return None
         parser = Parser(child, graph, f"{full}.", self._leaves)
         region = parser.whole()
         self.reasons |= parser.reasons
@@ -339,8 +341,8 @@ class Parser:
                     ops=[*step.ops, gate],
                     covers=covers,
                     reads=[*step.reads, *reads],
-                    constants=constants,
-                    probed=probed,
+                    constants=[*step.constants, *constants],
+                    probed=probed or step.probed,
                 )
             ]
         return None
@@ -392,10 +394,13 @@ class Parser:
         if len(whole.args) != 1 or not is_linear(module):
             return None
         full = self._path + name
-        transposed = op_class(module) is not nn.Linear
-        found = linear_ops(module, transposed)
+        leaf = leaf_of(module)
+        if isinstance(leaf, str):
+            return None
+        constants = [(full, attribute) for attribute in leaf.constants]
         x: Any = whole.args[0]
-        return x, Step(found, [whole, split], None, [full], weight=4)
+        covers = [whole, split]
+        return x, Step(leaf.ops, covers, None, [full], constants, (), 4, leaf.probed)
 
 
 def _bound(forward: Any, node: fx.Node) -> dict[str, Any] | None:

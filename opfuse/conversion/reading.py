@@ -29,7 +29,7 @@ _ASKS = {"isinstance", "issubclass", "type", "id", "getattr", "setattr", "delatt
 _ASKS |= {"open", "input", "globals", "locals", "eval", "exec", "callable", "iter", "next"}
 _CALLS = {"append", "extend", "update", "setdefault", "pop", "popitem", "insert", "remove"}
 _CALLS |= {"clear", "write", "item", "tolist", "numpy", "get", "data_ptr", "__setattr__"}
-_TRUSTED = "torch", "transformers", "math", "opfuse"
+TRUSTED = "torch", "transformers", "math", "opfuse"
 
 
 class Read(NamedTuple):
@@ -72,9 +72,9 @@ def read(forward: Any, cls: type) -> Read:
         if wrapped := getattr(function, "__wrapped__", None):
             waiting.append(wrapped)
         home = (getattr(function, "__module__", "") or "").partition(".")[0]
-        if home in _TRUSTED[:2] and function is not forward:
+        if home in TRUSTED[:2] and function is not forward:
             continue
-        _check(code, trusted=home in _TRUSTED and wrapped is not None)
+        _check(code, trusted=home in TRUSTED and wrapped is not None)
         waiting += _helpers(function, code, cls, found)
     return found
 

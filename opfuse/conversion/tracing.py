@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..overrides import BESIDE, op_class
 from .layers import layered
-from .reading import Lost, read
+from .reading import TRUSTED, Lost, read
 
 REST = "opfuse_rest"
 """The keyword that stands for those that a forward passes on by ``**kwargs``."""
@@ -146,6 +146,7 @@ def _drawn() -> tuple[Any, ...]:
 
 def _traced(module: nn.Module, forward: Any, kinds: Mapping[str, Any], rest: bool) -> fx.Graph:
     tracer = _Tracer(module)
+    tracer.graph.constants = []  # type: ignore[attr-defined]  # of children, which it read
     given: dict[str, Any] = {
         name: kind[1]
         if isinstance(kind, tuple)
@@ -227,6 +228,9 @@ class _Child:
             return _tensor(tracer, f"{path}.{name}")
         if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
             raise Untraceable(f"it calls {path}.{name}()")
+        if isinstance(value, (list, dict, set)) or not isinstance(kind_of(value), tuple):
+            raise Untraceable(f"it reads {path}.{name}, which may change")
+        tracer.graph.constants.append((path, name))  # type: ignore[attr-defined]
         return value
 
     def __len__(self) -> int:
@@ -283,6 +287,18 @@ def _hands_on(steps: list[dis.Instruction], i: int) -> bool:
     )
 
 
+def _held(name: str, value: Any, names: set[str]) -> Iterator[str]:
+    """What is read of an object that a module has, such as a config."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        raise Untraceable("it draws random numbers")
+    for inner, held in getattr(value, "__dict__", {}).items():
+        if inner not in names:
+            continue
+        if not isinstance(kind_of(held), tuple):
+            raise Untraceable(f"it reads {name}.{inner}, which may change")
+        yield f"{name}.{inner}"
+
+
 def plain_read(module: nn.Module, names: set[str]) -> list[str]:
     """Those names that are attributes of a module, with numbers, functions and the like as values.
 
@@ -300,12 +316,12 @@ def plain_read(module: nn.Module, names: set[str]) -> list[str]:
         if isinstance(kind_of(value), tuple) or (
             callable(value) and not isinstance(value, nn.Module)
         ):
+            home = (getattr(value, "__module__", "") or "").partition(".")[0]
+            if name in vars(module) and inspect.isfunction(value) and home not in TRUSTED:
+                raise Untraceable(f"it calls {name}, a function that may read what changes")
             plain.append(name)
-        elif name in vars(module) and not isinstance(value, Tensor):  # such as a config
-            held = getattr(value, "__dict__", {})
-            plain += [
-                f"{name}.{n}" for n in names if n in held and isinstance(kind_of(held[n]), tuple)
-            ]
+        elif name in vars(module) and not isinstance(value, Tensor):
+            plain += _held(name, value, names)
     return sorted(plain)
 
 

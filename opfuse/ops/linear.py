@@ -216,6 +216,8 @@ class Linear(FusedOperation):
 
         On the meta device nothing is drawn.
         """
+        if self.weight.is_meta:
+            return
         if self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         self._reset_bias()
