@@ -9,14 +9,13 @@ import threading
 
 import pytest
 import torch
+from converting import WIDTH, Gated, RootMean, an_input, assert_same
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import opfuse
 from opfuse import ops
-
-WIDTH = 24
 
 
 class Straight(nn.Module):
@@ -38,16 +37,6 @@ class Functional(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-class Gated(nn.Module):
-    def __init__(self, act=None, bias=False):
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 40, bias=bias), nn.Linear(WIDTH, 40, bias=bias)
-        self.down, self.act = nn.Linear(40, WIDTH, bias=bias), act or nn.SiLU()
-
-    def forward(self, hidden):
-        return self.down(self.up(hidden) * self.act(self.gate(hidden)))
-
-
 class Chunked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -56,19 +45,6 @@ class Chunked(nn.Module):
     def forward(self, x):
         gate, up = self.both(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
-
-
-class RootMean(nn.Module):
-    """A norm of an unknown class, as many models bring one."""
-
-    def __init__(self, eps=1e-5, offset=0.0):
-        super().__init__()
-        self.weight, self.eps, self.offset = nn.Parameter(torch.rand(WIDTH)), eps, offset
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * (self.offset + self.weight)
 
 
 class Attention(nn.Module):
@@ -164,30 +140,6 @@ MODELS = {
 def a_model(name):
     torch.manual_seed(0)
     return MODELS[name][0]()
-
-
-def gradients(model, *inputs, **kwargs):
-    y = model(*inputs, **kwargs)
-    wanted = [x for x in (*inputs, *model.parameters()) if x.requires_grad]
-    torch.manual_seed(1)
-    return [y, *torch.autograd.grad(y, wanted, torch.randn_like(y), allow_unused=True)]
-
-
-def assert_same(model, other, *inputs, rtol=2e-5, **kwargs):
-    for mine, theirs in zip(
-        gradients(model, *inputs, **kwargs), gradients(other, *inputs, **kwargs), strict=True
-    ):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            assert mine.dtype is theirs.dtype and mine.shape == theirs.shape
-            torch.testing.assert_close(
-                mine, theirs, rtol=rtol, atol=rtol * max([1e-6, *theirs.detach().abs().flatten()])
-            )
-
-
-def an_input(*rows, dtype=torch.float32):
-    torch.manual_seed(2)
-    return torch.randn(*(rows or (2, 5)), WIDTH).to(dtype).requires_grad_()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -64,19 +64,16 @@ def by_tracing(
     plain = {p.name: p.default for p in parameters_of(forward) if p.default is not p.empty}
     kinds = kinds or {n: kind_of(plain[n]) if n in plain else Tensor for n in traced.names}
     try:
+        known = read(forward, op_class(module))
+        watched = [n for n in plain_read(module, known.names) if n not in ignore]
         region = traced.region(module, kinds, False)
-    except Untraceable as error:
+    except (Lost, Untraceable) as error:
         return f"torch.fx cannot trace its forward: {error}"
     if region is None:
         return traced.reason or NOTHING
     chain, _ = _chain_of(region)
     traced.signature = _signature(region)
     separate = _with_chain(region)[1]
-    try:
-        known = read(forward, op_class(module))
-        watched = [n for n in plain_read(module, known.names) if n not in ignore]
-    except (Lost, Untraceable) as error:
-        return f"torch.fx cannot trace its forward: {error}"
     traced.globals += known.globals
     constants = [c for step in region.steps for c in step.constants]
     traced.dropouts = tuple(pair for step in region.steps for pair in step.dropouts)

@@ -29,6 +29,7 @@ _ASKS = {"isinstance", "issubclass", "type", "id", "getattr", "setattr", "delatt
 _ASKS |= {"open", "input", "globals", "locals", "eval", "exec", "callable", "iter", "next"}
 _CALLS = {"append", "extend", "update", "setdefault", "pop", "popitem", "insert", "remove"}
 _CALLS |= {"clear", "write", "item", "tolist", "numpy", "get", "data_ptr", "__setattr__"}
+_SIZES = {"shape", "size", "stride"}
 TRUSTED = "torch", "transformers", "math", "opfuse"
 
 
@@ -97,6 +98,11 @@ def _check(code: types.CodeType, trusted: bool) -> None:
                 before, of_none = steps[i - 2], True
             if not of_none or not _is_known(steps, steps.index(before), kept):
                 raise Lost("it asks whether something is something else")
+        if (
+            step.opname == "UNPACK_SEQUENCE"
+            and {s.argval for s in steps[max(i - 3, 0) : i]} & _SIZES
+        ):
+            raise Lost("it takes a shape apart")
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in _ASKS:
             raise Lost(f"it calls {step.argval}()")
         if step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in _CALLS:

@@ -96,14 +96,6 @@ class _Tracer(fx.Tracer):
                 raise Untraceable(f"it makes a {type(a).__name__}")
         return super().create_arg(a)
 
-    def iter(self, obj: fx.Proxy) -> Any:
-        """As there, but how many dimensions a tensor has is not known."""
-        if obj.node.op == "call_function" and obj.node.target is getattr:
-            raise Untraceable("it takes a shape apart")
-        if obj.node.op == "call_method" and obj.node.target in ("size", "stride"):
-            raise Untraceable("it takes a shape apart")
-        return super().iter(obj)
-
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
         """As there, but every node runs in the caller's modes, and writes into nothing."""
         if _modes() != self._modes:

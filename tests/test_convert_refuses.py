@@ -1,0 +1,372 @@
+"""What a graph of a forward cannot hold, or what changes behind it: the module's own forward runs."""
+
+import collections
+import contextlib
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from converting import WIDTH, Gated, RootMean, an_input, assert_same
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+import opfuse
+
+SCALE = 1.0
+LOG = []
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH)
+        self.number, self.act, self.seen = 1.0, F.silu, [0]
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+        self.drawn = random.Random(0)
+
+    def hidden(self, x):
+        return self.b(F.silu(self.a(x)))
+
+
+def model_of(forward):
+    """A class of its own with this forward."""
+    return type(forward.__name__, (Base,), {"forward": forward})
+
+
+def asks_for_the_class_of_a_child(self, x):
+    for layer in self.layers:
+        x = layer(x)
+        if isinstance(layer, nn.Linear):
+            x = F.relu(x)
+    return x
+
+
+def asks_for_the_class_of_a_value(self, x):
+    y = self.hidden(x)
+    return 2 * y if isinstance(y, torch.Tensor) else y
+
+
+def asks_for_identity(self, x):
+    y = self.hidden(x)
+    return y if x.dtype is torch.float32 else 2 * y
+
+
+def asks_a_result_for_none(self, x):
+    y = self.hidden(x)
+    return y if y is None else 2 * y
+
+
+def enters_a_context(self, x):
+    with contextlib.nullcontext():
+        return self.hidden(x)
+
+
+def catches(self, x):
+    try:
+        return self.hidden(x)
+    except ValueError:
+        return x
+
+
+def logs(self, x):
+    LOG.append(1)
+    return self.hidden(x)
+
+
+def writes_into_a_list(self, x):
+    self.seen[0] += 1
+    return self.hidden(x)
+
+
+def sets_an_attribute_of_a_child(self, x):
+    self.a.calls = 1
+    return self.hidden(x)
+
+
+def takes_any_number(self, x, *more, scale=None):
+    y = self.hidden(x)
+    return y * more[0] if more else y
+
+
+def gives_an_ordered_dict(self, x):
+    return collections.OrderedDict(y=self.hidden(x))
+
+
+def draws_of_its_own(self, x):
+    return self.hidden(x) if self.drawn.random() < 0.5 else x
+
+
+def takes_a_shape_apart(self, x):
+    rows, _ = x.shape
+    return self.hidden(x) * rows / rows
+
+
+LEFT = [
+    asks_for_the_class_of_a_child,
+    asks_for_the_class_of_a_value,
+    asks_for_identity,
+    asks_a_result_for_none,
+    enters_a_context,
+    catches,
+    logs,
+    writes_into_a_list,
+    sets_an_attribute_of_a_child,
+    takes_any_number,
+    gives_an_ordered_dict,
+    draws_of_its_own,
+    takes_a_shape_apart,
+]
+
+
+@pytest.mark.parametrize("forward", LEFT, ids=lambda forward: forward.__name__)
+def test_it_is_left_alone_with_a_reason(forward):
+    LOG.clear()
+    model = model_of(forward)()
+    report = opfuse.convert(model)
+    assert not report.converted and not LOG and model.seen == [0]
+    assert "torch.fx cannot trace its forward: it " in report.left[0].reason
+
+
+def by_argument(self, x, approximate="none"):
+    return self.b(F.gelu(self.a(x), approximate=approximate))
+
+
+def by_mode(self, x):
+    return self.b(F.gelu(self.a(x), approximate="tanh" if self.training else "none"))
+
+
+def by_which_residual(self, x, post=False):
+    normed = self.norm(x)
+    return (normed if post else x) + self.hidden(normed)
+
+
+def test_chains_differ_by_the_constants_of_their_ops():
+    for forward, kwargs in (
+        (by_argument, {"approximate": "tanh"}),
+        (by_which_residual, {"post": True}),
+    ):
+        model = model_of(forward)()
+        twin = copy.deepcopy(model)
+        assert opfuse.convert(model).converted
+        assert_same(model, twin, an_input())
+        assert_same(model, twin, an_input(), **kwargs)
+    model = model_of(by_mode)()
+    twin = copy.deepcopy(model)
+    assert opfuse.convert(model).converted
+    for training in (True, False):
+        assert_same(model.train(training), twin.train(training), an_input())
+
+
+class Tripled(Gated):
+    def __call__(self, x):
+        return 3 * super().__call__(x)
+
+
+class Monitored(Gated):
+    def __init__(self):
+        super().__init__()
+        self.monitor = Monitor()
+
+    def forward(self, x):
+        self.monitor(x)
+        return super().forward(x)
+
+
+class Monitor(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        Monitor.calls += 1
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+@pytest.mark.parametrize("inner", [Tripled, Monitored])
+def test_what_a_child_does_beside_its_forward_stays(inner):
+    model = Outer(inner())
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    Monitor.calls = 0
+    assert_same(model, twin, an_input())
+    assert Monitor.calls == (2 if inner is Monitored else 0)
+
+
+def reads_a_number_in_a_helper(self, x):
+    return self.scaled(self.hidden(x))
+
+
+def reads_a_function(self, x):
+    return self.b(self.act(self.a(x)))
+
+
+def reads_a_global(self, x):
+    return self.hidden(x) * SCALE
+
+
+def test_what_a_forward_reads_may_change(monkeypatch):
+    helped = model_of(reads_a_number_in_a_helper)
+    helped.scaled = lambda self, x: x * self.number
+    for cls, change in (
+        (helped, lambda m: setattr(m, "number", 5.0)),
+        (model_of(reads_a_function), lambda m: setattr(m, "act", F.relu)),
+        (model_of(reads_a_global), lambda m: monkeypatch.setitem(globals(), "SCALE", 4.0)),
+    ):
+        model = cls()
+        twin = copy.deepcopy(model)
+        assert opfuse.convert(model).converted
+        assert_same(model, twin, an_input())
+        assert opfuse.converted(model)[""] == ""
+        change(model), change(twin)
+        assert_same(model, twin, an_input())
+        assert opfuse.converted(model)[""]
+
+
+def test_another_layer_and_other_shapes():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+    opfuse.convert(model)
+    model(an_input())
+    model.append(nn.Linear(WIDTH, 3))
+    assert model(an_input()).shape[-1] == 3
+    assert "its parts were" in opfuse.converted(model)[""]
+    assert opfuse.convert(model).converted  # again, as it is now
+    assert model(an_input()).shape[-1] == 3 and opfuse.converted(model)[""] == ""
+    gated = Gated()
+    opfuse.convert(gated)
+    for name in ("gate", "up"):
+        layer = getattr(gated, name)
+        layer.weight = nn.Parameter(layer.weight[:16].detach().clone())
+    gated.down.weight = nn.Parameter(gated.down.weight[:, :16].detach().clone())
+    twin = copy.deepcopy(gated)
+    assert_same(gated, opfuse.revert(twin), an_input())
+    prune.l1_unstructured(gated.up, "weight", 0.5)
+    gated(an_input())
+
+
+def test_skipped_modules_are_called():
+    model = Outer(Gated())
+    calls = []
+    model.inner.register_forward_hook(lambda *_: calls.append(1))
+    handle = next(iter(model.inner._forward_hooks))
+    report = opfuse.convert(model, skip="inner")
+    assert "inner is to be left alone" in str(report) and not report.converted
+    model(an_input())
+    assert calls == [1] and handle is not None
+
+
+@pytest.mark.parametrize("layers", ["norm relu", "linear norm", "residual relu"])
+def test_dtypes_under_autocast_are_those_of_torch(layers):
+    made = {
+        "norm relu": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)),
+        "linear norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)),
+        "residual relu": lambda: nn.Sequential(Outer(Gated()), nn.ReLU()),
+    }
+    model = made[layers]()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(an_input()).dtype is twin(an_input()).dtype
+        assert_same(model, twin, an_input(), rtol=4e-2)
+
+
+def test_broadcasting_meta_tensors_and_integers():
+    narrow = Outer(nn.Sequential(nn.Linear(WIDTH, 8), nn.SiLU(), nn.Linear(8, 1)))
+    twin = copy.deepcopy(narrow)
+    opfuse.convert(narrow)
+    assert_same(narrow, twin, an_input())
+    relu = nn.Sequential(nn.ReLU(), nn.Identity(), nn.ReLU())
+    opfuse.convert(relu)
+    assert relu(torch.tensor([-1, 2])).tolist() == [0, 2]
+    gated = Gated()
+    opfuse.convert(gated)
+    assert gated.to("meta")(an_input().to("meta")).is_meta
+
+
+def test_the_first_call_may_be_under_vmap():
+    model, x = Gated(), an_input()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    torch.testing.assert_close(torch.vmap(model)(x), twin(x))
+
+
+def test_numbers_that_change_each_call_are_not_all_kept():
+    def scaled(self, x, t):
+        return self.hidden(x) * t
+
+    model = model_of(scaled)()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    for t in range(60):
+        torch.testing.assert_close(model(an_input(), t / 7), twin(an_input(), t / 7))
+    assert "such as numbers" in opfuse.converted(model)[""]
+
+
+def test_instances_of_a_converted_class_are_modules_like_others():
+    model = RootMean()
+    opfuse.convert(model)
+    other = type(model)()
+    assert torch.equal(copy.deepcopy(other)(an_input()), other(an_input()))
+    assert opfuse.convert(other).converted and opfuse.converted(other)
+
+
+def test_a_class_that_hears_of_its_subclasses_is_left_alone():
+    class Registered(Base):
+        known = {}  # noqa: RUF012
+
+        def __init_subclass__(cls):
+            Registered.known[cls.__name__] = cls
+
+        def forward(self, x):
+            return self.hidden(x)
+
+    report = opfuse.convert(Registered())
+    assert not report.converted and "__init_subclass__" in str(report)
+
+
+def clipped(limit, x):
+    return F.silu(x).clamp(max=limit)
+
+
+class Partial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.function = functools.partial(clipped, 7.0)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class OwnGradient(nn.Module):
+    def forward(self, x):
+        return Clipping.apply(x)
+
+
+class Clipping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (dy * (ctx.saved_tensors[0] > 0)).clamp(-3, 3)
+
+
+class AbsoluteNorm(RootMean):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.abs()
+
+
+@pytest.mark.parametrize("cls", [Partial, OwnGradient, AbsoluteNorm])
+def test_what_almost_is_an_op_is_not_taken_for_it(cls):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, WIDTH))
+    assert not opfuse.convert(model).converted
