@@ -612,6 +612,22 @@ def test_verify_finds_a_wrong_chain():
         assert report.converted[0].converter == "build"
 
 
+def test_a_converter_need_not_look_for_a_forward_replaced_on_a_class_of_torch(monkeypatch):
+    def build(module, env):
+        chain = opfuse.Sequential(ops.BasicLinear.reading(module.up), ops.GELU())
+        return opfuse.Conversion(chain, ["up"], lambda module, chain, x: chain(x))
+
+    plugin = type("Trusting", (), {})()
+    plugin.opfuse_converters = opfuse.hookimpl(lambda: [opfuse.Converter(Gated, build)])
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x) * 2)
+    with opfuse.plugins.isolated():
+        opfuse.plugins.register(plugin, name="trusting")
+        report = opfuse.convert(Gated())
+    assert not report.converted
+    assert "Linear got another forward" in str(report)
+
+
 def test_explain_names_converted_modules_and_says_what_could_be():
     model = nn.ModuleDict({"a": Gated(), "b": Gated()})
     run = lambda x: model["b"](model["a"](x))  # noqa: E731

@@ -14,7 +14,8 @@ from ..environment import Environment
 from ..op import BasicOperation
 from ..sequential import Sequential
 from .building import follow
-from .leaves import function_op, is_patched, leaf_of
+from .layers import is_patched
+from .leaves import function_op, leaf_of
 
 _READS = ("norm1", "norm2", "linear1", "linear2", "dropout", "dropout2")
 

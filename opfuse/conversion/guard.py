@@ -11,7 +11,7 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from ..overrides import hook_dicts, hook_kinds, op_class
-from .layers import original_class
+from .layers import is_patched, original_class
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -186,6 +186,8 @@ def unreadable(module: nn.Module, reads: Sequence[str]) -> str:
     """Why a chain cannot read the parameters of a module's children; ``""``: it can."""
     for name in reads:
         child = module.get_submodule(name)
+        if (cls := op_class(child)).__module__.startswith("torch.nn.") and is_patched(cls):
+            return f"{cls.__name__} got another forward"
         for key, param in child._parameters.items():
             if param is not None and type(param) not in _PLAIN:
                 return f"{name or 'its'} {key} is a {type(param).__name__}"

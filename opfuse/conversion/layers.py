@@ -18,6 +18,12 @@ _OWN = "_opfuse_forward"
 """What a layer has that keeps its forward, whatever a base put around it."""
 
 
+def is_patched(cls: Any) -> bool:
+    """Whether the forward of a class of torch is a function that torch did not write."""
+    home = getattr(cls.forward, "__globals__", {}).get("__name__") or ""
+    return not str(home).startswith("torch.")
+
+
 def layer_in(cls: type) -> type | None:
     """The layer that a conversion put on a class, wherever it stands among its bases, or None."""
     return next((base for base in cls.__mro__ if CONVERTED in vars(base)), None)

@@ -11,6 +11,7 @@ from .. import ops
 from ..op import BasicOperation
 from ..overrides import op_class
 from . import probing
+from .layers import is_patched
 from .probing import Leaf, linear_ops
 
 
@@ -36,12 +37,6 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     if next(module.children(), None) is not None:
         return f"{cls.__name__} has modules of its own"
     return probing.recognised(module)
-
-
-def is_patched(cls: Any) -> bool:
-    """Whether the forward of a class of torch is not the one from the class's own file."""
-    home = getattr(cls.forward, "__globals__", {}).get("__name__")
-    return bool(home != cls.__module__)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
