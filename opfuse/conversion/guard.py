@@ -42,7 +42,11 @@ class Guard:
             self._children.append((holder, key, child, type(child), vars(child)))
         self._classes = [op_class(child) for _, _, child, _, _ in self._children]
         holders = [module, *[child for _, _, child, _, _ in self._children]]
-        self._parts = [(each._modules, list(each._modules)) for each in holders if each._modules]
+        self._parts = [  # of what goes through them all
+            (each._modules, list(each._modules))
+            for each in holders
+            if isinstance(each, (nn.Sequential, nn.ModuleList))
+        ]
         everyone = [module, *[child for _, _, child, _, _ in self._children]]
         written = {op_class(each) for each in everyone}
         self._methods = [(cls, cls.forward, cls.__call__) for cls in written]

@@ -89,7 +89,7 @@ def train(rank, family, order, least):
     optimizer.step()
     if "fsdp" in order:
         whys = set(opfuse.converted(wrapped).values())
-        assert whys <= {""}, whys
+        assert whys <= {"", "its projections are joined under a recipe alone"}, whys
         opfuse.revert(wrapped)
         assert not opfuse.converted(wrapped)
         for layer in family.layers(wrapped):
