@@ -149,9 +149,12 @@ def show_plugins(session: nox.Session, python: str = "python") -> None:
 
 @nox.session(venv_params=ALONE)
 def tests(session: nox.Session) -> None:
-    """The core's tests, with no plugin installed."""
+    """The core's tests, with no plugin installed.
+
+    Those of whole models take minutes, and run in ``together``.
+    """
     install(session, ROOT)
-    pytest(session, ROOT / "tests")
+    pytest(session, ROOT / "tests", f"--ignore={ROOT / 'tests' / 'models'}")
 
 
 @nox.session(venv_params=ALONE)
