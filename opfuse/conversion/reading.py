@@ -20,6 +20,8 @@ _REFUSED = {  # instructions, and what they do
     "DELETE_SUBSCR": "it writes into what it indexes",
     "STORE_DEREF": "it sets variables of a function around it",
     "BEFORE_WITH": "it enters contexts",
+    "SETUP_WITH": "it enters contexts",
+    "SETUP_FINALLY": "it catches exceptions",
     "LOAD_SPECIAL": "it enters contexts",
     "PUSH_EXC_INFO": "it catches exceptions",
     "IMPORT_NAME": "it imports",
@@ -96,7 +98,8 @@ def _check(code: types.CodeType, trusted: bool) -> None:
             of_none = step.opname != "IS_OP"
             if not of_none and before.opname == "LOAD_CONST" and before.argval is None and i > 1:
                 before, of_none = steps[i - 2], True
-            if not of_none or not _is_known(steps, steps.index(before), kept):
+            own = code.co_varnames[:1]
+            if not of_none or not _is_known(steps, steps.index(before), kept, own):
                 raise Lost("it asks whether something is something else")
         if (
             step.opname == "UNPACK_SEQUENCE"
@@ -112,18 +115,23 @@ def _check(code: types.CodeType, trusted: bool) -> None:
 def _never_set(code: types.CodeType, steps: list[dis.Instruction]) -> set[str]:
     """The parameters of a function that keep the value that the caller gave."""
     count = code.co_argcount + code.co_kwonlyargcount
-    written = {step.argval for step in steps if step.opname.startswith("STORE_FAST")}
-    return set(code.co_varnames[:count]) - written
+    written = [_variables(step) for step in steps if "STORE_FAST" in step.opname]
+    return set(code.co_varnames[:count]) - {name for names in written for name in names}
 
 
-def _is_known(steps: list[dis.Instruction], i: int, kept: set[str]) -> bool:
-    """Whether what is compared with None is a parameter as it came, or an attribute of self."""
+def _variables(step: dis.Instruction) -> tuple[Any, ...]:
+    """The variables of an instruction, the one that is on top at last; some have two."""
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+
+
+def _is_known(steps: list[dis.Instruction], i: int, kept: set[str], own: tuple[str, ...]) -> bool:
+    """Whether what is compared with None is a parameter as it came, or an attribute of ``own``."""
     step = steps[i]
     if step.opname.startswith("LOAD_FAST"):
-        return step.argval in kept
+        return _variables(step)[-1] in kept
     while i and steps[i].opname in ("LOAD_ATTR", "LOAD_METHOD"):
         i -= 1
-    return steps[i].opname.startswith("LOAD_FAST") and steps[i].argval == "self"
+    return steps[i].opname.startswith("LOAD_FAST") and _variables(steps[i])[-1:] == own
 
 
 def _helpers(function: Any, code: types.CodeType, cls: type, found: Read) -> Iterator[Any]:
