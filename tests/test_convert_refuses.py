@@ -205,6 +205,11 @@ def reads_a_number_in_a_helper(self, x):
     return self.scaled(self.hidden(x))
 
 
+def reads_a_number_in_a_lambda(self, x):
+    scaled = lambda y: y * self.number  # noqa: E731
+    return scaled(self.hidden(x))
+
+
 def reads_a_function(self, x):
     return self.b(self.act(self.a(x)))
 
@@ -218,6 +223,7 @@ def test_what_a_forward_reads_may_change(monkeypatch):
     helped.scaled = lambda self, x: x * self.number
     for cls, change in (
         (helped, lambda m: setattr(m, "number", 5.0)),
+        (model_of(reads_a_number_in_a_lambda), lambda m: setattr(m, "number", 5.0)),
         (model_of(reads_a_function), lambda m: setattr(m, "act", F.relu)),
         (model_of(reads_a_global), lambda m: monkeypatch.setitem(globals(), "SCALE", 4.0)),
     ):

@@ -84,11 +84,12 @@ def _in_graphs(values: Any) -> bool:
 
 
 def _traced() -> bool:
-    """Whether ``torch.export``, ``torch.jit`` or ``torch.fx`` trace, to whom a module is itself."""
+    """Whether somebody traces or transforms calls, to whom a module is itself."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch.fx._symbolic_trace._is_fx_tracing_flag
+        or torch._C._are_functorch_transforms_active()
     )
 
 

@@ -71,6 +71,13 @@ def read(forward: Any, cls: type) -> Read:
         code = getattr(function, "__code__", None)
         if code is None:
             raise Lost("its code cannot be read")
+        inner = [
+            c for c in code.co_consts if isinstance(c, types.CodeType)
+        ]  # comprehensions and such
+        for part in inner:
+            inner += [c for c in part.co_consts if isinstance(c, types.CodeType)]
+            found.names.update(part.co_names)
+            _check(part, trusted=False)
         found.names.update(code.co_names)
         if wrapped := getattr(function, "__wrapped__", None):
             waiting.append(wrapped)
