@@ -71,20 +71,17 @@ def read(forward: Any, cls: type) -> Read:
         code = getattr(function, "__code__", None)
         if code is None:
             raise Lost("its code cannot be read")
-        inner = [
-            c for c in code.co_consts if isinstance(c, types.CodeType)
-        ]  # comprehensions and such
-        for part in inner:
-            inner += [c for c in part.co_consts if isinstance(c, types.CodeType)]
-            found.names.update(part.co_names)
-            _check(part, trusted=False)
         found.names.update(code.co_names)
         if wrapped := getattr(function, "__wrapped__", None):
             waiting.append(wrapped)
         home = (getattr(function, "__module__", "") or "").partition(".")[0]
         if home in TRUSTED[:2] and function is not forward:
             continue
-        _check(code, trusted=home in TRUSTED and wrapped is not None)
+        inner = [code]  # and the functions and comprehensions in it
+        for part in inner:
+            inner += [each for each in part.co_consts if isinstance(each, types.CodeType)]
+            found.names.update(part.co_names)
+            _check(part, trusted=home in TRUSTED and wrapped is not None)
         waiting += _helpers(function, code, cls, found)
     return found
 
