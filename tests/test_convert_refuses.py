@@ -376,3 +376,51 @@ class AbsoluteNorm(RootMean):
 def test_what_almost_is_an_op_is_not_taken_for_it(cls):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, WIDTH))
     assert not opfuse.convert(model).converted
+
+
+def drops_always(self, x):
+    return self.b(F.dropout(F.relu(self.a(x)), p=0.5))
+
+
+def drops_never(self, x):
+    return self.b(F.dropout(F.relu(self.a(x)), p=0.5, training=False))
+
+
+@pytest.mark.parametrize("forward", [drops_always, drops_never])
+@pytest.mark.parametrize("first", [True, False], ids=["training", "evaluation"])
+def test_a_dropout_that_does_not_follow_the_mode_does_as_it_says(forward, first):
+    model = model_of(forward)().train(first)
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    for training in (True, False, True):
+        outputs = []
+        for each in (model, twin):
+            each.train(training)
+            torch.manual_seed(1)
+            outputs.append(each(an_input()))
+        torch.testing.assert_close(*outputs)
+
+
+def test_a_replica_computes_with_its_own_parameters():
+    model = Gated()
+    opfuse.convert(model)
+    model(an_input())
+    replica = model._replicate_for_data_parallel()  # as DataParallel makes one for each device
+    replica._modules = {name: copy.deepcopy(child) for name, child in model._modules.items()}
+    torch.nn.init.zeros_(replica.down.weight)
+    assert not replica(an_input()).any() and model(an_input()).any()
+
+
+def reads_more_of_a_child(self, x, scaled=False):
+    y = self.hidden(x)
+    return y * self.norm.eps if scaled else y
+
+
+def test_what_another_way_reads_of_a_child_may_change():
+    model = model_of(reads_more_of_a_child)()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    for eps in (0.5, 2.0):
+        model.norm.eps = twin.norm.eps = eps
+        assert_same(model, twin, an_input())
+        assert_same(model, twin, an_input(), scaled=True)

@@ -34,6 +34,7 @@ from .tracing import (
 NOTHING = "there is nothing to fuse in it"
 _CHAIN = "opfuse_chain"
 _MOST = 32
+"""For how many kinds of arguments one module keeps a function: each other number is a kind."""
 
 
 def by_tracing(
@@ -141,7 +142,10 @@ class _Traced:
         parser = Parser(module, graph, "", self._leaves)
         found = parser.best()
         self.globals += parser.globals
-        self.of_children = list(graph.constants)  # type: ignore[attr-defined]
+        constants = graph.constants  # type: ignore[attr-defined]
+        if self.signature is not None and set(constants) - set(self.of_children):
+            raise Untraceable("it reads numbers of its children that it did not read by default")
+        self.of_children = self.of_children or constants
         own = [n for n in parser.reasons if next(module.get_submodule(n).children(), None) is None]
         self.reason = f"{own[0]}: {parser.reasons[own[0]]}" if own else ""
         return found

@@ -70,6 +70,8 @@ class Standing:
         if self.off or (self._guard is None and not self._made(module)):
             return NotImplemented
         assert self._guard is not None and self._conversion is not None
+        if self._guard.module is not module:  # a replica of it, with other parameters
+            return NotImplemented
         if why := self._guard.why_not():
             self.fallback = why
             return NotImplemented

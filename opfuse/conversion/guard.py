@@ -25,6 +25,7 @@ class Guard:
         constants: Pairs of such a name and an attribute whose value the chain has taken over.
 
     Attributes:
+        module: The module.
         dtype: That of the parameters, when it was asked last; None: there are none.
     """
 
@@ -33,6 +34,7 @@ class Guard:
     def __init__(
         self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
     ) -> None:
+        self.module = module
         self._names = [name for name in reads if name]
         self._children: list[tuple[dict[str, Any], str, Any, type, dict[str, Any]]] = []
         for name in self._names:

@@ -225,7 +225,9 @@ class Parser:
         if len(node.args) != 1 or not isinstance(args[0], fx.Node):
             return None
         kwargs: dict[str, Any] = dict(node.kwargs)
-        if node.target is F.dropout and isinstance(kwargs.get("p"), float) and not self._path:
+        # one that drops whatever the mode is does not follow it
+        follows = kwargs.get("training") is self._module.training and not self._path
+        if node.target is F.dropout and isinstance(kwargs.get("p"), float) and follows:
             drop = ops.Dropout(kwargs["p"])
             return args[0], [Step([drop], [node], dropouts=[(drop, "", False)])]
         op = function_op(_function(node), kwargs)
