@@ -20,16 +20,8 @@ from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parsing import Parser, Region
 from .probing import Leaf
-from .reading import Lost, changed, read
-from .tracing import (
-    Untraceable,
-    compiled,
-    kind_of,
-    only_passes_on,
-    parameters_of,
-    plain_read,
-    trace,
-)
+from .reading import Untraceable, changed, only_passes_on, read
+from .tracing import compiled, kind_of, parameters_of, plain_read, trace
 
 NOTHING = "there is nothing to fuse in it"
 _CHAIN = "opfuse_chain"
@@ -68,8 +60,8 @@ def by_tracing(
         known = read(forward, op_class(module))
         watched = [n for n in plain_read(module, known.names) if n not in ignore]
         region = traced.region(module, kinds, False)
-    except (Lost, Untraceable) as error:
-        return f"torch.fx cannot trace its forward: {error}"
+    except Untraceable as error:
+        return f"its forward cannot be read as a graph: {error}"
     if region is None:
         return traced.reason or NOTHING
     chain, _ = _chain_of(region)
@@ -203,7 +195,7 @@ class _Traced:
             with still(module):
                 region = self.region(module, named, rest)
         except Untraceable as error:
-            self.why = f"torch.fx cannot trace its forward for these arguments: {error}"
+            self.why = f"its forward cannot be read as a graph for these arguments: {error}"
             return None
         if region is None or _signature(region) != self.signature:
             self.why = "it computes something else for these arguments"

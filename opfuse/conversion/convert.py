@@ -369,7 +369,8 @@ def _matching(names: Iterable[str], patterns: Any, what: str) -> list[str]:
         ValueError: One does not.
         TypeError: One is no string.
     """
-    given = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    several = isinstance(patterns, (list, tuple, set, frozenset))
+    given = [*patterns] if several else [patterns] if patterns is not None else []
     for pattern in given:
         if not isinstance(pattern, str):
             raise TypeError(f"opfuse.convert({what}=...) expected dotted names, got {pattern!r}")

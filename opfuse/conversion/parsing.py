@@ -18,8 +18,8 @@ from ..sequential import Sequential
 from .layers import original_class
 from .leaves import function_op, gated, is_linear, is_plain_linear, leaf_of
 from .probing import Leaf
-from .reading import Lost, read
-from .tracing import Untraceable, kind_of, parameters_of, plain_read, trace
+from .reading import Untraceable, read
+from .tracing import kind_of, parameters_of, plain_read, trace
 
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
@@ -284,8 +284,8 @@ class Parser:
         try:
             known = read(forward, op_class(child))
             plain_read(child, known.names)
-        except (Lost, Untraceable) as error:
-            self.reasons[full] = f"torch.fx cannot trace its forward: {error}"
+        except Untraceable as error:
+            self.reasons[full] = f"its forward cannot be read as a graph: {error}"
             return None
         if "training" in known.names:
             return None

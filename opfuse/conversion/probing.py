@@ -21,8 +21,8 @@ from .. import ops
 from ..op import BasicOperation
 from ..overrides import BESIDE, op_class
 from ..plugins import using
-from .reading import Lost, read
-from .tracing import Untraceable, kind_of, plain_read
+from .reading import Untraceable, read
+from .tracing import kind_of, plain_read
 
 MOST_PROBED = 1 << 16
 """The largest number of elements of a norm's weight."""
@@ -66,7 +66,7 @@ def recognised(module: nn.Module) -> Leaf | str:
     params = {key: param for key, param in module._parameters.items() if param is not None}
     try:
         numbers = _watched(module)
-    except (Lost, Untraceable) as error:
+    except Untraceable as error:
         return f"{cls} cannot be recognised: {error}"
     with _quiet():
         if not params:
@@ -85,7 +85,7 @@ def _watched(module: nn.Module) -> Sequence[str]:
     """Names of what a module's forward may read: its own numbers, and what its code looks up.
 
     Raises:
-        Lost, Untraceable: What the code does is not all in what it gives.
+        Untraceable: What the code does is not all in what it gives.
     """
     known = read(op_class(module).forward, op_class(module))
     internal = vars(nn.Module()).keys() | {BESIDE}
@@ -276,7 +276,7 @@ def is_transposed_linear(module: Any) -> bool:
         return False
     try:
         _watched(module)
-    except (Lost, Untraceable):
+    except Untraceable:
         return False
     modes = module.training
     try:

@@ -48,8 +48,8 @@ class Read(NamedTuple):
     globals: list[tuple[Any, str, Any]]
 
 
-class Lost(RuntimeError):
-    """A graph would lose something; the message is the end of a sentence."""
+class Untraceable(RuntimeError):
+    """A forward that no graph can stand for; the message is the end of a sentence."""
 
 
 def read(forward: Any, cls: type) -> Read:
@@ -58,7 +58,7 @@ def read(forward: Any, cls: type) -> Read:
     Functions of torch and transformers are taken for what they are.
 
     Raises:
-        Lost: What it does cannot be in a graph.
+        Untraceable: What it does cannot be in a graph.
     """
     found = Read(set(), [])
     seen: set[Any] = set()
@@ -70,7 +70,7 @@ def read(forward: Any, cls: type) -> Read:
         seen.add(function)
         code = getattr(function, "__code__", None)
         if code is None:
-            raise Lost("its code cannot be read")
+            raise Untraceable("its code cannot be read")
         found.names.update(code.co_names)
         if wrapped := getattr(function, "__wrapped__", None):
             waiting.append(wrapped)
@@ -94,9 +94,9 @@ def _check(code: types.CodeType, trusted: bool) -> None:
     kept = _never_set(code, steps)
     for i, step in enumerate(steps):
         if step.opname in _REFUSED:
-            raise Lost(_REFUSED[step.opname])
+            raise Untraceable(_REFUSED[step.opname])
         if step.opname.startswith("MATCH_"):
-            raise Lost("it matches patterns")
+            raise Untraceable("it matches patterns")
         before = steps[i - 1] if i else step
         if step.opname == "IS_OP" or step.opname.endswith(("IF_NONE", "IF_NOT_NONE")):
             of_none = step.opname != "IS_OP"
@@ -104,16 +104,16 @@ def _check(code: types.CodeType, trusted: bool) -> None:
                 before, of_none = steps[i - 2], True
             own = code.co_varnames[:1]
             if not of_none or not _is_known(steps, steps.index(before), kept, own):
-                raise Lost("it asks whether something is something else")
+                raise Untraceable("it tests the identity of a value (is, is not)")
         if (
             step.opname == "UNPACK_SEQUENCE"
             and {s.argval for s in steps[max(i - 3, 0) : i]} & _SIZES
         ):
-            raise Lost("it takes a shape apart")
+            raise Untraceable("it takes a shape apart")
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in _ASKS:
-            raise Lost(f"it calls {step.argval}()")
+            raise Untraceable(f"it calls {step.argval}()")
         if step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in _CALLS:
-            raise Lost(f"it may call .{step.argval}()")
+            raise Untraceable(f"it may call .{step.argval}()")
 
 
 def _never_set(code: types.CodeType, steps: list[dis.Instruction]) -> set[str]:
@@ -152,7 +152,7 @@ def _helpers(function: Any, code: types.CodeType, cls: type, found: Read) -> Ite
         if isinstance(value, (types.ModuleType, type, torch.dtype)):
             continue
         if isinstance(value, (list, dict, set, Tensor, nn.Module)):
-            raise Lost(f"it reads {name}, which may change")
+            raise Untraceable(f"it reads {name}, which may change")
         if where is not cells:
             found.globals.append((where, name, value))
         if inspect.isfunction(value):
@@ -165,6 +165,32 @@ def _helpers(function: Any, code: types.CodeType, cls: type, found: Read) -> Ite
             yield value.fget
         elif is_own and name != "forward":
             yield value
+
+
+def only_passes_on(forward: Any) -> bool:
+    """Whether a forward does nothing with its ``**kwargs`` but hand them to what it calls."""
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is None:
+            return False
+        if code.co_flags & inspect.CO_VARKEYWORDS:
+            name = code.co_varnames[
+                code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+            ]
+            steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLING]
+            for i, step in enumerate(steps):
+                if name in _variables(step) and not _hands_on(steps, i):
+                    return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+def _hands_on(steps: list[dis.Instruction], i: int) -> bool:
+    """Whether the value that an instruction loads goes into the keywords of a call."""
+    loads = steps[i].opname.startswith("LOAD_FAST")
+    return (
+        loads and i + 1 < len(steps) and steps[i + 1].opname in ("DICT_MERGE", "CALL_FUNCTION_EX")
+    )
 
 
 def changed(globals_: list[tuple[Any, str, Any]]) -> str:

@@ -85,7 +85,7 @@ class ConversionReport:
         if self.after is not None and self.before is not None:
             fused = [f"{name} x {count}" for name, count in self.after.fused.items()]
             lines.append(f"fused: {', '.join(fused) or 'nothing'}")
-            sizes = [f"{which.saved / 2**20:.1f} MiB" for which in (self.before, self.after)]
+            sizes = [_size(which.saved) for which in (self.before, self.after)]
             lines.append(f"kept for the backward: {sizes[0]} before, {sizes[1]} now")
         return "\n".join(lines)
 
@@ -99,6 +99,10 @@ class ConversionReport:
             "before": self.before and self.before._asdict(),
             "after": self.after and self.after._asdict(),
         }
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def _modules(count: int) -> str:

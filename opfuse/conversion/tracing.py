@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import dis
 import inspect
 import operator
 import random
@@ -18,14 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..overrides import BESIDE, op_class
 from .layers import layered
-from .reading import TRUSTED, Lost, read
+from .reading import TRUSTED, Untraceable, read
 
 REST = "opfuse_rest"
 """The keyword that stands for those that a forward passes on by ``**kwargs``."""
-
-
-class Untraceable(RuntimeError):
-    """A forward that no graph can stand for; the message is the end of a sentence."""
 
 
 def parameters_of(forward: Any) -> list[inspect.Parameter]:
@@ -73,7 +68,7 @@ _KNOWN = {
 def _told(error: Exception) -> str:
     """Why a forward could not be traced, in few words."""
     text = " ".join(str(error).split())
-    if isinstance(error, (Untraceable, Lost)):
+    if isinstance(error, Untraceable):
         return text
     known = [words for part, words in _KNOWN.items() if part in text]
     return known[0] if known else f"{type(error).__name__}: {text[:100]}"
@@ -243,40 +238,6 @@ class _Child:
             return iter(module)
         named = module.named_children()
         return iter([_Child(tracer, f"{path}.{name}", child) for name, child in named])
-
-
-def only_passes_on(forward: Any) -> bool:
-    """Whether a forward does nothing with its ``**kwargs`` but hand them to what it calls."""
-    while forward is not None:
-        code = getattr(forward, "__code__", None)
-        if code is None:
-            return False
-        if code.co_flags & inspect.CO_VARKEYWORDS:
-            name = code.co_varnames[
-                code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-            ]
-            steps = [i for i in dis.get_instructions(code) if i.opname not in _FILLING]
-            for i, step in enumerate(steps):
-                if name in _names_of(step) and not _hands_on(steps, i):
-                    return False
-        forward = getattr(forward, "__wrapped__", None)
-    return True
-
-
-_FILLING = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME", "COPY_FREE_VARS", "MAKE_CELL"}
-
-
-def _names_of(step: dis.Instruction) -> tuple[Any, ...]:
-    """The variables that an instruction reads or writes; some have two."""
-    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
-
-
-def _hands_on(steps: list[dis.Instruction], i: int) -> bool:
-    """Whether the value that an instruction loads goes into the keywords of a call."""
-    loads = steps[i].opname.startswith("LOAD_FAST")
-    return (
-        loads and i + 1 < len(steps) and steps[i + 1].opname in ("DICT_MERGE", "CALL_FUNCTION_EX")
-    )
 
 
 def _held(name: str, value: Any, names: set[str]) -> Iterator[str]:

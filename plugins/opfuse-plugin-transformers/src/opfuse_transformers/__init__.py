@@ -18,11 +18,10 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookimpl
 def opfuse_converters() -> list[Converter]:
-    """Decoder and encoder layers, the projections of attention, experts, and LoRA."""
-    from . import attention, experts, layers, lora
+    """The projections of attention, experts, and LoRA."""
+    from . import attention, experts, lora
 
     return [
-        Converter(layers.is_layer, layers.build, "layer of transformers"),
         Converter(attention.is_attention, attention.build, "projections of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
