@@ -44,11 +44,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     return op_class(module) is nn.Linear and not is_patched(nn.Linear)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a ``torch.nn.Linear``, or computes what one of transposed weight does."""
-    return is_plain_linear(module) or probing.is_transposed_linear(module)
-
-
 def _linear(module: Any) -> Leaf | str:
     if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
         return "its weight is no floating-point tensor"

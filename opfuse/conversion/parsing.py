@@ -16,7 +16,7 @@ from ..op import BasicOperation
 from ..overrides import op_class
 from ..sequential import Sequential
 from .layers import original_class
-from .leaves import function_op, gated, is_linear, is_plain_linear, leaf_of
+from .leaves import function_op, gated, is_plain_linear, leaf_of
 from .probing import Leaf
 from .reading import Untraceable, read
 from .tracing import kind_of, parameters_of, plain_read, trace
@@ -393,11 +393,9 @@ class Parser:
             return None
         name = str(whole.target)
         module = self._module.get_submodule(name)
-        if len(whole.args) != 1 or not is_linear(module):
-            return None
-        full = self._path + name
-        leaf = leaf_of(module)
-        if isinstance(leaf, str):
+        full, leaf = self._path + name, leaf_of(module)
+        is_linear = isinstance(leaf, Leaf) and leaf.ops and isinstance(leaf.ops[0], ops.BasicLinear)
+        if len(whole.args) != 1 or not isinstance(leaf, Leaf) or not is_linear:
             return None
         constants = [(full, attribute) for attribute in leaf.constants]
         x: Any = whole.args[0]

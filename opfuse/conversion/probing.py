@@ -56,7 +56,8 @@ def recognised(module: nn.Module) -> Leaf | str:
     """A :class:`Leaf` for a module of an unknown class, or a sentence that says why not.
 
     Args:
-        module: It has no children. It is not changed; copies of it are called.
+        module: It has no children. It is not changed; copies of it are called, of a linear layer
+            it is called itself, which may be large.
     """
     cls = op_class(module).__name__
     if not _takes_one(module):
@@ -73,7 +74,7 @@ def recognised(module: nn.Module) -> Leaf | str:
             act = _activation(module)
             return Leaf([act], numbers, True) if act else f"no op computes what {cls} does"
         if set(params) <= {"weight", "bias"} and params["weight"].ndim == 2:
-            if is_transposed_linear(module):
+            if _is_transposed_linear(module):
                 return Leaf(linear_ops(module, transposed=True), numbers, True)
         elif set(params) <= {"weight", "bias"} and params["weight"].ndim == 1:
             norm = _norm(module)
@@ -265,7 +266,7 @@ def _small(module: nn.Module) -> Iterator[float]:
             yield value
 
 
-def is_transposed_linear(module: Any) -> bool:
+def _is_transposed_linear(module: Any) -> bool:
     """Whether a module computes ``x @ weight + bias``, as the ``Conv1D`` of GPT-2 does."""
     if op_class(module) is nn.Linear or set(module._parameters) - {"weight", "bias"}:
         return False
