@@ -48,8 +48,6 @@ def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
     if x.is_meta or not x.is_floating_point():
         return f"its input is {'on the meta device' if x.is_meta else f'of {x.dtype}'}"
     autocast = torch.is_autocast_enabled(x.device.type)
-    if any(extra.dtype is not x.dtype and not autocast for extra in extras):
-        return "the tensors that it adds differ in dtype"
     if dtype is not None and x.dtype is not dtype and not autocast:
         return f"its input is of {x.dtype}, its parameters are of {dtype}"
     return _flow(chain, x, extras, autocast)
@@ -70,6 +68,8 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
             else:
                 extra = next(given)
                 other, size = extra.dtype, extra.shape[-1] if extra.ndim else None
+                if other is not x.dtype and not autocast:
+                    return "the tensors that it adds differ in dtype"
                 if extra.shape[:-1] != x.shape[:-1] or not extra.is_floating_point():
                     size = None
             if size != width:

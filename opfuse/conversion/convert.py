@@ -115,6 +115,13 @@ class Standing:
         made: Any = self._conversion
         return made.chain, made.separate
 
+    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        """Those of the module that the chain can read."""
+        assert self._conversion is not None
+        parts = [module.get_submodule(name) for name in self._conversion.reads if name]
+        own = module.parameters(recurse=False) if "" in self._conversion.reads else ()
+        return [*dict.fromkeys([*own, *[p for part in parts for p in part.parameters()]])]
+
     def _made(self, module: nn.Module) -> bool:
         """Make the chain of a copy; whether that is possible."""
         if self._conversion is None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..fusible import check_real
 from . import _blocks
-from ._common import AllGrads, ExtraTensorOperation, Outputs, rows_of, shows, whole, widen
+from ._common import AllGrads, ExtraTensorOperation, Outputs, rows_of, shows, whole, wide, widen
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -45,6 +45,7 @@ class CrossEntropy(ExtraTensorOperation):
             (PaLM, Chowdhery et al. 2022).
         softcap: ``z`` is ``softcap * tanh(logits / softcap)`` (Gemma 2); None: ``z`` is the logits.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        output_dtype: The dtype of the loss; None: as above.
 
     Raises:
         TypeError: An argument of the wrong type; in a call, targets that are no integers.
@@ -54,7 +55,7 @@ class CrossEntropy(ExtraTensorOperation):
 
     num_extra_inputs = 1
     extra_input_dtypes = ("integer",)
-    saved_names = ("input", "targets", "lse")
+    saved_names = ("input", "targets")
     context_names = ("numbers",)
     real_numbers = ("label_smoothing", "z_loss")
     grad_input = "fresh"
@@ -69,19 +70,21 @@ class CrossEntropy(ExtraTensorOperation):
         z_loss: float = 0.0,
         softcap: float | None = None,
         reduction: str = "mean",
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.ignore_index, self.reduction = ignore_index, reduction
+        self.output_dtype = output_dtype
         self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.real_numbers or (name == "softcap" and value is not None):
             value = check_real(self, name, value)
-        if name in LossNumbers._fields:
+        if name in (*LossNumbers._fields, "output_dtype"):
             _check(self, name, value)
         super().__setattr__(name, value)
 
-    extra_repr = shows(*LossNumbers._fields)
+    extra_repr = shows(*LossNumbers._fields, "output_dtype")
 
     def numbers_of(self) -> LossNumbers:
         """The numbers as they are now."""
@@ -98,22 +101,22 @@ class CrossEntropy(ExtraTensorOperation):
             what = f"for logits of shape {tuple(shape)}, got {tuple(targets.shape)}"
             raise ValueError(f"{expected} {what}")
 
+    def in_dtype(self, loss: Tensor, ctx: Any, input_: Tensor) -> Tensor:
+        """The loss in the dtype that the op gives; for fusions too."""
+        return loss.to(self.output_dtype or ctx.dtype or input_.dtype)
+
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
-        """The loss; saves ``(input, targets, lse)``, the input as it came, leaves the numbers.
-
-        ``lse`` is the logsumexp of each row, in fp32 for half precision.
-        """
+        """The loss; saves ``(input, targets)``, the input as it came, and leaves the numbers."""
         (ctx,), ((targets,),) = basic_op_ctxs, basic_op_extra_inputs
         self.check_targets(targets, input_.shape)
         numbers = self.numbers_of()
-        losses, lse = row_losses(rows_of(input_), targets.flatten(), numbers)
+        losses = row_losses(rows_of(input_), targets.flatten(), numbers)
         if ctx.requires_grad:
             ctx.numbers = numbers
-            ctx.to_save = (input_, targets, lse) if ctx.input_requires_grad else (None,) * 3
-        loss = reduced(losses, targets, numbers)
-        return loss.to(ctx.dtype or input_.dtype), [()]
+            ctx.to_save = (input_, targets) if ctx.input_requires_grad else (None, None)
+        return self.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
 
     def fuser_backward(
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
@@ -123,12 +126,12 @@ class CrossEntropy(ExtraTensorOperation):
         ``w`` is the gradient of the row's loss; a ``softcap`` multiplies by ``1 - (z/softcap)^2``.
         """
         (ctx,) = basic_op_ctxs
-        x, targets, lse = ctx.saved_tensors
+        x, targets = ctx.saved_tensors
         if x is None:
             return None, [()], [(None,)]
         flat = targets.flatten()
-        weights = row_weights(grad_output.to(lse.dtype), flat, ctx.numbers)
-        dx = row_gradients(rows_of(x), flat, lse, weights, ctx.numbers)
+        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
+        dx = row_gradients(rows_of(x), flat, weights, ctx.numbers)
         return dx.view(x.shape), [()], [(None,)]
 
 
@@ -137,6 +140,8 @@ def _check(op: object, name: str, value: Any) -> None:
     who = f"{type(op).__name__} expected"
     if name == "ignore_index" and whole(value) is None:
         raise TypeError(f"{who} a whole number as ignore_index, got {value!r}")
+    if name == "output_dtype" and value is not None and not _is_floating(value):
+        raise TypeError(f"{who} a floating-point torch.dtype as output_dtype, got {value!r}")
     if name == "reduction" and value not in REDUCTIONS:
         raise ValueError(f"{who} 'mean', 'sum' or 'none' as reduction, got {value!r}")
     if name == "label_smoothing" and not 0 <= value <= 1:
@@ -147,40 +152,39 @@ def _check(op: object, name: str, value: Any) -> None:
         raise ValueError(f"{who} a softcap above 0, or None, got {value!r}")
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
 # The arithmetic, row by row; for fusions too
 
 
-def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> tuple[Tensor, Tensor]:
-    """The loss of each row, 0 where it is ignored, and its logsumexp.
+def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
+    """The loss of each row, 0 where it is ignored; in fp32 for half precision.
 
     Args:
         logits: ``(rows, classes)``.
         targets: ``(rows,)``.
         numbers: Of the op.
-
-    Returns:
-        Both in fp32 for half precision.
     """
     rows = _rows_at_once(logits)
     if rows is None:
         return _losses(logits, targets, numbers)
     pairs = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
-    losses, lse = zip(*[_losses(x, of_x, numbers) for x, of_x in pairs], strict=True)
-    return torch.cat(losses), torch.cat(lse)
+    return torch.cat([_losses(x, of_x, numbers) for x, of_x in pairs])
 
 
-def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> tuple[Tensor, Tensor]:
+def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     ignored, smoothing, z_loss, *_ = numbers
     z = _capped(widen(logits), numbers.softcap)
-    lse = z.logsumexp(-1)
-    # minus the target's logit; it refuses what is no class, without a look from the host
-    picked = F.nll_loss(z, targets.long(), ignore_index=ignored, reduction="none")
-    losses = lse + picked * (1 - smoothing) if smoothing else lse + picked
+    log_p = z.log_softmax(-1)
+    # it refuses what is no class, without a look from the host
+    losses = F.nll_loss(log_p, targets.long(), ignore_index=ignored, reduction="none")
     if smoothing:
-        losses = losses - z.mean(-1) * smoothing
+        losses = losses * (1 - smoothing) - log_p.mean(-1) * smoothing
     if z_loss:
-        losses = losses + lse.square() * z_loss
-    return torch.where(targets == ignored, 0.0, losses), lse
+        losses = losses + z.logsumexp(-1).square() * z_loss
+    return torch.where(targets == ignored, 0.0, losses)
 
 
 def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -211,46 +215,32 @@ def row_weights(grad_output: Tensor, targets: Tensor, numbers: LossNumbers) -> T
     return torch.where(counted, grad_output.flatten(), 0.0)
 
 
-def row_gradients(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    weights: Tensor,
-    numbers: LossNumbers,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits.
+def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers) -> Tensor:
+    """The gradient of the logits, in their dtype.
 
     Args:
         logits: ``(rows, classes)``.
         targets: ``(rows,)``.
-        lse: Their logsumexp, from :func:`row_losses`.
-        weights: The gradient of each row's loss, as ``lse`` of dtype and shape.
+        weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
         numbers: Of the forward.
-        out: Where it is written; may be ``logits``. None: a new tensor.
-
-    Returns:
-        It, in the dtype of ``out`` or of the logits.
     """
     rows = _rows_at_once(logits)
-    if rows is None and out is None:
-        return _gradients(logits, targets, lse, weights, numbers).to(logits.dtype)
-    out = torch.empty_like(logits) if out is None else out
-    rows = logits.shape[0] if rows is None else rows
-    given = out, logits, targets, lse, weights
+    if rows is None:
+        return _gradients(logits, targets, weights, numbers).to(logits.dtype)
+    out = torch.empty_like(logits)
+    given = out, logits, targets, weights
     blocks = [torch.split(tensor, max(1, rows)) for tensor in given]
     for place, *of_block in zip(*blocks, strict=True):
         place.copy_(_gradients(*of_block, numbers))  # type: ignore[call-arg]
     return out
 
 
-def _gradients(
-    logits: Tensor, targets: Tensor, lse: Tensor, weights: Tensor, numbers: LossNumbers
-) -> Tensor:
+def _gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers) -> Tensor:
     ignored, smoothing, z_loss, softcap, _ = numbers
     z = _capped(widen(logits), softcap)
-    factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
-    dz = (z - lse.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    factor = weights * (1 + 2 * z_loss * z.logsumexp(-1)) if z_loss else weights
+    p, factor = z.softmax(-1), factor.unsqueeze(-1)
+    dz = p * factor if torch.is_grad_enabled() else p.mul_(factor)
     if smoothing:
         dz.sub_((weights * (smoothing / logits.shape[-1])).unsqueeze(-1))
     places = targets.long().masked_fill(targets == ignored, 0).unsqueeze(-1)

@@ -71,7 +71,8 @@ def tune(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         found, wholes = _found(model, inputs, kwargs, compiled)
-        paths = {job.device: tables.path_for(job.device) for job in found}
+        jobs: list[Any] = [*found, *wholes]
+        paths = {job.device: tables.path_for(job.device) for job in jobs}
         for existing in filter(None, paths.values()):
             tables.read_rows(existing)  # refuses a file that is no table before it measures
             tables.check_writable(existing)
@@ -90,33 +91,36 @@ def tune(
             for buffer, before in buffers.values():
                 buffer.copy_(before)
         report = _written(found, paths)
-        if not wholes:
-            return report
         for number, whole in enumerate(wholes):  # with the plans that follow from the rest
             if progress is not None:
                 progress(number, len(wholes), "converted modules")
             whole.measure()
-        return _with_wholes(report, wholes)
+        return _with_wholes(report, wholes, paths)
 
 
 def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
     """Write what was measured into the tables, and report it."""
     measured = [job for job in found if job.measured]
-    for device, path in paths.items():
-        if path is not None:
-            tables.add(path, [job.row() for job in measured if job.device == device])
-    tables.reload()
+    _write(measured, paths)
     unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
     first = next(iter(paths.values()), None)
     return TuningReport([job.result() for job in measured], first, tuple(unmeasured))
 
 
-def _with_wholes(report: TuningReport, wholes: list[Whole]) -> TuningReport:
+def _write(measured: Any, paths: dict[torch.device, Path | None]) -> None:
+    """Add entries to the tables of their devices."""
+    for device, path in paths.items():
+        if path is not None:
+            tables.add(path, [each.row() for each in measured if each.device == device])
+    tables.reload()
+
+
+def _with_wholes(
+    report: TuningReport, wholes: list[Whole], paths: dict[torch.device, Path | None]
+) -> TuningReport:
     """Write what was measured of converted modules, and report that too."""
     measured = [whole for whole in wholes if whole.found is not None]
-    if report.path is not None and measured:
-        tables.add(report.path, [whole.row() for whole in measured])
-        tables.reload()
+    _write(measured, paths)
     prefer = dict(current.options).get("prefer", "speed")
     results = [*report.results, *[whole.result(prefer) for whole in measured]]
     unmeasured = dict.fromkeys(whole.unmeasured for whole in wholes if whole.unmeasured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .. import tables
 from ..authoring import saved_bytes
 from ..conversion import Standing, standing_in
 from ..conversion.choosing import shape_of, subject
-from ..conversion.verifying import as_tuple, differ
+from ..conversion.verifying import as_tuple, differ, in_fp64
 from ..overrides import op_class
 from ..tables import Measurement, Shape
 from .report import Result
@@ -66,7 +67,7 @@ class Whole:
         """Values and gradients first, then time in turns and saved bytes."""
         chain, own = self.standing.both()
         grads = torch.is_grad_enabled()
-        params = [p for op in chain for p in (op.read_parameter(n) for n in op.param_names or ())]
+        params = self.standing.parameters(self.module)
         wanted = [t for t in (*self.given, *params) if grads and t.requires_grad]
         try:
             with self._alone(), self._cast():
@@ -77,7 +78,7 @@ class Whole:
                     if wanted:
                         torch.autograd.grad(out, wanted, dys, allow_unused=True)
 
-                if wrong := differ(lambda *g: own(self.module, *g), chain, self.given, wanted):
+                if wrong := self._difference(own, chain, wanted):
                     self.found = Measurement(0.0, 0.0, 0.0, wrong=wrong)
                     return
                 timing = compare(lambda: run(own, self.module), lambda: run(chain), self.device)
@@ -89,6 +90,12 @@ class Whole:
             return
         took = timing.speed, timing.noise, timing.first - timing.second
         self.found = Measurement(*took, theirs - ours, rows=self.shape.rows)
+
+    def _difference(self, own: Any, chain: Any, wanted: list[Tensor]) -> str:
+        """How the chain differs from the module's own operations; both round, so fp64 decides."""
+        exact = in_fp64(self.module, own, self.given, wanted)
+        both, dtype = (partial(own, self.module), chain), self.autocast or self.given[0].dtype
+        return differ(*both, self.given, wanted, exact=exact, dtype=dtype)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -125,7 +132,6 @@ class Whole:
         assert self.found is not None
         chain, _ = self.standing.both()
         names = tuple(op_class(op).__name__ for op in chain)
-        plugin = self.standing.choice.of[1]
         refusal = self.found.refusal(trades_time=True, prefer=prefer)
-        who = plugin[0] if plugin else "opfuse"
+        who = (self.standing.choice.of[1] or ("opfuse",))[0]
         return Result(self._title, who, "whole", names, self.shape, self.found, refusal)

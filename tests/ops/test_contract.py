@@ -32,7 +32,7 @@ OPS = {
     "ConstantScale": (lambda: ops.ConstantScale(2.0), (), ("scale",)),
     "RoPE": (lambda: ops.RoPE(8), ("positions",), ("rotation",)),
     "ApplyRoPE": (lambda: ops.ApplyRoPE(8), ("cos", "sin"), ("rotation",)),
-    "CrossEntropy": (ops.CrossEntropy, ("input", "targets", "lse"), ("numbers",)),
+    "CrossEntropy": (ops.CrossEntropy, ("input", "targets"), ("numbers",)),
     "Identity": (ops.Identity, (), ()),
     "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
     "Dropout": (lambda: ops.Dropout(0.5), ("mask",), ("p",)),

@@ -83,11 +83,9 @@ def _block_in_place(
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None
     slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
-    highest = z.amax(-1, keepdim=True)
-    highest = highest.masked_fill(highest.isinf(), 0.0)  # as torch.logsumexp does
-    dz = z.sub_(highest).exp_()
-    total = dz.sum(-1)
-    lse = total.log().add_(highest.squeeze(-1))
+    dz = z.softmax(-1)
+    # that of the largest logit, which is no 0
+    lse = z.amax(-1).sub_(dz.amax(-1).log_())
     losses = lse + picked * (1 - smoothing)
     if mean is not None:
         losses -= mean * smoothing
@@ -95,15 +93,14 @@ def _block_in_place(
     if z_loss:
         losses += lse.square() * z_loss
         factor = weights * (1 + 2 * z_loss * lse)
-    dz.mul_((factor / total).unsqueeze(-1))
+    dz.mul_(factor.unsqueeze(-1))
     if smoothing:
         dz.sub_((weights * (smoothing / z.shape[-1])).unsqueeze(-1))
     places = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
     dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
     if slope is not None:
         dz.mul_(slope)
-    if softcap is not None or logits.dtype is not weights.dtype:
-        logits.copy_(dz)
+    logits.copy_(dz)
     return torch.where(targets == ignored, 0.0, losses)
 
 

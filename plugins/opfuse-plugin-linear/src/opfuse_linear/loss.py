@@ -61,12 +61,12 @@ class LinearLoss(Products):
             left.dtypes = [tensor.dtype for tensor in (input_, *params)]
         else:
             losses = self._losses(rows, weight, bias, flat, numbers)
-        return reduced(losses, targets, numbers).to(last.dtype or x.dtype), no_extras
+        return op.in_dtype(reduced(losses, targets, numbers), last, x), no_extras
 
     def _losses(self, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any) -> Tensor:
         """The loss of each row, without a gradient."""
         found = [
-            row_losses(kernels.linear(part, weight, bias, self._onednn), of_part, numbers)[0]
+            row_losses(kernels.linear(part, weight, bias, self._onednn), of_part, numbers)
             for _, part, of_part in chunks.chunks(x, targets, weight.shape[0])
         ]
         return torch.cat(found)

@@ -18,11 +18,12 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookimpl
 def opfuse_converters() -> list[Converter]:
-    """The projections of attention, experts, and LoRA."""
-    from . import attention, experts, lora
+    """The projections of attention, experts, LoRA, and the loss of a causal language model."""
+    from . import attention, experts, head, lora
 
     return [
         Converter(attention.is_attention, attention.build, "projections of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
+        Converter(head.is_causal, head.build, "loss of a causal language model"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
     ]

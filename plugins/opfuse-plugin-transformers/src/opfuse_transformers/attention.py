@@ -20,6 +20,8 @@ from opfuse.authoring import op_class
 from opfuse.ops import ParallelLinear
 from opfuse.settings import current
 
+from . import standin
+
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
 # which takes the part of a wider one
@@ -84,16 +86,9 @@ class _Call:
             self.why = "its projections are joined under a recipe alone"
         if self.why:
             return NotImplemented
-        real = module._modules
-        shared = _Shared(chain, [real[name] for name in self._names])
-        parts = {name: _Part(shared, number) for number, name in enumerate(self._names)}
-        twin = object.__new__(type(module))
-        before = vars(module)
-        object.__setattr__(twin, "__dict__", {**before, "_modules": {**real, **parts}})
-        result = op_class(module).forward(twin, *args, **kwargs)
-        for key, value in vars(twin).items():  # what the forward, or a function of it, wrote
-            if key != "_modules" and before.get(key, shared) is not value:
-                before[key] = value
+        shared = _Shared(chain, [module._modules[name] for name in self._names])
+        parts = {name: _Projection(shared, number) for number, name in enumerate(self._names)}
+        result = standin.run(module, parts, {}, args, kwargs)
         if shared.asked != {0, 1, 2}:
             self._apart = "its projections are not those of one tensor"
         return result
@@ -129,14 +124,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class _Part:
-    """What stands for a projection: its part of the chain, and all else its own."""
+class _Projection(standin.Part):
+    """What stands for a projection: its part of the chain."""
 
     def __init__(self, shared: _Shared, number: int) -> None:
+        super().__init__(shared.linears[number])
         self._shared, self._number = shared, number
 
     def __call__(self, x: Any) -> Any:
         return self._shared.part(self._number, x)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shared.linears[self._number], name)

@@ -1,0 +1,46 @@
+"""A module's own forward on a stand-in for it, some of whose parts are others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opfuse.authoring import op_class
+
+
+def run(
+    module: Any, parts: dict[str, Any], attributes: dict[str, Any], args: Any, kwargs: Any
+) -> Any:
+    """The forward of a module's class, on an object of its class that shares all else with it.
+
+    What the forward writes to the stand-in, or a function that it calls, the module gets.
+
+    Args:
+        module: The module.
+        parts: What stands for some of its children.
+        attributes: What stands for some of its attributes.
+        args: The arguments of the call.
+        kwargs: Those by name.
+    """
+    before = vars(module)
+    others = {**attributes, "_modules": {**module._modules, **parts}}
+    twin = object.__new__(type(module))
+    object.__setattr__(twin, "__dict__", {**before, **others})
+    result = op_class(module).forward(twin, *args, **kwargs)
+    for key, value in vars(twin).items():
+        if value is not others.get(key, before.get(key, others)):
+            before[key] = value
+    return result
+
+
+class Part:
+    """What stands for a child: called it does something else, its attributes are the child's."""
+
+    def __init__(self, child: Any) -> None:
+        self._child = child
+
+    def __call__(self, x: Any) -> Any:
+        """What the child would give."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)

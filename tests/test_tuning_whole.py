@@ -1,0 +1,173 @@
+"""The chain of a converted module measured against the module's own operations, and who runs then."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from converting import WIDTH, Gated, an_input, assert_same
+from torch import nn
+
+import opfuse
+from opfuse import ops, tables
+from opfuse.conversion.verifying import differ, in_fp64
+from opfuse.tuning import whole
+from opfuse.tuning.timing import Timing
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for the tables."""
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
+    tables.reload()
+    with opfuse.plugins.using(""):
+        yield
+    monkeypatch.setenv("OPFUSE_TUNING", "")
+    tables.reload()
+
+
+def speed(monkeypatch, value):
+    """Both ways run, and this is how many times as fast the chain is said to be."""
+
+    def compare(own, chain, device):
+        own(), chain()
+        return Timing(value, 0.0, value, 1.0)
+
+    monkeypatch.setattr(whole, "compare", compare)
+
+
+def tuned(model, x, **options):
+    with opfuse.options(**options):
+        return [r for r in opfuse.tune(model, x).results if r.passes == "whole"]
+
+
+@pytest.mark.parametrize(("value", "runs"), [(1.0, True), (0.995, True), (0.9, False)])
+def test_a_slower_chain_gives_way(monkeypatch, value, runs):
+    model = Gated()
+    reference = copy.deepcopy(model)
+    opfuse.convert(model)
+    speed(monkeypatch, value)
+    (result,) = tuned(model, an_input())
+    assert result.found.speed == value and not result.found.wrong
+    assert_same(model, reference, an_input())
+    why = opfuse.converted(model)[""]
+    assert (why == "") is runs and (runs or "0.90x the speed of the separate ops" in why)
+    with opfuse.options(prefer="memory"):  # it keeps less
+        model(an_input())
+    assert result.found.saved_bytes > 0 and opfuse.converted(model)[""] == ""
+
+
+def test_a_wrong_chain_never_runs(monkeypatch):
+    model = Gated()
+    reference = copy.deepcopy(model)
+    opfuse.convert(model)
+    speed(monkeypatch, 2.0)
+    right = ops.ParallelLinear.product
+    monkeypatch.setattr(ops.ParallelLinear, "product", lambda *given: 1.04 * right(*given))
+    (result,) = tuned(model, an_input())
+    assert result.found.wrong.startswith("its output is wrong by")
+    assert_same(model, reference, an_input())
+    assert "is wrong by" in opfuse.converted(model)[""]
+    with opfuse.options(prefer="memory"):
+        assert_same(model, reference, an_input())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp64_decides_who_is_right(dtype):
+    """Of two that round, neither is the truth: the sum over many rows differs by more than one rounding."""
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, WIDTH).to(dtype)
+    x = torch.randn(4096, WIDTH).to(dtype).requires_grad_()
+    wanted = [x, *linear.parameters()]
+
+    class Rough(torch.autograd.Function):
+        """The gradient of the bias, rounded after each of some rows."""
+
+        @staticmethod
+        def forward(ctx, y, bias):
+            return y + bias
+
+        @staticmethod
+        def backward(ctx, dy):
+            total = torch.zeros_like(dy[0])
+            for part in dy.split(64):
+                total = total + part.sum(0)
+            return dy, total
+
+    def rough(module, x):
+        return Rough.apply(x @ module.weight.t(), module.bias)
+
+    def fine(module, x):
+        return module(x)
+
+    def wrong(module, x):
+        return 1.05 * module(x)
+
+    exact = in_fp64(linear, rough, [x], wanted)
+    truth = in_fp64(copy.deepcopy(linear).double(), fine, [x.double()], [])([])[0]
+    dys = [torch.randn(4096, WIDTH).to(dtype)]
+    torch.testing.assert_close(exact(dys)[0], truth)
+
+    def found(way, exact):
+        ways = (lambda x: rough(linear, x)), (lambda x: way(linear, x))
+        return differ(*ways, [x], wanted, exact=exact, dtype=dtype)
+
+    assert found(fine, exact) == "" and "is wrong by" in found(wrong, exact)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_in_half_precision_with_many_rows(monkeypatch, autocast):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(WIDTH), Gated(bias=True)
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    torch.manual_seed(3)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = Block().to(dtype)
+    opfuse.convert(model)
+    speed(monkeypatch, 1.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        results = tuned(model, an_input(3000, dtype=dtype))
+    assert results and not [r.found.wrong for r in results if r.found.wrong]
+
+
+def test_gradients_of_all_parameters_are_compared_and_timed(monkeypatch):
+    """Those too that the chain reads through a view."""
+
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) / 5)
+            self.bias = nn.Parameter(torch.randn(3 * WIDTH))
+
+        def forward(self, x):
+            out = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+            return out.view(*x.shape[:-1], 3 * WIDTH)
+
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = Transposed(), nn.Linear(3 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    seen = []
+    grad = torch.autograd.grad
+
+    def watch(outputs, inputs, *args, **kwargs):
+        seen.append([*inputs])
+        return grad(outputs, inputs, *args, **kwargs)
+
+    model = MLP()
+    assert opfuse.convert(model).converted
+    speed(monkeypatch, 1.0)
+    monkeypatch.setattr(torch.autograd, "grad", watch)
+    tuned(model, an_input())
+    params = {id(param) for param in model.parameters()}
+    assert sum(params < {id(tensor) for tensor in of} for of in seen) >= 4  # compared, and timed
