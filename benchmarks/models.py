@@ -1,14 +1,18 @@
 """Training steps of real models: eager, converted, and compiled, in time and in bytes kept.
 
 python -m benchmarks --suite models --out models.json
-python benchmarks/models.py --models llama,gpt2 --dtypes bf16 --ways converted,memory
+python -m benchmarks --suite models --models llama,gpt2 --dtypes bf16 --ways converted,memory
+python -m benchmarks --suite models --ways compile,converted-compile --cold --out cold.json
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
 ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
 a table of its own. Then each way is timed in a process of its own, in turns with eager: at least 20
 a side, until half the width of a 95 % interval of the median speed is at most 0.02. A step is a
 forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
-from parameters. With one thread the time is CPU time of the process.
+from parameters. With one thread the time is CPU time of the process. Both models of a row are copies
+of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is the
+first call with its backward, on the clock; it is of interest with ``--cold``, where no process finds
+anything compiled.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default in (("models", MODELS), ("dtypes", DTYPES), ("ways", WAYS)):
         parser.add_argument(f"--{name}", default=",".join(default), help="names, with commas")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="empty caches for every process")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--part", choices=("tune", *WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -66,6 +72,8 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
         for part in ("tune", *options.ways.split(",")):
             command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
             command += ["--models", model, "--dtypes", dtype]
+            if options.cold:
+                environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, part)
             done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{model} {dtype} {part}: failed", file=sys.stderr)
@@ -114,7 +122,7 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
     from opfuse.authoring import saved_bytes
     from opfuse.tuning.timing import compare
 
-    other = copy.deepcopy(model)
+    model, other = copy.deepcopy(model), copy.deepcopy(model)
     if "compile" not in way or way.startswith("converted"):
         opfuse.convert(other)
     called: Callable[..., Any] = other
@@ -131,10 +139,11 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
         of.zero_grad(set_to_none=True)
         forward(which).backward()
 
-    device = torch.device("cpu")
+    device, start = torch.device("cpu"), time.perf_counter()
     step(called, other)
+    first = time.perf_counter() - start
     found = compare(
-        lambda: step(model, model), lambda: step(called, other), device, clear=False, most=60
+        lambda: step(model, model), lambda: step(called, other), device, clear=False, most=40
     )
     kept = [
         saved_bytes(lambda which=which: forward(which), of.parameters()) / 2**20
@@ -146,6 +155,7 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
         "noise": found.noise,
         "ms": found.second * 1e3,
         "eager_ms": found.first * 1e3,
+        "first_s": first,
         "eager_mb": kept[0],
         "saved_mb": kept[1],
         "modules": len(whys),
