@@ -9,10 +9,10 @@ ViT: 4 images of 197 patches). For each model and dtype one process tunes the co
 a table of its own. Then each way is timed in a process of its own, in turns with eager: at least 20
 a side, until half the width of a 95 % interval of the median speed is at most 0.02. A step is a
 forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
-from parameters. With one thread the time is CPU time of the process. Both models of a row are copies
-of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is the
-first call with its backward, on the clock; it is of interest with ``--cold``, where no process finds
-anything compiled.
+from parameters. With one thread the time is CPU time of the process. Both models of a row are
+copies of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is
+the first call with its backward, on the clock; it is of interest with ``--cold``, where no process
+finds anything compiled.
 """
 
 from __future__ import annotations

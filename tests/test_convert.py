@@ -783,7 +783,7 @@ class DropsByFunction(Plainly):
 
 def test_a_dict_of_a_class_of_its_own_stays_one():
     model = GivesAnOutput()
-    assert "it makes a Output" in str(opfuse.convert(model))
+    assert "it makes an object, Output" in str(opfuse.convert(model))
     assert type(model(an_input())) is Output
 
 
@@ -831,3 +831,24 @@ def test_the_chain_is_for_the_way_in_which_the_module_is_called():
         assert opfuse.converted(model)[""] == ""
     assert_same(model, twin, an_input())
     assert opfuse.converted(model)[""] == "it computes something else for these arguments"
+
+
+def test_inputs_by_name():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Gated()
+
+        def forward(self, hidden, *, scale=1.0):
+            return self.mlp(hidden * scale)
+
+    models = Scaled(), Scaled()
+    by_place, by_name = (
+        opfuse.convert(model, *inputs)
+        for model, inputs in zip(
+            models, [(an_input(), {"scale": 2.0}), ({"hidden": an_input(), "scale": 2.0},)], strict=True
+        )
+    )  # fmt: skip
+    assert by_place.after == by_name.after and by_name.after.saved > 0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        opfuse.convert(Scaled(), an_input(), {"size": 2.0})

@@ -124,11 +124,16 @@ class _Fused(Recorder):
 
 
 def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
-    """What a forward in the caller's mode keeps and runs; random numbers are left as they are."""
+    """What a forward in the caller's mode keeps and runs; random numbers are left as they are.
+
+    A dict as the last input has those by name.
+    """
     recorder = _Fused()
+    by_name = inputs[-1] if isinstance(inputs[-1], dict) else {}
+    given = inputs[:-1] if isinstance(inputs[-1], dict) else inputs
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(), recorder:
-        saved = saved_bytes(lambda: model(*inputs), model.parameters())
+        saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)

@@ -62,6 +62,7 @@ _KNOWN = {
     "used as inputs to control flow": "it branches on values of tensors",
     "cannot be iterated": "it takes a tensor apart that it does not know the size of",
     "missing the required": "it has none of its own",
+    "got multiple values for": "functions around it give it more arguments",
 }
 
 
@@ -88,7 +89,7 @@ class _Tracer(fx.Tracer):
             raise Untraceable("it makes tensors of its own")
         for kind in (dict, list, tuple):  # one of a class of its own would become one
             if isinstance(a, kind) and type(a) is not kind and not hasattr(a, "_fields"):
-                raise Untraceable(f"it makes a {type(a).__name__}")
+                raise Untraceable(f"it makes an object, {type(a).__name__}")
         return super().create_arg(a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:

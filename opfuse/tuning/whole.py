@@ -79,7 +79,7 @@ class Whole:
                         torch.autograd.grad(out, wanted, dys, allow_unused=True)
 
                 if wrong := self._difference(own, chain, wanted):
-                    self.found = Measurement(0.0, 0.0, 0.0, wrong=wrong)
+                    self.found = Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
                     return
                 timing = compare(lambda: run(own, self.module), lambda: run(chain), self.device)
                 theirs = saved_bytes(lambda: own(self.module, *self.given), params)

@@ -1,0 +1,156 @@
+"""The table and the plots of ``python -m benchmarks --suite models``, for the docs.
+
+python benchmarks/models_page.py benchmarks/results/cpu-models.json
+python benchmarks/models_page.py benchmarks/results/cpu-models.json --docs docs
+
+The first prints the tables. The second writes them into the pages, between their marks, and the
+plots beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+TITLES = {
+    "converted": "converted",
+    "memory": 'with `prefer="memory"`',
+    "compile": "`torch.compile`",
+    "compile-0.8": "its budget 0.8",
+    "compile-0.5": "its budget 0.5",
+    "converted-compile": "converted, then compiled",
+}
+MARKERS = {"fp32": "o", "bf16": "s", "autocast": "^"}
+COLORS = {
+    "converted": "#3b6ea5",
+    "memory": "#12355b",
+    "compile": "#d9822b",
+    "compile-0.8": "#e8a765",
+    "compile-0.5": "#f3cfa8",
+    "converted-compile": "#6b8e4e",
+}
+NAMES = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT", "bert": "BERT", "mixtral": "Mixtral"}
+APART = "its projections are joined under a recipe alone"
+"""Why attention runs its own forward: it is none of the modules that a row counts."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print, or write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=pathlib.Path, help="what the suite wrote")
+    parser.add_argument("--docs", type=pathlib.Path, metavar="FOLDER", help="write into its pages")
+    options = parser.parse_args(arguments)
+    rows = json.loads(options.result.read_text(encoding="utf-8"))["rows"]
+    tables = {"speed": speeds(rows), "chains": shares(rows)}
+    if options.docs is None:
+        print("\n\n".join(tables.values()))
+        return
+    pages = {"speed": "index.md", "chains": "bring-your-model.md"}
+    for name, table in tables.items():
+        page = options.docs / pages[name]
+        page.write_text(replaced(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+    plot(rows, options.docs / "models.svg")
+
+
+def replaced(page: str, name: str, table: str) -> str:
+    """A page with another table between its marks."""
+    marks = f"<!-- models: {name} -->", f"<!-- end of {name} -->"
+    pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
+    found, count = re.subn(pattern, lambda _: f"{marks[0]}\n{table}\n{marks[1]}", page, flags=re.S)
+    if count != 1:
+        raise SystemExit(f"expected {marks[0]} and {marks[1]} once in the page, got {count}")
+    return found
+
+
+def grouped(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    """The rows of each model and dtype, by way."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["dtype"]), {})[row["way"]] = row
+    return found
+
+
+def speeds(rows: list[Row]) -> str:
+    """Speed and bytes kept, both as a multiple of eager's."""
+    lines = [f"| model | eager | {' | '.join(TITLES.values())} |", "|---" * (2 + len(TITLES)) + "|"]
+    for (model, dtype), ways in grouped(rows).items():
+        eager = next(iter(ways.values()))
+        cells = [
+            f"{ways[w]['speed']:.2f}x, {ways[w]['saved_mb'] / ways[w]['eager_mb']:.2f}x"
+            if w in ways
+            else ""
+            for w in TITLES
+        ]
+        first = f"{NAMES[model]}, {dtype} | {eager['eager_ms']:.0f} ms, {eager['eager_mb']:.0f} MB"
+        lines.append(f"| {first} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shares(rows: list[Row]) -> str:
+    """How many of the converted modules run as chains, and why the others do not."""
+    titles = 'by default | with `prefer="memory"` | why not'
+    lines = [f"| model | {titles} |", "|---" * 4 + "|"]
+    for (model, dtype), ways in grouped(rows).items():
+        both = [ways[way] for way in ("converted", "memory") if way in ways]
+        told = [f"{of['as_chains']} of {modules(of)}" for of in both]
+        whys = dict.fromkeys(why for of in both for why in of["own_forward"] if why != APART)
+        lines.append(f"| {NAMES[model]}, {dtype} | {' | '.join(told)} | {'; '.join(whys)} |")
+    return "\n".join(lines)
+
+
+def modules(row: Row) -> int:
+    """How many of the converted modules are none of attention."""
+    from benchmarks.models import LAYERS
+
+    count: int = row["modules"]
+    return count - LAYERS if APART in row["own_forward"] else count
+
+
+def plot(rows: list[Row], path: pathlib.Path) -> None:
+    """Time of a step and bytes kept, of eager's: a plot per model."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "opfuse", "svg.fonttype": "none", "font.size": 9}
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot.subplots(2, 3, figsize=(10, 6.4), sharex=True, sharey=True)
+    places = list(axes.flat)
+    for model, place in zip(names, places, strict=False):
+        for row in rows:
+            if row["model"] == model:
+                at = row["saved_mb"] / row["eager_mb"], 1 / row["speed"]
+                look = {"marker": MARKERS[row["dtype"]], "color": COLORS[row["way"]]}
+                place.plot(*at, **look, linestyle="", markersize=7, alpha=0.9)
+        place.axhline(1, color="0.8", zorder=0)
+        place.axvline(1, color="0.8", zorder=0)
+        place.set_title(NAMES[model])
+        place.set_xlim(0, 1.2)
+    for place in places[len(names) :]:
+        place.axis("off")
+    figure.supxlabel("bytes kept for the backward, of eager's")
+    figure.supylabel("time of a training step, of eager's")
+    ways = [
+        Line2D([], [], color=color, marker="o", linestyle="", label=TITLES[way].replace("`", ""))
+        for way, color in COLORS.items()
+    ]
+    dtypes = [
+        Line2D([], [], color="0.4", marker=marker, linestyle="", label=dtype)
+        for dtype, marker in MARKERS.items()
+    ]
+    places[-1].legend(handles=ways + dtypes, loc="center", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
