@@ -13,8 +13,12 @@ import argparse
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from benchmarks.models import LAYERS
 
 Row = dict[str, Any]
 TITLES = {
@@ -107,8 +111,6 @@ def shares(rows: list[Row]) -> str:
 
 def modules(row: Row) -> int:
     """How many of the converted modules are none of attention."""
-    from benchmarks.models import LAYERS
-
     count: int = row["modules"]
     return count - LAYERS if APART in row["own_forward"] else count
 

@@ -35,7 +35,7 @@ def _package():
 
 _package()
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import chains, measure, providers, report, special, steps  # noqa: E402
+from benchmarks import chains, measure, models, models_page, providers, report, special, steps  # noqa: E402
 from benchmarks.cases import CASES, TITLES, Case, Goal, expand, goal  # noqa: E402
 from benchmarks.run import Harness, select, together  # noqa: E402
 
@@ -1347,3 +1347,57 @@ def test_a_probe_that_fails_says_why():
         else None
     )
     assert wrong is None or wrong["failed"] == "relative error 1.0e+00"
+
+
+# Models
+
+
+@pytest.mark.filterwarnings("ignore:::transformers")
+@pytest.mark.parametrize("way", ["tune", "converted", "memory"])
+def test_one_way_of_a_model_against_eager(monkeypatch, one_thread, tmp_path, way):
+    pytest.importorskip("transformers")
+    from opfuse.tuning import timing
+
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    for name, size in {"WIDTH": 64, "TOKENS": 16, "VOCABULARY": 128, "LAYERS": 1}.items():
+        monkeypatch.setattr(models, name, size)
+    monkeypatch.setattr(timing, "compare", lambda *ways, **_: timing.Timing(1.5, 0.0, 3.0, 2.0))
+    given = types.SimpleNamespace(models="gpt2", dtypes="bf16", threads=1, part=way)
+    row = models.run(given)
+    if way == "tune":
+        assert row["tuned"] >= 0
+        return
+    assert (row["speed"], row["ms"], row["eager_ms"]) == (1.5, 2e3, 3e3)
+    assert 0 < row["saved_mb"] < row["eager_mb"] and row["first_s"] > 0
+    assert row["as_chains"] == row["modules"] > 0 == len(row["own_forward"])
+
+
+def a_row(way="converted", **changed):
+    row = {"model": "llama", "dtype": "bf16", "way": way, "speed": 1.25, "saved_mb": 5.0}
+    row |= {"eager_mb": 10.0, "eager_ms": 100.4, "modules": 11, "as_chains": 7}
+    return row | {"own_forward": [models_page.APART, "it is slower"]} | changed
+
+
+def test_the_tables_of_models():
+    rows = [a_row(), a_row("memory", saved_mb=2.0, as_chains=9, own_forward=[models_page.APART])]
+    table = models_page.speeds(rows)
+    assert "| Llama, bf16 | 100 ms, 10 MB | 1.25x, 0.50x | 1.25x, 0.20x |  |" in table
+    assert "| Llama, bf16 | 7 of 9 | 9 of 9 | it is slower |" in models_page.shares(rows)
+    page = "a\n<!-- models: speed -->\nold\n<!-- end of speed -->\nb"
+    assert models_page.replaced(page, "speed", "new") == page.replace("old", "new")
+    with pytest.raises(SystemExit, match="once in the page, got 0"):
+        models_page.replaced("", "speed", "new")
+
+
+def test_the_pages_have_the_committed_numbers_of_models():
+    path = ROOT / "benchmarks" / "results" / "cpu-models.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    found = {"index.md": models_page.speeds(rows), "bring-your-model.md": models_page.shares(rows)}
+    for page, table in found.items():
+        assert table in (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert {(row["model"], row["dtype"], row["way"]) for row in rows} == {
+        (model, dtype, way)
+        for model in models.MODELS
+        for dtype in models.DTYPES
+        for way in models.WAYS
+    }
