@@ -1,5 +1,6 @@
 """Tiny models of known families. The quick set has one of each; ``OPFUSE_MODELS=all`` asks for everything."""
 
+import logging
 import pathlib
 
 import pytest
@@ -24,7 +25,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing that was compiled, and no default device or dtype, is left for the next test."""
+    """Nothing that was compiled is left for the next test; no graph breaks where a library logs."""
+    logs = {getattr(logging.Logger, "warning_once", logging.Logger.warning)}  # transformers adds it
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(ignore_logging_functions=logs):
+        yield
     torch._dynamo.reset()
