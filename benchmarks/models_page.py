@@ -104,9 +104,17 @@ def shares(rows: list[Row]) -> str:
     for (model, dtype), ways in grouped(rows).items():
         both = [ways[way] for way in ("converted", "memory") if way in ways]
         told = [f"{of['as_chains']} of {modules(of)}" for of in both]
-        whys = dict.fromkeys(why for of in both for why in of["own_forward"] if why != APART)
+        whys = dict.fromkeys(
+            _short(why) for of in both for why in of["own_forward"] if why != APART
+        )
         lines.append(f"| {NAMES[model]}, {dtype} | {' | '.join(told)} | {'; '.join(whys)} |")
     return "\n".join(lines)
+
+
+def _short(why: str) -> str:
+    """A reason in few words."""
+    speed = re.search(r"it has ([\d.]+x) the speed", why)
+    return f"measured at {speed[1]}" if speed else why
 
 
 def modules(row: Row) -> int:

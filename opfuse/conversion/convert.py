@@ -322,8 +322,13 @@ def _compared(module: nn.Module, made: Conversion) -> str:
         return compare(module, made.chain, own, functools.partial(made.call, module, made.chain))
     own = functools.partial(made.separate, module)
     ops: Any = made.chain
-    extras = sum(channel is None for op in ops for channel in op.extra_input_channels)
-    return compare(module, made.chain, own, made.chain, extras)
+    kinds = [
+        op.extra_input_dtypes[k] if op.extra_input_dtypes else ""
+        for op in ops
+        for k, channel in enumerate(op.extra_input_channels)
+        if channel is None
+    ]
+    return compare(module, made.chain, own, made.chain, kinds)
 
 
 def _built(converter: Converter, module: nn.Module) -> Conversion | str:

@@ -21,7 +21,7 @@ def compare(
     chain: Any,
     original: Callable[..., Any],
     converted: Callable[..., Any],
-    extras: int = 0,
+    extras: Sequence[str] = (),
 ) -> str:
     """How a chain differs from the operations it stands for, as a sentence; ``""``: it does not.
 
@@ -34,7 +34,7 @@ def compare(
         chain: The chain.
         original: ``original(x, *extras)``.
         converted: The same by way of the chain.
-        extras: How many extra inputs there are, of the shape of ``x`` and of the output.
+        extras: The extra inputs: ``"integer"`` is zeros of the rows' shape, others are as ``x``.
     """
     features = next((op.in_features for op in chain if getattr(op, "in_features", None)), None)
     shaped = [op.normalized_shape for op in chain if hasattr(op, "normalized_shape")]
@@ -52,10 +52,12 @@ def compare(
             generator = torch.Generator().manual_seed(0)
             shape = (*ROWS, features)
             given = [
-                torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-                for _ in range(1 + extras)
+                torch.zeros(ROWS, dtype=torch.long, device=device)
+                if kind == "integer"
+                else torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+                for kind in ("", *extras)
             ]
-            wanted = [*given, *[p for p in params if p.requires_grad]]
+            wanted = [t for t in (*given, *params) if t.requires_grad]
             return differ(original, converted, given, wanted)
     finally:
         for child, training in modes.items():

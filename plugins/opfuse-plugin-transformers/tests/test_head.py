@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from opfuse_transformers import head
 from torch import nn
 
 import opfuse
@@ -127,37 +128,140 @@ def test_logits_kept_by_skipping_the_head(models):
     assert model(**models.inputs(model)).logits.shape == (2, 24, 128)
 
 
-def test_a_forward_that_computes_with_the_logits(models):
-    """Then they are computed, the loss is the library's, and from the next call on the forward is the model's own."""
+FORWARDS = {
+    "theirs": ("", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "capped": ("logits = logits.tanh()", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "looked at": ("best = logits.argmax(-1)", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "asked for its type": ("same = isinstance(self.lm_head, int)", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "sometimes": ("", "if flag:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "ignoring": ("", "if labels is not None:", "logits, labels, ignore_index=3", "return Out(loss=loss, logits=logits)"),
+    "keeping": ("self.last = logits", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+    "giving twice": ("", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits, hidden=logits)"),
+    "leaving": ("if flag: return logits", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_a_forward_does_with_the_logits(tmp_path, name):
+    """Its source is read: whatever else it does with them, it runs as it is."""
+    before, guard, given, last = FORWARDS[name]
+    path = tmp_path / "forward.py"
+    lines = [
+        "def forward(self, ids, labels=None, flag=False, **kwargs):",
+        "    hidden = self.model(ids)",
+        "    logits = self.lm_head(hidden)",
+        f"    {before}",
+        "    loss = None",
+        f"    {guard}",
+        f"        loss = self.loss_function({given}, vocab_size=7, **kwargs)",
+        f"    {last}",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    names = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert head._only_loses(names["forward"]) is (name == "theirs")
+
+
+def test_forwards_of_others_run_as_they_are(models):
     from transformers import LlamaForCausalLM
 
-    class Capped(LlamaForCausalLM):
-        def forward(self, input_ids, labels=None, **kwargs):
-            hidden = self.model(input_ids, **kwargs).last_hidden_state
-            logits = 5 * torch.tanh(self.lm_head(hidden) / 5)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-            return {"loss": loss, "logits": logits}
-
-    class Looked(LlamaForCausalLM):
+    class Mine(LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
             hidden = self.model(input_ids, **kwargs).last_hidden_state
             logits = self.lm_head(hidden)
-            best = logits.argmax(-1)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-            return {"loss": loss, "logits": logits, "best": best}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=128)
+            return {"loss": loss, "logits": logits}
 
-    for cls in (Capped, Looked):
-        model = models.make("llama")
-        model.__class__ = cls
-        twin = copy.deepcopy(model)
-        report = opfuse.convert(twin)
-        assert report.converted[0].ops == ("BasicLinear", "CrossEntropy")
-        for reason in ("", "the loss it computes is not that of what lm_head gives"):
-            expected, got = (each(**models.inputs(model)) for each in (model, twin))
-            torch.testing.assert_close(got["loss"], expected["loss"])
-            assert type(got["logits"]) is torch.Tensor
-            torch.testing.assert_close(got["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
-            assert of(twin) == reason
+    model = models.make("llama")
+    model.__class__ = Mine
+    report = opfuse.convert(model)
+    assert "its forward is not that of a model of transformers" in str(report)
+    assert model(**models.inputs(model))["logits"].shape == (2, 24, 128)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "opt"])
+def test_models_that_compute_with_their_logits(family):
+    import transformers
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = (
+        {"ffn_dim": 64, "word_embed_proj_dim": 32} if family == "opt" else {"intermediate_size": 64}
+    )
+    if family == "gemma2":
+        more |= {"head_dim": 16, "num_key_value_heads": 2}
+    name = {"opt": "OPT"}.get(family, family.title())
+    config = getattr(transformers, f"{name}Config")(**sizes, **more, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    assert "does more with the logits" in str(opfuse.convert(model))
+    ids = torch.randint(3, 128, (2, 8))
+    assert model(input_ids=ids, labels=ids).logits.shape == (2, 8, 128)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("rows", [2, 20])
+def test_no_label_counts(models, rows, frozen):
+    """The loss is NaN and all gradients are zero, as in eager."""
+    model, twin, _ = models.pair("llama", vocab_size=512)
+    ids = torch.randint(3, 512, (rows, 24))
+    for each in (model, twin):
+        each.lm_head.weight.requires_grad_(not frozen)
+        loss = each(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+        loss.backward()
+        assert loss.isnan() and of_all(each) == {0.0}
+    assert of(twin) == ""
+
+
+def of_all(model):
+    return {float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None}
+
+
+def test_losses_that_look_like_the_librarys(models, monkeypatch):
+    import functools
+
+    from transformers.loss import loss_utils
+
+    model, twin, _ = models.pair("llama")
+    original = loss_utils.ForCausalLMLoss
+
+    @functools.wraps(original)
+    def twice(*args, **kwargs):
+        return 2 * original(*args, **kwargs)
+
+    model.loss_function = twin.loss_function = twice
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert of(twin) == "its loss is ForCausalLMLoss"
+    for each in (model, twin):
+        del each._loss_function
+    for home, name in ((loss_utils, "fixed_cross_entropy"), (nn.functional, "cross_entropy")):
+        real = getattr(home, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(home, name, lambda *args, real=real, **kwargs: 3 * real(*args, **kwargs))
+            assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+            assert of(twin) == "the library's loss was replaced"
+    models.step(twin)
+    assert of(twin) == ""
+
+
+def test_what_hooks_write_to_the_model_stays(models):
+    model, twin, _ = models.pair("llama")
+    for each in (model, twin):
+        each.steps, each.once = 0, True
+
+        def hook(module, args, output, each=each):
+            each.steps += 1
+            vars(each).pop("once", None)
+            each.training = False
+
+        each.model.norm.register_forward_hook(hook)
+        for _ in range(2):
+            each.training = True
+            each(**models.inputs(model))
+        assert each.steps == 2 and not hasattr(each, "once") and not each.training
+
+
+def test_verified(models):
+    model = models.make("llama")
+    assert opfuse.convert(model, verify=True).converted[0].ops == ("BasicLinear", "CrossEntropy")
 
 
 @pytest.mark.parametrize("change", ["hook", "loss", "replaced", "frozen"])

@@ -1,14 +1,20 @@
 """The head of a causal language model and its loss, which needs no logits for it.
 
 In a training step with labels the model runs its own forward, on a stand-in for it whose head gives
-no logits but what they are computed from. The loss computes both in one chain. Where the forward
-does something else with the logits, they are computed, and the loss is the library's.
+no logits but what they are computed from. The loss computes both in one chain. That is done for
+forwards of the library alone, and only for those that do nothing else with the logits: their source
+is read for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import functools
 import inspect
+import sys
+import textwrap
+import types
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -22,11 +28,10 @@ from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from . import standin
 
 IGNORED = -100
-_LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether a module has a head, and gives its logits and labels to a loss of the library's."""
+    """Whether a module has a head, and a loss of its logits."""
     code = getattr(inspect.unwrap(op_class(module).forward), "__code__", None)
     return "lm_head" in module._modules and {"lm_head", "loss_function"} <= set(
         code.co_names if code is not None else ()
@@ -40,6 +45,11 @@ def build(module: Any, env: Environment) -> Conversion | str:
         return "its forward was replaced"
     if op_class(linear) is not nn.Linear or "forward" in vars(linear):
         return "lm_head is no plain torch.nn.Linear"
+    forward = inspect.unwrap(op_class(module).forward)
+    if not forward.__module__.startswith("transformers."):
+        return "its forward is not that of a model of transformers"
+    if not _only_loses(forward):
+        return "its forward does more with the logits than to compute the loss of them"
     # None is the library's default, of which it logs that it takes it
     if getattr(module, "loss_type", None) is not None and (why := _other_loss(module)):
         return why
@@ -55,32 +65,96 @@ def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+# What a forward and a loss do
+
+
+@functools.lru_cache(maxsize=256)
+def _only_loses(forward: types.FunctionType) -> bool:
+    """Whether the logits of a forward go into its loss, if there are labels, and its output alone.
+
+    That is, whether all it does with them is, in this order::
+
+        logits = self.lm_head(...)
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=..., **kwargs)
+        return Output(logits=logits, ...)
+    """
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    body: list[Any] = function.body  # type: ignore[attr-defined]
+    heads = [
+        node for node in body if isinstance(node, ast.Assign) and _calls(node.value, "lm_head")
+    ]
+    guarded = [
+        node
+        for of in body
+        if isinstance(of, ast.If) and ast.unparse(of.test) == "labels is not None" and not of.orelse
+        for node in of.body
+        if isinstance(node, ast.Assign) and _calls(node.value, "loss_function")
+    ]
+    if len(heads) != 1 or len(guarded) != 1 or not isinstance(body[-1], ast.Return):
+        return False
+    ((target,),) = [heads[0].targets]
+    loss, output = guarded[0].value, body[-1].value
+    if not isinstance(target, ast.Name) or not isinstance(output, ast.Call):
+        return False
+    known = [*loss.args[:1], *[k.value for k in loss.keywords if k.arg == "logits"]]
+    known += [k.value for k in output.keywords if k.arg == "logits"]
+    every = list(ast.walk(function))
+    uses = [node for node in every if isinstance(node, ast.Name) and node.id == target.id]
+    expected = {id(node) for node in (target, *known)}
+    return (
+        {id(node) for node in uses} == expected
+        and len(known) == 2
+        and {k.arg for k in loss.keywords} <= {"logits", "labels", "vocab_size", None}
+        and all(_count(every, name) == 1 for name in ("lm_head", "loss_function"))
+        and not any(isinstance(node, ast.Return) for node in every if node is not body[-1])
+    )
+
+
+def _calls(node: Any, name: str) -> bool:
+    """Whether a node is ``self.name(...)``."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"
+
+
+def _count(nodes: list[ast.AST], name: str) -> int:
+    """How often an attribute is read."""
+    return sum(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
+
+
 def _other_loss(module: Any) -> str:
     """Why the chain is not the loss of a model, or ``""``."""
-    loss = module.loss_function
-    name = getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")
-    return "" if name == _LOSS else f"its loss is {name[1] or type(loss).__name__}"
+    loss, library = module.loss_function, sys.modules.get("transformers.loss.loss_utils")
+    names = vars(library) if library is not None else {}
+    if loss is not names.get("ForCausalLMLoss"):
+        return f"its loss is {getattr(loss, '__qualname__', type(loss).__name__)}"
+    parts = (loss, names), (names.get("fixed_cross_entropy"), names), (F.cross_entropy, vars(F))
+    if any(getattr(part, "__globals__", None) is not home for part, home in parts):
+        return "the library's loss was replaced"
+    return ""
+
+
+# The call
 
 
 class _Call:
     """The forward of the model, on a stand-in."""
 
-    why = _apart = ""
+    why = ""
 
     def __init__(self, cls: Any) -> None:
         self._signature = inspect.signature(cls.forward)
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse.Conversion`."""
-        self.why = self._apart or self._refusal(module, args, kwargs)
-        if self.why:
+        self.why = why = self._refusal(module, args, kwargs)
+        if why:
             return NotImplemented
         loss = _Loss(chain, module.loss_function)
         head = {"lm_head": _Head(module.lm_head)}
-        result = standin.run(module, head, {"_loss_function": loss}, args, kwargs)
-        if not loss.is_by_chain:
-            self._apart = "the loss it computes is not that of what lm_head gives"
-        return _without_logits(result)
+        return _without_logits(standin.run(module, head, {"_loss_function": loss}, args, kwargs))
 
     def _refusal(self, module: Any, args: Any, kwargs: Any) -> str:
         """Why the module's own forward is to run, or ``""``."""
@@ -101,97 +175,52 @@ class _Head(standin.Part):
     """What stands for the head: it computes nothing yet."""
 
     def __call__(self, x: Any) -> Any:
-        return Logits(self._child, x)
+        return _Logits(self._child, x)
 
 
-class Logits:
-    """Logits that are computed where something asks for more than their shape.
-
-    Args:
-        linear: The head.
-        hidden: What it is given.
-    """
+class _Logits:
+    """What logits are computed from, if it comes to that."""
 
     def __init__(self, linear: Any, hidden: Tensor) -> None:
         self.linear, self.hidden = linear, hidden
-        self._value: Tensor | None = None
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape they would have."""
-        return torch.Size((*self.hidden.shape[:-1], self.linear.out_features))
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether something asked."""
-        return self._value is not None
-
+    @functools.cached_property
     def value(self) -> Tensor:
         """The logits."""
-        if self._value is None:
-            self._value = self.linear(self.hidden)
-        return self._value
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.value(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.value, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _forwarded(name: str) -> Any:
-    return lambda self, *args: getattr(self.value(), name)(*args)
-
-
-for (
-    _name
-) in "add radd sub rsub mul rmul truediv rtruediv pow matmul neg getitem setitem len".split():
-    setattr(Logits, f"__{_name}__", _forwarded(f"__{_name}__"))
+        logits: Tensor = self.linear(self.hidden)
+        return logits
 
 
 class _Loss:
-    """What stands for the loss of a model.
-
-    Attributes:
-        is_by_chain: Whether the chain computed it.
-    """
-
-    is_by_chain = False
+    """What stands for the loss of a model."""
 
     def __init__(self, chain: Any, original: Any) -> None:
         self._chain, self._original = chain, original
 
-    def __call__(self, logits: Any, labels: Any, vocab_size: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, logits: Any, labels: Any, vocab_size: Any, **kwargs: Any) -> Any:
         """The mean over the tokens, or their sum divided by ``num_items_in_batch``."""
-        if args or type(logits) is not Logits or logits.is_computed:
-            return self._by_library(logits, labels, vocab_size, *args, **kwargs)
         targets = kwargs.get("shift_labels")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        shape = logits.shape
-        if targets.numel() != shape[:-1].numel() or vocab_size != shape[-1]:
-            return self._by_library(logits, labels, vocab_size, **kwargs)
-        self.is_by_chain = True
-        targets = targets.to(logits.hidden.device).reshape(shape[:-1])
-        total = self._chain(logits.hidden, targets)
-        count = kwargs.get("num_items_in_batch")
-        if count is None:
-            count = (targets != IGNORED).sum()
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-    def _by_library(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        logits = logits.value() if isinstance(logits, Logits) else logits
-        return self._original(logits, *args, **kwargs)
+        shape = logits.hidden.shape[:-1]
+        if targets.numel() != shape.numel() or vocab_size != logits.linear.out_features:
+            return self._original(logits.value, labels, vocab_size, **kwargs)
+        targets = targets.to(logits.hidden.device).reshape(shape)
+        total, count = self._chain(logits.hidden, targets), kwargs.get("num_items_in_batch")
+        if count is not None:
+            return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        count = (targets != IGNORED).sum()
+        # the mean over no tokens is NaN, and its gradient is zero, as in torch
+        return torch.where(count == 0, torch.nan, total / count.clamp(min=1))
 
 
 def _without_logits(result: Any) -> Any:
     """What the forward gave, without what only stands for logits."""
-    if not dataclasses.is_dataclass(result):
-        return torch.utils._pytree.tree_map_only(Logits, Logits.value, result)
-    fields = {key: value for key, value in vars(result).items() if type(value) is Logits}
-    found = {key: value.value() if value.is_computed else None for key, value in fields.items()}
-    return dataclasses.replace(result, **found) if found else result
+    if isinstance(result, tuple):
+        return tuple(each.value if type(each) is _Logits else each for each in result)
+    if type(result.logits) is _Logits:
+        computed = result.logits.__dict__.get("value")
+        if computed is None:
+            OrderedDict.__delitem__(result, "logits")  # ModelOutput refuses it
+        result.logits = computed
+    return result

@@ -21,14 +21,18 @@ def run(
         args: The arguments of the call.
         kwargs: Those by name.
     """
-    before = vars(module)
     others = {**attributes, "_modules": {**module._modules, **parts}}
+    before = {**vars(module), **others}
     twin = object.__new__(type(module))
-    object.__setattr__(twin, "__dict__", {**before, **others})
+    object.__setattr__(twin, "__dict__", {**before})
     result = op_class(module).forward(twin, *args, **kwargs)
-    for key, value in vars(twin).items():
-        if value is not others.get(key, before.get(key, others)):
-            before[key] = value
+    after = vars(twin)
+    # the module itself may have been written to as well, by a hook of a child, say
+    for key, value in after.items():
+        if value is not before.get(key, others):
+            vars(module)[key] = value
+    for key in before.keys() - after.keys():
+        vars(module).pop(key, None)
     return result
 
 
