@@ -83,9 +83,9 @@ def _block_in_place(
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None
     slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
-    dz = z.softmax(-1)
-    # that of the largest logit, which is no 0
-    lse = z.amax(-1).sub_(dz.amax(-1).log_())
+    dz, highest = z.softmax(-1), z.amax(-1)
+    # the softmax of the largest logit is no 0; infinite as torch.logsumexp is
+    lse = torch.where(highest.isinf(), highest, highest - dz.amax(-1).log_())
     losses = lse + picked * (1 - smoothing)
     if mean is not None:
         losses -= mean * smoothing
