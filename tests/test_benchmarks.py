@@ -1381,7 +1381,7 @@ def a_row(way="converted", **changed):
 def test_the_tables_of_models():
     rows = [a_row(), a_row("memory", saved_mb=2.0, as_chains=9, own_forward=[models_page.APART])]
     table = models_page.speeds(rows)
-    assert "| Llama, bf16 | 100 ms, 10 MB | 1.25x, 0.50x | 1.25x, 0.20x |  |" in table
+    assert "| Llama, bf16 | 100\u00a0ms, 10\u00a0MB | 1.25, 0.50 | 1.25, 0.20 |  |" in table
     assert "| Llama, bf16 | 7 of 9 | 9 of 9 | it is slower |" in models_page.shares(rows)
     page = "a\n<!-- models: speed -->\nold\n<!-- end of speed -->\nb"
     assert models_page.replaced(page, "speed", "new") == page.replace("old", "new")
