@@ -158,9 +158,9 @@ def convert(
 
     Args:
         model: The model, or any part of one.
-        *inputs: Its inputs; a dict as the last one has those by name. If there are some, the
-            report says what is fused, and how many bytes the forward keeps for the backward, before
-            and after.
+        *inputs: Its inputs; a dict as the last one has those by name. (For a model that takes a
+            dict itself give an empty one behind it.) If there are some, the report says what is
+            fused, and how many bytes the forward keeps for the backward, before and after.
         only: Convert modules whose dotted names match one of these patterns, and what is below
             them.
         skip: Leave those alone, likewise.

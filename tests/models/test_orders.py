@@ -170,7 +170,7 @@ def test_checkpointing_saves(family, order, reentrant):
         opfuse.convert(model)
     check(step(model, family), expected, family)
     mine, theirs = kept(model, family), kept(reference, family)
-    assert mine <= theirs + 64 and mine < 0.7 * whole  # but for scalars, such as a number of tokens
+    assert mine <= theirs and mine < 0.7 * whole
 
 
 @few_families

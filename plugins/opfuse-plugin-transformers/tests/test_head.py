@@ -180,6 +180,19 @@ def test_forwards_of_others_run_as_they_are(models):
     assert model(**models.inputs(model))["logits"].shape == (2, 24, 128)
 
 
+def test_a_loss_function_of_a_subclass(models):
+    from transformers import LlamaForCausalLM
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    class Own(LlamaForCausalLM):
+        loss_function = property(lambda self: ForCausalLMLoss)
+
+    model = models.make("llama")
+    model.__class__ = Own
+    assert "its loss_function is not that of transformers" in str(opfuse.convert(model))
+    assert model(**models.inputs(model)).logits.shape == (2, 24, 128)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "opt"])
 def test_models_that_compute_with_their_logits(family):
     import transformers

@@ -48,6 +48,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     forward = inspect.unwrap(op_class(module).forward)
     if not forward.__module__.startswith("transformers."):
         return "its forward is not that of a model of transformers"
+    if not _is_librarys(inspect.getattr_static(op_class(module), "loss_function", None)):
+        return "its loss_function is not that of transformers"
     if not _only_loses(forward):
         return "its forward does more with the logits than to compute the loss of them"
     # None is the library's default, of which it logs that it takes it
@@ -122,6 +124,12 @@ def _calls(node: Any, name: str) -> bool:
 def _count(nodes: list[ast.AST], name: str) -> int:
     """How often an attribute is read."""
     return sum(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
+
+
+def _is_librarys(attribute: Any) -> bool:
+    """Whether an attribute of a class is the library's property, which reads ``_loss_function``."""
+    getter = getattr(attribute, "fget", None)
+    return getattr(getter, "__module__", None) == "transformers.modeling_utils"
 
 
 def _other_loss(module: Any) -> str:
@@ -201,9 +209,10 @@ class _Loss:
         """The mean over the tokens, or their sum divided by ``num_items_in_batch``."""
         targets = kwargs.get("shift_labels")
         if targets is None:
-            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
         shape = logits.hidden.shape[:-1]
-        if targets.numel() != shape.numel() or vocab_size != logits.linear.out_features:
+        fits = targets.numel() == shape.numel() and vocab_size == logits.linear.out_features
+        if not fits or "ignore_index" in kwargs:
             return self._original(logits.value, labels, vocab_size, **kwargs)
         targets = targets.to(logits.hidden.device).reshape(shape)
         total, count = self._chain(logits.hidden, targets), kwargs.get("num_items_in_batch")
@@ -211,7 +220,8 @@ class _Loss:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)
         count = (targets != IGNORED).sum()
         # the mean over no tokens is NaN, and its gradient is zero, as in torch
-        return torch.where(count == 0, torch.nan, total / count.clamp(min=1))
+        mean = total * (1.0 / count.clamp(min=1))
+        return mean + torch.where(count == 0, torch.nan, 0.0)
 
 
 def _without_logits(result: Any) -> Any:
