@@ -61,6 +61,10 @@ class BasicOperation(FusibleOperation):
         autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own,
             unless the next op ``casts_input``; None: autocast's own.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
+        splits_backward: Whether ``op_backward``, with None for its ``"input"`` among the
+            ``saved_tensors``, gives the gradient of the input alone, and with None for all others
+            those of the parameters. It may be called twice then, so that the op before has the time
+            to compute that input again.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
         unquantized: What reports say of the op under a recipe, if you would expect it to be
             quantized and it is not.
@@ -80,6 +84,7 @@ class BasicOperation(FusibleOperation):
     params_in_compute_dtype: bool = False
     autocast_dtype: ClassVar[torch.dtype | None] = None
     casts_input: ClassVar[bool] = False
+    splits_backward: ClassVar[bool] = False
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
     unquantized: ClassVar[str] = ""
@@ -430,6 +435,10 @@ class FusedOperation(FusibleOperation):
             op behind it that saves this very tensor as its ``"input"`` then does not keep it, and
             finds it in its backward all the same; ``fuser_forward`` agrees to that at each call,
             see :attr:`OperationContext.may_recompute`.
+        fuser_backward_with_output: A method that a joint fusion which recomputes may have: takes
+            what ``fuser_backward`` takes, and gives a pair of what that gives and of the output
+            again. It runs in place of ``fuser_recompute`` and ``fuser_backward`` where the op
+            behind :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
         casts: Whether it does the casts itself that a recipe wants between its ops. A fusion that
             is a plain function says so here; :class:`opfuse.Fusion` has an argument for it.
         fallback: Why it does not run its kernel where it was planned for, as a sentence, or empty:
@@ -450,6 +459,7 @@ class FusedOperation(FusibleOperation):
     param_names: tuple[str, ...] | None = ()
     notes: str = ""
     recomputes: bool = False
+    fuser_backward_with_output: Callable[..., tuple[Any, Tensor]] | None = None
     casts: bool = False
     fallback: str = ""
 

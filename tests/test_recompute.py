@@ -1,6 +1,7 @@
 """What a fused op computes again instead of keeping it: what is saved, that the numbers stay, and where it is not done."""
 
 import itertools
+from typing import ClassVar
 
 import faulty
 import pytest
@@ -170,3 +171,146 @@ def test_who_recomputes_says_how(register):
     register(forward_fusions=[opfuse.Fusion((ops.GELU,), Forgetful)])
     with pytest.raises(TypeError, match="Forgetful recomputes, but has no fuser_recompute"):
         opfuse.Sequential(ops.GELU())(torch.ones(2))
+
+
+# The output again beside the backward
+
+
+class Beside(Joint):
+    """The same, whose backward gives the output too; it counts which of the two ways was taken."""
+
+    taken: ClassVar = []
+
+    def again(self, x):
+        self.taken.append("alone")
+        return super().again(x)
+
+    def fuser_backward_with_output(self, basic_op_ctxs, grad_output, **given):
+        self.taken.append("beside")
+        y = Joint.again(self, basic_op_ctxs[0].saved_tensors[0])
+        return self.fuser_backward(basic_op_ctxs, grad_output, **given), y.to(grad_output.dtype)
+
+
+@pytest.fixture
+def beside(register, monkeypatch):
+    monkeypatch.setattr(Beside, "taken", [])
+    register(joint_fusions=[opfuse.Fusion((ops.GELU,), Beside, name="gelu")])
+    return Beside.taken
+
+
+class Overriding(ops.BasicLinear):
+    """Says nothing about what its backward does, since it is another one."""
+
+    def op_backward(self, ctx, grad_output):
+        return super().op_backward(ctx, grad_output)
+
+
+def side_by_side(bias):
+    return ops.ParallelLinear([ops.Linear(5, width, bias=bias) for width in (7, 2)])
+
+
+BEHIND = {
+    "a linear": lambda: ops.BasicLinear(5, 6),
+    "a linear with a bias": lambda: ops.Linear(5, 6),
+    "linears side by side": lambda: side_by_side(bias=False),
+}
+
+
+def check_ways(chain, x, taken, expected):
+    got = gradients(chain, x)
+    assert taken == expected
+    for mine, want in zip(got, separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize("rows", [(3,), (2, 3), (0,), (1,), (2, 3, 2)])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_a_linear_behind_waits_for_its_input(beside, behind, rows):
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), BEHIND[behind]())
+    x = torch.randn(*rows, 4, requires_grad=True)
+    assert saved(chain, x)[0].count((*rows, 5)) == 1  # the input of GELU
+    check_ways(chain, x, beside, ["beside"])
+
+
+def test_sums_that_would_be_computed_twice_do_not_wait(beside):
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), side_by_side(bias=True))
+    check_ways(chain, torch.randn(3, 4, requires_grad=True), beside, ["alone"])
+
+
+def test_a_backward_of_its_own_does_not_wait(beside):
+    class Saying(Overriding):
+        saved_names = ("input", "weight")
+
+    assert ops.BasicLinear(1, 1).splits_backward and not Saying(1, 1).splits_backward
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), Saying(5, 6))
+    check_ways(chain, torch.randn(3, 4, requires_grad=True), beside, ["alone"])
+
+
+@pytest.mark.parametrize("frozen", ["weight", "all before", "debug"])
+def test_where_nothing_waits(beside, frozen):
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=frozen != "all before")
+    chain[1].requires_grad_(frozen != "weight")
+    with opfuse.options(debug=frozen == "debug"):
+        check_ways(chain, x, beside, ["alone"] if frozen == "debug" else [])
+
+
+def test_a_call_that_does_not_agree_waits_for_nothing(beside, monkeypatch):
+    monkeypatch.setattr(
+        Beside, "fuser_forward", lambda self, ctxs, x, **unused: keeping(self, ctxs, x)
+    )
+
+    def keeping(self, ctxs, x):
+        result = Joint.fuser_forward(self, ctxs, x)
+        ctxs[0].recomputable_output = None
+        return result
+
+    check_ways(make(4, 5), torch.randn(3, 4, requires_grad=True), beside, [])
+
+
+def test_waiting_in_a_graph_that_is_retained_and_in_a_checkpoint(beside):
+    chain, x = make(4, 4, 4), torch.randn(3, 4, requires_grad=True)
+    y = chain(x)
+    leaves = [x, *chain.parameters()]
+    results = [torch.autograd.grad(y.sum(), leaves, retain_graph=True) for _ in range(2)]
+    y = checkpoint(chain, x, use_reentrant=False)
+    results.append(torch.autograd.grad(y.sum(), leaves))
+    assert beside == ["beside"] * 6
+    for first, second, third in zip(*results, strict=True):
+        assert torch.equal(first, second) and torch.equal(first, third)
+
+
+def test_waiting_under_autocast(beside):
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = chain(x)
+    got = torch.autograd.grad(y.float().sum(), [x, *chain.parameters()])
+    assert beside == ["beside"] and [g.dtype for g in got] == [torch.float32] * 3
+
+
+def test_a_profiler_names_the_fusion_that_gives_its_output(beside):
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        gradients(chain, x)
+    assert beside == ["beside"]
+    names = [event.key for event in profile.key_averages()]
+    assert [name for name in names if name.startswith("gelu") and "backward" in name]
+
+
+def test_a_loss_that_does_not_use_the_output(beside):
+    torch.manual_seed(0)
+    fork = ops.MakeExtraOutput()
+    chain = opfuse.Sequential(fork, ops.GELU(), ops.Linear(4, 5))
+    x = torch.randn(3, 4, requires_grad=True)
+    y, extra = chain(x)
+    got = torch.autograd.grad(extra.sum(), [x, *chain.parameters()], allow_unused=True)
+    assert torch.equal(got[0], torch.ones_like(x)) and got[1:] == (None, None)
+    y, extra = chain(x)
+    both = torch.autograd.grad(y.sum() + extra.sum(), [x, *chain.parameters()])
+    y, extra = separate(lambda: chain(x))
+    for mine, want in zip(
+        both, torch.autograd.grad(y.sum() + extra.sum(), [x, *chain.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(mine, want)

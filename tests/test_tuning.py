@@ -700,6 +700,36 @@ def test_memory_comes_first_where_it_is_preferred(register):
         assert taken(model, x) == ["small"]
 
 
+@pytest.mark.parametrize("right, expected", [(40, ["left", "right"]), (39, ["large"])])
+def test_a_slower_trade_gives_way_to_others_that_save_as_much(register, right, expected):
+    three = [GELU, SiLU, ReLU]
+    register(
+        joint_fusions=[
+            Fusion(three, named("Large"), name="large", trades_time=True),
+            Fusion(three[:2], named("Left"), name="left", priority=-100),
+            Fusion(three[2:], named("Right"), name="right", priority=-100),
+        ]
+    )
+    model, x = opfuse.Sequential(*[cls() for cls in three]), tensor()
+    found = {
+        "large": Measurement(0.9, 0, -1e-4, saved_bytes=100),
+        "left": Measurement(1.5, 0, 1e-4, saved_bytes=60),
+        "right": Measurement(1.5, 0, 1e-4, saved_bytes=right),
+    }
+    with Prescribed(**found), opfuse.options(prefer="memory"):
+        opfuse.tune(model, x)
+    assert taken(model, x) == ["left", "right"]
+    with opfuse.options(prefer="memory"):
+        assert taken(model, x) == expected
+        assert ("other fusions of these ops save as much" in str(reasons(model, x))) == (
+            expected != ["large"]
+        )
+        new = Fusion(three[1:], named("New"), name="new", priority=-100)
+        late = opfuse.register_forward_backward_fusion(new)
+        assert taken(model, x) == ["large"], "one of them is not measured: precedence counts"
+        late.unregister()
+
+
 # Which set is taken
 
 

@@ -165,9 +165,9 @@ class InRange:
     It has the name of the step: its fusion, its plugin, its pass and its ops.
     """
 
-    def __init__(self, step: Step, pass_name: str) -> None:
-        self.__self__, self.__name__ = step.op, step.run.__name__
-        self._run, source = step.run, step.source
+    def __init__(self, step: Step, pass_name: str, run: Callable[..., Any]) -> None:
+        self.__self__, self.__name__ = step.op, run.__name__
+        self._run, source = run, step.source
         ops = " + ".join(op_class(op).__name__ for op in step.matched)
         owner = f" of {source.distribution}" if source.distribution else ""
         self._title = f"{source.name}{owner}, {pass_name}: {ops}"

@@ -29,7 +29,7 @@ from ..overrides import kwarg_names, op_class
 from ..records import FusionSource
 from ..tables import Measurement
 from .edges import Edges, View
-from .measured import Measurements, beaten, best_cover, counting, gains
+from .measured import Measurements, beaten, best_cover, conflict, counting, is_slower
 from .plan import Refusal
 from .step import Step
 
@@ -93,20 +93,24 @@ def choose(
     finder = _Finder(tuple(ops), env, measurements, kwargs, excluded)
     candidates: list[Step] = []
     taken = Taken()
-    for _, of_rank in groupby(sorted(sources, key=_precedence), key=lambda source: source.rank):
-        classes = [[*group] for _, group in groupby(of_rank, key=lambda source: source.passes)]
-        for number, group in enumerate(classes):
-            found = [step for source in group for step in finder.candidates(source, taken)]
-            candidates += found
-            free = finder.not_beaten(found, itertools.chain(*classes[number + 1 :]), taken)
-            taken.take(best_cover(free, length, prefer))
+    ordered = sorted(sources, key=_precedence)
+    for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
+        positions, group = zip(*of_class, strict=True)
+        found = [step for source in group for step in finder.candidates(source, taken)]
+        candidates += found
+        free = finder.not_beaten(found, ordered[positions[-1] :], taken)
+        taken.take(best_cover(free, length, prefer))
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
     won = {*map(id, kept)}
     for loser in candidates:
         if id(loser) not in won:
             limited = f"beyond the limit of {limit} fusions" if id(loser) in beyond else ""
-            why = limited or finder.beaten.get(id(loser)) or _conflict(loser, taken, prefer)
+            why = (
+                limited
+                or finder.beaten.get(id(loser))
+                or conflict(loser, taken.overlapping(loser), prefer)
+            )
             finder.refuse(loser, why)
     refused = tuple(sorted(finder.refused, key=_place))
     return Choice(tuple(kept), refused, tuple(sorted(finder.row_facts)))
@@ -165,20 +169,30 @@ class _Finder:
         ]
 
     def not_beaten(
-        self, found: Sequence[Step], later: Iterable[FusionSource], taken: Taken
+        self, found: Sequence[Step], later: Sequence[FusionSource], taken: Taken
     ) -> list[Step]:
-        """Those that overlap none taken, without joint ones that fusions of one pass go before.
+        """Those that overlap none taken, without those that others go before by measure.
+
+        These are joint ones before which fusions of one pass go, and slower ones that would save
+        nothing more.
 
         Args:
             found: Candidates of one precedence and pass.
-            later: What chooses after them in the same precedence.
+            later: What chooses after them.
             taken: The candidates taken so far.
         """
         free = [step for step in found if not taken.overlapping(step)]
-        if any(step.passes == "joint" and step.measured for step in free):
-            others, length = self.peek(later, taken), 2 * len(self.ops) + 1
-            prefer = self.env.options.get("prefer", "speed")
-            self.beaten |= {id(step): beaten(step, others, length, prefer) for step in free}
+        prefer, length = self.env.options.get("prefer", "speed"), 2 * len(self.ops) + 1
+        joint = [step for step in free if step.passes == "joint" and step.measured]
+        slow = [step for step in joint if is_slower(step)]
+        one_pass = [s for s in later if joint and s.rank == joint[0].source.rank]
+        two_passes = [s for s in later if s.passes == "joint"]
+        for steps, rivals in ((slow, two_passes), (joint, one_pass)):
+            others = [*self.peek(rivals, taken), *joint] if steps else []
+            others = [step for step in others if step not in steps]
+            for step in steps:
+                why = self.beaten.get(id(step)) or beaten(step, others, length, prefer)
+                self.beaten[id(step)] = why
         return [step for step in free if not self.beaten.get(id(step))]
 
     def refuse(self, step: Step, reason: str) -> None:
@@ -430,28 +444,3 @@ def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[An
         names = [", ".join(type(op).__name__ for op in ops) for ops in (expected, got)]
         what = "does not expand to the same basic ops in the same order"
         raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")
-
-
-def _conflict(loser: Step, taken: Taken, prefer: str) -> str:
-    winners = taken.overlapping(loser)
-    if not winners:
-        return "another set of fusions has the larger total benefit"
-    first = min(
-        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
-    )
-    who = f"overlaps {first.source.name}" + (
-        f" of {first.source.distribution}" if first.source.distribution else ""
-    )
-    if first.source.rank != loser.source.rank:
-        return f"{who}, which has precedence"
-    if PASSES.index(first.passes) < PASSES.index(loser.passes):
-        return f"{who}, and joint fusions choose first"
-    if (measured := gains(loser, winners, prefer)) is not None:
-        return f"{who}, which saves {measured[0]} a call against {measured[1]}, measured here"
-    gain = sum(winner.benefit for winner in winners)
-    if gain != loser.benefit:
-        return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
-    covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
-    return f"{who}, which saves as much and " + (
-        "covers more ops" if covers_more else "comes first by name"
-    )

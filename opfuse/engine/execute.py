@@ -20,7 +20,7 @@ from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .extras import BackwardExtras, ForwardExtras
 from .program import Program
-from .saved import leave, recompute, restore_more
+from .saved import leave, parameter_gradients, recompute, restore_more
 from .step import Step
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -117,10 +117,13 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if reached < 0:
             return (None,) * len(func_ctx.needs_input_grad)
     grads: list[Any] = [None] * len(ctxs)
+    waiting = None  # what came to a step whose input comes with the next one
     for step in steps:
         start, run = step.start, step.run
         if step.prepares:
-            if step.recompute is not None:
+            if step.waits and start in func_ctx.dropped:
+                waiting = dy
+            elif step.recompute is not None:
                 recompute(program, ctxs, start, func_ctx.dropped)
             dy = _prepare(step, dy)
         if step.direct:
@@ -132,7 +135,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             except ValueError:
                 refuse_result(program, run, result)
         else:
-            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras)
+            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras, waiting)
+            waiting = None
         if dy is None and start > program.last_without_gradient:
             refuse_none(program, run, start)
     if program.recipe is not None and dy is not None:
@@ -180,10 +184,18 @@ def _run_fused_backward(
     dy: Any,
     grads: list[Any],
     extras: BackwardExtras | None,
+    waiting: Any,
 ) -> Any:
-    """Run the backward of a fused step; returns the gradient of its input."""
+    """Run the backward of a fused step; returns the gradient of its input.
+
+    Where the step before waits, with the gradient ``waiting``, it gets its input.
+    """
     given = extras.given(step) if extras and step.has_extras else step.no_extras
-    result = step.run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
+    run: Any = step.run if waiting is None else step.with_output
+    result = run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
+    if waiting is not None:
+        result, output = result
+        grads[step.stop] = parameter_gradients(program, ctxs, step.stop, output, waiting)
     if type(result) is not tuple or len(result) != 3:
         refuse_result(program, step.run, result)
     dx, of_params, of_extras = result

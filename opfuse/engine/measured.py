@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..environment import Environment
+from ..fusion import PASSES
 from ..ops.pointwise import Identity
 from ..overrides import op_class
 from ..records import normalize
@@ -215,25 +216,48 @@ def _best_of(
 
 
 def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
-    """Why forward and backward fusions go before a joint one over the same ops, or ``""``.
+    """Why others go before a joint fusion over the same ops, or ``""``.
 
-    They do where all are measured, and those bring more together.
+    They do where all that overlap, directly or by way of others, are measured, and bring more
+    without it than beside it.
+
+    Args:
+        joint: The joint fusion.
+        others: Fusions of one pass, or joint ones.
+        length: The number of half steps.
+        prefer: The option.
     """
-    inside = [step for step in others if joint.begin <= step.begin and step.end <= joint.end]
-    if not inside or any(step.measured is None for step in (joint, *inside)):
+    (near,) = [group for group in overlapping([joint, *others]) if joint in group]
+    near.remove(joint)
+    if not near or any(step.measured is None for step in (joint, *near)):
         return ""
-    inside.sort(key=lambda step: step.passes)
-    passes = itertools.groupby(inside, key=lambda step: step.passes)
-    covers = [best_cover([*steps], length, prefer) for _, steps in passes]
-    values = [worth(step, prefer) for step in itertools.chain(*covers)]
-    together = tuple(map(sum, zip(*values, strict=True))) or (0, 0.0)
-    if together <= worth(joint, prefer):
+    apart = [step for step in near if step.end <= joint.begin or joint.end <= step.begin]
+    without, beside = [_brought(steps, length, prefer) for steps in (near, apart)]
+    if (without[0] - beside[0], without[1] - beside[1]) <= worth(joint, prefer):
         return ""
+    if near[0].passes == "joint":
+        return "it is slower, and other fusions of these ops save as much memory, measured here"
     what = "save more memory" if prefer == "memory" else "are faster together"
     return f"the forward and backward fusions of these ops {what}, measured here"
 
 
-def gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
+def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[float, ...]:
+    """What the best covers of measured candidates bring, those of each pass together."""
+    passes = {step.passes for step in candidates}
+    covers = [
+        best_cover([step for step in candidates if step.passes == name], length, prefer)
+        for name in passes
+    ]
+    values = [worth(step, prefer) for step in itertools.chain(*covers)]
+    return tuple(map(sum, zip((0, 0.0), *values, strict=True)))
+
+
+def is_slower(step: Step) -> bool:
+    """Whether a measured candidate is there for the memory that it saves, and costs time."""
+    return bool(step.measured.refusal(trades_time=False, prefer="memory"))
+
+
+def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
     """What the winners, and the loser, bring by measure, in words; None: not all are measured."""
     if any(step.measured is None for step in (loser, *winners)):
         return None
@@ -246,3 +270,28 @@ def gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] 
     ]
     unit = "bytes" if prefer == "memory" and of[0]["bytes"] != of[1]["bytes"] else "us"
     return f"{of[0][unit]:.0f} {unit}", f"{of[1][unit]:.0f} {unit}"
+
+
+def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
+    """Why a candidate lost to those that overlap it."""
+    if not winners:
+        return "another set of fusions has the larger total benefit"
+    first = min(
+        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
+    )
+    who = f"overlaps {first.source.name}" + (
+        f" of {first.source.distribution}" if first.source.distribution else ""
+    )
+    if first.source.rank != loser.source.rank:
+        return f"{who}, which has precedence"
+    if PASSES.index(first.passes) < PASSES.index(loser.passes):
+        return f"{who}, and joint fusions choose first"
+    if (measured := _gains(loser, winners, prefer)) is not None:
+        return f"{who}, which saves {measured[0]} a call against {measured[1]}, measured here"
+    gain = sum(winner.benefit for winner in winners)
+    if gain != loser.benefit:
+        return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
+    covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
+    return f"{who}, which saves as much and " + (
+        "covers more ops" if covers_more else "comes first by name"
+    )

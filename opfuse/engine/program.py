@@ -167,10 +167,10 @@ class Program:
             return self
         twin = copy.copy(self)
         for name in ("forward", "backward"):
-            steps = [
-                dataclasses.replace(step, run=InRange(step, name)) if step.source else step
-                for step in getattr(self, name)
-            ]
+            steps = [copy.copy(step) for step in getattr(self, name)]
+            for step in [step for step in steps if step.source]:
+                step.run = InRange(step, name, step.run)
+                step.with_output = step.with_output and InRange(step, name, step.with_output)
             setattr(twin, name, tuple(steps))
         return twin
 
@@ -238,6 +238,8 @@ def compile_program(
         finish(step, "backward", chain, kwargs, env, edges)
         if step.start in recomputable and step.start not in undeclared:
             _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
+        if before is not None:
+            _let_wait(before, step, needs, env)
         before = step
     contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
     plan = FusionPlan(
@@ -387,6 +389,18 @@ def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) 
         step.note = f"its input is not computed again: {kept}"
     else:
         step.prepares, step.recompute = True, before.start
+
+
+def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> None:
+    """Let a backward step wait for its input, if the one that runs next gives it on the way."""
+    fused: Any = following.op
+    split = step.direct and declared(step.op, "splits_backward") and all(needs.params[step.start])
+    if not split or step.recompute != following.start or following.end != step.begin - 1:
+        return
+    plain = not (following.casts or env.recipe or env.options.get("debug"))
+    if following.source and following.passes == "joint" and plain:
+        following.with_output = fused.fuser_backward_with_output
+        step.waits = following.with_output is not None
 
 
 def _leaves_owned(step: Step) -> bool:

@@ -182,3 +182,13 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
         if quantized:
             again = again.only(usage)
         ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
+
+
+def parameter_gradients(
+    program: Program, ctxs: Sequence[Any], index: int, input_: Tensor, grad_output: Tensor
+) -> Any:
+    """The gradients that an op's parameters still wait for, now that its input is there again."""
+    ctx, place = ctxs[index], program.recomputing[index].place
+    nothing = [None] * len(ctx.saved_tensors)
+    ctx.saved_tensors = (*nothing[:place], input_, *nothing[place + 1 :])
+    return program.chain.ops[index].op_backward(ctx, grad_output)[1]

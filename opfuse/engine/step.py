@@ -35,6 +35,10 @@ class Step:
         has_extras: Whether one of its basic ops has extra tensors.
         no_extras: For each basic op, no extra tensors.
         owns: Whether the incoming gradient may be overwritten (backward only).
+        with_output: How a fused op gives its output again beside its backward, if the step that
+            runs before it waits for that (backward only).
+        waits: Whether a basic op gives the gradient of its input first, and those of its parameters
+            after the next step, which computes its input again (backward only).
         note: What there is more to say about it, for reports.
         recompute: Where the fused op before it starts, if that can give the input again (backward
             only).
@@ -57,6 +61,8 @@ class Step:
     no_extras: tuple[tuple[()], ...] = ()
     owns: bool = False
     recompute: int | None = None
+    with_output: Callable[..., Any] | None = None
+    waits: bool = False
     note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)

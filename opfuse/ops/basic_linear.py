@@ -67,6 +67,7 @@ class BasicLinear(WithLaterArguments):
     differentiable = True
     params_in_compute_dtype = True
     casts_input = True
+    splits_backward = True
 
     def __init__(
         self,

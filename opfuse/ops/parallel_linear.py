@@ -106,6 +106,11 @@ class ParallelLinear(BasicOperation):
         assert self.param_names is not None
         return ("input", *self.param_names[: len(self.sizes)])
 
+    @property
+    def splits_backward(self) -> bool:  # type: ignore[override]
+        """Without biases: their gradients would be computed twice."""
+        return not any(self.biased)
+
     @classmethod
     def reading(
         cls,
@@ -291,8 +296,8 @@ class ParallelLinear(BasicOperation):
             dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
         if dx is not None and grad_output.ndim != 2:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
-        rows = None if x is None else rows_of(x)
-        return dx, self.param_grads(ctx, parts, lambda dy: dy.t().mm(rows))
+        rows: Any = None if x is None else rows_of(x)
+        return dx, self.param_grads(ctx, parts, lambda dy: None if x is None else dy.t().mm(rows))
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Views of the last dimension, one for each linear."""

@@ -268,29 +268,48 @@ class CompiledRun(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        compiled = getattr(basic_op_ctxs[0], "compiled", None)
-        if compiled is None:
-            extra = basic_op_grad_extra_outputs
+        extra = basic_op_grad_extra_outputs
+        if getattr(basic_op_ctxs[0], "compiled", None) is None:
             return self.run_separately_backward(
                 basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra
             )
+        return self._gradients(basic_op_ctxs, grad_output, extra)[0]
+
+    def fuser_backward_with_output(
+        self,
+        basic_op_ctxs: Sequence[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
+    ) -> tuple[Any, Tensor]:
+        """See :attr:`opfuse.FusedOperation.fuser_backward_with_output`."""
+        return self._gradients(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs, True)
+
+    def _gradients(
+        self,
+        ctxs: Sequence[Any],
+        grad_output: Tensor,
+        grad_extra_outputs: Sequence[Sequence[Any]],
+        with_output: bool = False,
+    ) -> tuple[Any, Any]:
+        """What the backward gives, and the output again, if that is wanted."""
         grads = {
             (i, k): grad
-            for i, of_op in enumerate(basic_op_grad_extra_outputs)
+            for i, of_op in enumerate(grad_extra_outputs)
             if of_op
             for k, grad in enumerate(of_op)
             if grad is not None
         }
-        plan, shape, numbers = compiled
+        plan, shape, numbers = ctxs[0].compiled
         rows = shape.numel()
-        saved = self._saved(basic_op_ctxs, plan, rows)
+        saved = self._saved(ctxs, plan, rows)
         dy = matrix(grad_output, rows)
         grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
-        owns_dy = basic_op_ctxs[-1].owns_grad_output
-        found = plan.backward(saved, dy, grads, numbers, rows, owns_dy)
+        owns_dy = ctxs[-1].owns_grad_output
+        found = plan.backward(saved, dy, grads, numbers, rows, owns_dy, with_output)
         if len(shape) != 1:
             for name, grad in found.items():
-                if name == "x" or name[0] == "extra":
+                if name in ("x", "y") or name[0] == "extra":
                     found[name] = (
                         grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
                     )
@@ -298,16 +317,13 @@ class CompiledRun(FusedOperation):
         of_extras: list[Any] = list(of_params)
         for i in self._with_params:
             of_params[i] = tuple(
-                [
-                    found.get(("param", i, k))
-                    for k in range(len(basic_op_ctxs[i].param_requires_grad))
-                ]
+                [found.get(("param", i, k)) for k in range(len(ctxs[i].param_requires_grad))]
             )
         for i in self._with_extras:
             of_extras[i] = tuple(
                 [found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)]
             )
-        return found.get("x"), of_params, of_extras
+        return (found.get("x"), of_params, of_extras), found.get("y")
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""

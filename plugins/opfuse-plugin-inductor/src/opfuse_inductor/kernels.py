@@ -569,14 +569,19 @@ class Plan:
         return self._forward(items, rows)
 
     def _backward(
-        self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False
+        self,
+        dy: Spec,
+        grads: dict[tuple[int, int], Spec],
+        in_place: bool = False,
+        with_output: bool = False,
     ) -> Kernel:
         """The kernel for incoming gradients like these.
 
-        With ``in_place`` it overwrites ``dy``, where that can be.
+        With ``in_place`` it overwrites ``dy``, where that can be. With ``with_output`` it gives the
+        output too, as ``"y"``.
         """
         if in_place and not any(isinstance(op, (RMSNorm, L2Normalization)) for op in self._run.ops):
-            kernel = self._backward(dy, grads)
+            kernel = self._backward(dy, grads, False, with_output)
             slots, given = (
                 dict(zip(kernel.names, kernel.slots, strict=True)),
                 len(self._kept_specs) + len(self._flat),
@@ -586,7 +591,7 @@ class Plan:
                 return kernel
         else:
             in_place = False
-        key = dy, tuple(grads.items()), in_place
+        key = dy, tuple(grads.items()), in_place, with_output
         if key not in self._backwards:
             slots, kept = list(grads), len(self._kept_specs)
             specs = [*self._kept_specs, *self._flat, dy, *grads.values()]
@@ -594,13 +599,16 @@ class Plan:
 
             def function(*tensors: Any) -> dict[Any, Any]:
                 given = self._given.rebuilt(tensors[kept:after])
-                contexts = self._contexts(tensors[:kept], tensors[kept:after], given)
+                contexts, y = self._again_from(
+                    tensors[:kept], tensors[kept:after], given, with_output
+                )
                 incoming = dict(zip(slots, tensors[after + 1 :], strict=True))
                 dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
                 found = {"x": dx} | {
                     ("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)
                 }
                 found |= {("extra", *slot): grad for slot, grad in extras.items()}
+                found["y"] = y if with_output else None
                 if in_place:
                     tensors[after].copy_(found.pop("x"))
                 return {name: grad for name, grad in found.items() if grad is not None}
@@ -610,7 +618,8 @@ class Plan:
             self._backwards[key] = cached(
                 full, lambda: Kernel(title, function, specs, self._device, self._backend)
             )
-            self._backwards[key].in_place, self._backwards[key].of = in_place, (dy, grads)
+            self._backwards[key].in_place = in_place
+            self._backwards[key].of = dy, grads, False, with_output
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
@@ -663,11 +672,15 @@ class Plan:
             tensors[i] = tensor
         return tensors
 
-    def _contexts(
-        self, kept: Sequence[Any], items: Sequence[Any], given: Given
-    ) -> dict[int, OperationContext]:
-        """Contexts as the forward left them, computed again where that is needed."""
-        contexts = {}
+    def _again_from(
+        self, kept: Sequence[Any], items: Sequence[Any], given: Given, with_output: bool
+    ) -> tuple[dict[int, OperationContext], Any]:
+        """Contexts as the forward left them, computed again where that is needed.
+
+        With ``with_output`` the run goes on to its end, and what it gives is returned too.
+        """
+        contexts: dict[int, OperationContext] = {}
+        output = None
         for i, (saved, attributes) in enumerate(zip(self._saved, self._attributes, strict=True)):
             contexts[i] = ctx = OperationContext()
             vars(ctx).update(attributes)
@@ -678,13 +691,16 @@ class Plan:
             )
         if self._stop > self._start:
             made = dict(zip(self._carried, kept[1:], strict=False))
-            contexts |= self._run.forward(kept[0], given, self._start, self._stop, made).contexts
+            stop = None if with_output else self._stop
+            passed = self._run.forward(kept[0], given, self._start, stop, made)
+            contexts |= {i: passed.contexts[i] for i in range(self._start, self._stop)}
+            output = passed.output
             for (i, k), tensor in zip(self._statistics, kept[1 + len(made) :], strict=True):
                 saved = contexts[i].to_save or ()
                 contexts[i].to_save = (*saved[:k], tensor, *saved[k + 1 :])
         if self._outside_bias:
             contexts[0].param_requires_grad = (False,)
-        return contexts
+        return contexts, output
 
     def backward(
         self,
@@ -694,25 +710,28 @@ class Plan:
         numbers: Any,
         rows: int,
         owns_dy: bool = False,
+        with_output: bool = False,
     ) -> dict[Any, Any]:
         """The gradients that are there.
 
-        Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``.
+        Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``. With
+        ``with_output`` there is ``"y"`` too.
         """
         kernel = self._latest[1]
-        key = owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
+        key = with_output, owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
         if key != self._latest[0]:
             specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
-            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy)
+            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy, with_output)
             self._latest = key, kernel
         tensors = self._saved_tensors(saved, numbers)
         given = [*tensors, *numbers, dy, *grads.values()]
         try:
             results = kernel(given, rows)
         except NotCompiled:
-            (of_dy, of_grads), kernel = kernel.of, self._backward(*kernel.of)
+            (of_dy, of_grads, *_), kernel = kernel.of, self._backward(*kernel.of)
             self._latest = key, kernel
-            self._backwards[of_dy, tuple(of_grads.items()), True] = kernel  # and do not try again
+            # and do not try again
+            self._backwards[of_dy, tuple(of_grads.items()), True, with_output] = kernel
             results = kernel(given, rows)
         found = dict(zip(kernel.names, results, strict=True))
         if kernel.in_place:
