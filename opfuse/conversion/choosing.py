@@ -25,7 +25,7 @@ from ..records import normalize
 from ..settings import current
 from ..tables import Shape
 
-_PLAIN = Tensor, nn.Parameter
+_PLAIN = {Tensor, nn.Parameter}
 _MOST = 64
 
 
@@ -43,7 +43,7 @@ def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
         x: Its input.
         *extras: Its extra inputs.
     """
-    if not all(type(tensor) in _PLAIN for tensor in (x, *extras)) or not x.ndim:
+    if not _PLAIN.issuperset(map(type, (x, *extras))) or not x.ndim:
         return "its input is no plain tensor"
     if x.is_meta or not x.is_floating_point():
         return f"its input is {'on the meta device' if x.is_meta else f'of {x.dtype}'}"
@@ -153,17 +153,25 @@ class Choice:
         self.of = name, plugin
         self._known: dict[Any, str] = {}
 
-    def refusal(self, module: nn.Module, chain: Any, x: Tensor) -> str:
-        """Why the module's own operations are to run, or ``""``."""
-        kind = x.device.type
+    def refusal(
+        self, module: nn.Module, dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any
+    ) -> str:
+        """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
+        if not _PLAIN.issuperset(map(type, (x, *extras))) or not x.ndim or x.is_meta:
+            return fits(dtype, chain, x, *extras)
+        kind, rows = x.device.type, x.shape[:-1]
+        beside = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
         key = (
             x.dtype,
             x.shape[-1],
-            x.shape[:-1].numel().bit_length(),
+            rows.numel().bit_length(),
             x.is_contiguous(),
+            dtype,
+            *beside,
             torch.is_grad_enabled(),
             x.requires_grad,
-            torch.is_autocast_enabled(kind),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            kind,
             module.training,
             current.values,
             manager.generation,
@@ -173,7 +181,8 @@ class Choice:
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = self._looked_up(module, chain, x)
+            reason = fits(dtype, chain, x, *extras) or self._looked_up(module, chain, x)
+            self._known[key] = reason
         return self._known[key]
 
     def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:

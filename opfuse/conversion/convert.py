@@ -101,9 +101,11 @@ class Standing:
         made: Any = self._conversion
         if made.separate is not None:
             assert self._guard is not None
-            self.fallback = fits(self._guard.dtype, made.chain, x, *extras)
-            if not self.fallback and not is_dynamo_compiling():
-                self.fallback = self.choice.refusal(module, made.chain, x)
+            given = self._guard.dtype, made.chain, x, *extras
+            if is_dynamo_compiling():
+                self.fallback = fits(*given)
+            else:
+                self.fallback = self.choice.refusal(module, *given)
             if (recorder := current.recorder) is not None:
                 recorder.stands(self, module, (x, *extras))
             if self.fallback:
