@@ -105,10 +105,12 @@ class Table:
     Attributes:
         entries: By subject, as :func:`subject_key` writes it.
         digest: A hash of them; ``""`` if there are none.
+        in_graphs: The names of what was measured under ``torch.compile``.
     """
 
     entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
     digest: str = ""
+    in_graphs: frozenset[str] = frozenset()
 
 
 NO_TABLE = Table()
@@ -212,12 +214,14 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
         return NO_TABLE
     _warn_of_other_versions(path, rows, here)
     entries: dict[str, dict[Shape, Measurement]] = {}
-    versions = installed()
+    versions, in_graphs = installed(), set()
     for row in rows:
         plugin = row["subject"]["plugin"]
         if row["setting"] == here and (not plugin or versions.get(plugin[0]) == plugin[1]):
             shape = Shape(*row["shape"])
             entries.setdefault(subject_key(row["subject"]), {})[shape] = Measurement(**row["found"])
+            if row["subject"].get("mode", ())[2:] == [True]:
+                in_graphs.add(row["subject"]["fusion"])
     if not entries:
         return NO_TABLE
     lines = sorted(
@@ -225,7 +229,8 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
         for subject, of in entries.items()
         for shape, found in of.items()
     )
-    return Table(entries, hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16])
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Table(entries, digest, frozenset(in_graphs))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ import opfuse
 from opfuse import Fusion, ops, tables
 from opfuse.ops import GELU, Identity, ReLU, SiLU
 from opfuse.tables import Measurement
-from opfuse.tuning import timing, trial
+from opfuse.tuning import parts, timing
 from opfuse.tuning.timing import compare, interval
 
 CPU = torch.device("cpu")
@@ -845,7 +845,7 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_under_torch_compile(register, quick, monkeypatch, grad):
-    monkeypatch.setattr(trial, "BACKEND", "aot_eager")
+    monkeypatch.setattr(parts, "BACKEND", "aot_eager")
     linear_gelu = [ops.BasicLinear, ops.Bias, GELU]
     register(
         forward_fusions=[Fusion(linear_gelu, Traceable), Fusion([GELU, SiLU], WrongTraced)],

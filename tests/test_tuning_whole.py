@@ -12,7 +12,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, tables
 from opfuse.conversion.verifying import differ, in_fp64
-from opfuse.tuning import whole
+from opfuse.tuning import parts, whole
 from opfuse.tuning.timing import Timing
 
 
@@ -171,3 +171,43 @@ def test_gradients_of_all_parameters_are_compared_and_timed(monkeypatch):
     tuned(model, an_input())
     params = {id(param) for param in model.parameters()}
     assert sum(params < {id(tensor) for tensor in of} for of in seen) >= 4  # compared, and timed
+
+
+# Under torch.compile
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    monkeypatch.setattr(parts, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("value", "runs"), [(1.2, True), (1.0, False), (0.9, False)])
+def test_a_chain_is_in_a_graph_where_it_was_measured_faster_there(monkeypatch, traced, value, runs):
+    model = Gated()
+    reference = copy.deepcopy(model)
+    opfuse.convert(model)
+    calls = []
+    call = opfuse.Sequential.forward
+    monkeypatch.setattr(
+        opfuse.Sequential, "forward", lambda *given: calls.append(1) or call(*given)
+    )
+    line = "under torch.compile: {}, other modules run their own forward"
+
+    def in_graph():
+        calls.clear()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert_same(compiled, reference, an_input())
+        ran = bool(calls)
+        report = str(opfuse.convert(model, an_input()))
+        return ran, line.format("the chains of Gated x 1") in report
+
+    speed(monkeypatch, 3.0)
+    tuned(model, an_input())  # an entry of eager calls does not count
+    assert in_graph() == (False, False)
+    speed(monkeypatch, value)
+    results = [
+        r for r in opfuse.tune(model, an_input(), compiled=True).results if r.passes == "whole"
+    ]
+    assert [r.found.speed for r in results] == [value] and not results[0].found.wrong
+    assert in_graph() == (runs, runs)

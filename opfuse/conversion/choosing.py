@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..overrides import op_class
 from ..plugins import manager
 from ..records import normalize
 from ..settings import current
-from ..tables import Shape
+from ..tables import Measurement, Shape
 
 _PLAIN = {Tensor, nn.Parameter}
 _MOST = 64
@@ -111,7 +112,38 @@ def shape_of(x: Tensor) -> Shape:
     return Shape(1 << max(rows.bit_length() - 1, 0) if rows else 0, x.shape[-1], x.is_contiguous())
 
 
-def subject(name: str, plugin: Any, module: nn.Module, chain: Any, x: Tensor) -> dict[str, Any]:
+class Kind(NamedTuple):
+    """What of a call an entry is for, beside shapes.
+
+    Attributes:
+        device: The kind of device.
+        dtype: That of the input.
+        autocast: That of autocast; None: it is off.
+        grads: Whether grad mode is on, and whether the input requires a gradient.
+        compiled: Whether ``torch.compile`` traces.
+    """
+
+    device: str
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    grads: tuple[bool, bool]
+    compiled: bool
+
+    @classmethod
+    def of(cls, x: Tensor, compiled: bool) -> Kind:
+        """That of a call with this input, now."""
+        kind, grad = x.device.type, torch.is_grad_enabled()
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(kind, x.dtype, autocast, (grad, grad and x.requires_grad), compiled)
+
+
+def _title(name: str, module: nn.Module) -> str:
+    """What entries of a converter and the class of a module are called."""
+    cls = op_class(module)
+    return f"{name} of {cls.__module__}.{cls.__qualname__}"
+
+
+def subject(name: str, plugin: Any, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
     """What an entry of a whole conversion is of, as JSON-able data; see :mod:`opfuse.tables`.
 
     Args:
@@ -119,24 +151,19 @@ def subject(name: str, plugin: Any, module: nn.Module, chain: Any, x: Tensor) ->
         plugin: Its distribution and version; None: the core.
         module: The module.
         chain: Its chain.
-        x: The chain's input.
+        kind: The kind of call.
     """
     params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
-    kind, grad = x.device.type, torch.is_grad_enabled()
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    cls = op_class(module)
+    grad, of_x = kind.grads
     return {
         "plugin": plugin and [normalize(plugin[0]), plugin[1]],
-        "fusion": f"{name} of {cls.__module__}.{cls.__qualname__}",
+        "fusion": _title(name, module),
         "pass": "whole",
         "ops": [describe(op) for op in chain],
         "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
-        "grads": [
-            grad and x.requires_grad,
-            [grad and p.requires_grad for of in params for p in of],
-        ],
-        "dtype": [str(x.dtype), str(autocast)],
-        "mode": [module.training, torch.are_deterministic_algorithms_enabled()],
+        "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
+        "dtype": [str(kind.dtype), str(kind.autocast)],
+        "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
         "options": [[k, v] for k, v in sorted(current.options) if "." in k],
     }
 
@@ -186,14 +213,48 @@ class Choice:
         return self._known[key]
 
     def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
-        table = tables.table_for(x.device)
-        if current.recipe is not None or not table.entries:
+        if current.recipe is not None:
             return ""
-        name, plugin = self.of
-        entries = table.entries.get(tables.subject_key(subject(name, plugin, module, chain, x)), {})
         prefer = dict(current.options).get("prefer", "speed")
-        known = shape_of(x)._asdict()
-        found = counting(entries, known, trades_time=True, prefer=prefer)
-        if found is None:
-            return ""
-        return found.refusal(trades_time=True, prefer=prefer)
+        found = self.found(module, chain, Kind.of(x, False), shape_of(x)._asdict())
+        return "" if found is None else found.refusal(trades_time=True, prefer=prefer)
+
+    def found(
+        self, module: nn.Module, chain: Any, kind: Kind, known: Mapping[str, Any]
+    ) -> Measurement | None:
+        """What was measured of a kind of call."""
+        table = tables.table_for(_device_of(module, kind.device))
+        if not table.entries:
+            return None
+        of = subject(*self.of, module, chain, kind)
+        prefer = dict(current.options).get("prefer", "speed")
+        entries = table.entries.get(tables.subject_key(of), {})
+        return counting(entries, known, trades_time=True, prefer=prefer)
+
+
+# What follows is constant in a trace. It is guarded by the generation, which tables change too.
+
+
+def is_known_in_graphs(choice: Choice, module: nn.Module, generation: int) -> bool:
+    """Whether something was measured of a class of modules under ``torch.compile``."""
+    return _title(choice.of[0], module) in tables.table_for(_device_of(module)).in_graphs
+
+
+def is_faster_in_graph(
+    choice: Choice, module: nn.Module, chain: Any, generation: int, *kind: Any
+) -> bool:
+    """Whether the chain was measured to be faster where ``torch.compile`` traces.
+
+    The number of rows is not known there: it must be so for all that were measured.
+    """
+    found = choice.found(module, chain, Kind(*kind), {})
+    return found is not None and not found.wrong and found.speed - found.noise / 2 > 1
+
+
+is_known_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_faster_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _device_of(module: nn.Module, kind: str = "cpu") -> torch.device:
+    param = next(module.parameters(), None)
+    return torch.device(kind) if param is None else param.device

@@ -20,7 +20,7 @@ from ..prepare import prepare
 from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
-from .choosing import Choice, fits
+from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs
 from .guard import Guard, still, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
@@ -103,7 +103,7 @@ class Standing:
             assert self._guard is not None
             given = self._guard.dtype, made.chain, x, *extras
             if is_dynamo_compiling():
-                self.fallback = fits(*given)
+                self.fallback = fits(*given) or self.why_not_in_graph(module, x)
             else:
                 self.fallback = self.choice.refusal(module, *given)
             if (recorder := current.recorder) is not None:
@@ -111,6 +111,21 @@ class Standing:
             if self.fallback:
                 return made.separate(module, x, *extras)
         return made.chain(x, *extras)
+
+    def in_graphs(self, module: nn.Module) -> bool:
+        """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
+        if _chains_in_graphs(current.values):
+            return True
+        plain = current.values[2] is None  # under a recipe nothing was measured
+        return plain and is_known_in_graphs(self.choice, module, manager.generation)
+
+    def why_not_in_graph(self, module: nn.Module, x: Any) -> str:
+        """Why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
+        if _chains_in_graphs(current.values):
+            return ""
+        made, kind = self._conversion, Kind.of(x, True)
+        given = self.choice, module, made.chain, manager.generation  # type: ignore[union-attr]
+        return "" if is_faster_in_graph(*given, *kind) else "no chain was measured to be faster"
 
     def both(self) -> tuple[Any, Any]:
         """The chain, and ``separate(module, x, *extras)``: to be compared."""
@@ -150,8 +165,8 @@ def convert(
     of a converted module changes, to a subclass of the same name whose ``forward`` runs the chain.
     It looks at every call whether the module is still as it was: the same parts, without hooks,
     with parameters that the chain can read. Else the module's own ``forward`` runs, and
-    :func:`converted` says why. So it does under ``torch.compile``, ``torch.export`` and
-    ``torch.fx``.
+    :func:`converted` says why. So it does under ``torch.export`` and ``torch.fx``, and under
+    ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the chain to be faster.
 
     What a module computes is read out of its ``forward`` by ``torch.fx``; its class need not be
     known. Activations and norms of unknown classes are recognised by what they give for numbers of
@@ -463,3 +478,8 @@ CORE = [
     Converter(nn.TransformerEncoderLayer, encoder.build, "transformer encoder layer", -90),
     Converter(lambda module: True, _by_tracing, "what its forward computes", -100),
 ]
+
+
+def _chains_in_graphs(values: Any) -> bool:
+    """Whether the user wants chains in graphs of ``torch.compile``."""
+    return ("chains_under_compile", True) in values[0]

@@ -12,7 +12,6 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..overrides import BESIDE, CONVERTED
-from ..settings import current
 
 _OWN = "_opfuse_forward"
 """What a layer has that keeps its forward, whatever a base put around it."""
@@ -60,7 +59,7 @@ def layered(cls: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(BESIDE)
         if is_dynamo_compiling():
-            chosen = state is not None and _in_graphs(current.values)
+            chosen = state is not None and state.in_graphs(self)
         else:
             chosen = state is not None and not _traced()
         if not chosen:
@@ -76,11 +75,6 @@ def layered(cls: Any) -> Any:
         "__deepcopy__": _deepcopy,
     }
     return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
-
-
-def _in_graphs(values: Any) -> bool:
-    """Whether the user wants chains in graphs of ``torch.compile``."""
-    return ("chains_under_compile", True) in values[0]
 
 
 def _traced() -> bool:

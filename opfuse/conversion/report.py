@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..authoring import saved_bytes
+from ..overrides import op_class
 from ..settings import Recorder
 from .building import NOTHING
 
@@ -47,10 +48,12 @@ class Measured(NamedTuple):
     Attributes:
         saved: Bytes kept for the backward, apart from parameters.
         fused: How often each fusion ran in it, by its name and its plugin's.
+        in_graphs: How many chains of each class graphs of ``torch.compile`` would have.
     """
 
     saved: int
     fused: dict[str, int]
+    in_graphs: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,6 +88,9 @@ class ConversionReport:
         if self.after is not None and self.before is not None:
             fused = [f"{name} x {count}" for name, count in self.after.fused.items()]
             lines.append(f"fused: {', '.join(fused) or 'nothing'}")
+            graphs = [f"{name} x {count}" for name, count in self.after.in_graphs.items()]
+            chains = f"the chains of {', '.join(graphs)}" if graphs else "no chain"
+            lines.append(f"under torch.compile: {chains}, other modules run their own forward")
             sizes = [_size(which.saved) for which in (self.before, self.after)]
             lines.append(f"kept for the backward: {sizes[0]} before, {sizes[1]} now")
         return "\n".join(lines)
@@ -110,10 +116,17 @@ def _modules(count: int) -> str:
 
 
 class _Fused(Recorder):
-    """Counts the fusions that run."""
+    """Counts the fusions that run, and the chains that graphs would have."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.in_graphs: Counter[str] = Counter()
+
+    def stands(self, standing: Any, module: nn.Module, tensors: Any) -> None:
+        """Count a chain."""
+        super().stands(standing, module, tensors)
+        if not standing.why_not_in_graph(module, tensors[0]):
+            self.in_graphs[op_class(module).__name__] += 1
 
     def record(self, fuser: Any, program: Any, given: Any) -> None:
         """Count those of a call."""
@@ -137,4 +150,4 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)
-    return Measured(saved, dict(recorder.counts))
+    return Measured(saved, dict(recorder.counts), dict(recorder.in_graphs))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ..ops.cast import Cast
 from ..records import FusionSource
 from ..tables import NO_TABLE
 
+BACKEND = "inductor"
+_numbers = itertools.count()
 Names = Sequence[tuple[str, ...]]
 
 
@@ -44,6 +47,17 @@ def as_compiled(program: Program) -> Program:
     )
     twin.measurements = dataclasses.replace(program.measurements, env=twin.env)
     return twin
+
+
+def compiled(way: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled as a whole."""
+
+    def function(*args: Any) -> Any:
+        return way(*args)
+
+    # code of its own: Dynamo gives up on one that it compiled eight times
+    function.__code__ = function.__code__.replace(co_name=f"part_{next(_numbers)}")
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
 def extent(step: Step) -> range:

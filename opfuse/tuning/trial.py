@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ from ..fusible import declared
 from ..op import BasicOperation
 from ..tables import Measurement, Shape
 from ..tolerance import difference
-from .parts import extent, part_program
+from .parts import compiled, extent, part_program
 from .timing import TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
-BACKEND = "inductor"
 _DIFFERS = "differs from the separate ops"
 
 
@@ -395,9 +393,6 @@ def _function(program: Program) -> Callable[..., Any]:
             return run_forward(None, program, kwargs, x, *tensors)
 
         if program.compiling:
-            # code of its own: Dynamo gives up on one that it compiled eight times
-            code = function.__code__.replace(co_name=f"part_{id(program)}")
-            function = types.FunctionType(code, globals(), closure=function.__closure__)
-            function = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+            function = compiled(function)
         vars(program)["_function"] = function
     return function  # type: ignore[no-any-return]

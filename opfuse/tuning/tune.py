@@ -50,8 +50,9 @@ def tune(
     Args:
         model: A module, or any callable that calls some.
         *inputs: Its inputs.
-        compiled: Measure each fusion under ``torch.compile``, for plans that are made there; that
-            takes seconds for each. Entries of eager calls count for eager calls only.
+        compiled: Measure each fusion, and each converted module, under ``torch.compile``, for plans
+            that are made there; that takes seconds for each. Entries of eager calls count for eager
+            calls only.
         progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
         **kwargs: Its keyword arguments.
 
@@ -207,8 +208,8 @@ class _Candidates(Recorder):
     def stands(self, standing: Standing, module: nn.Module, tensors: Any) -> None:
         """Keep the chain of a converted module, if it is not like one before."""
         super().stands(standing, module, tensors)
-        whole = Whole.of(standing, module, tensors)
+        whole = Whole.of(standing, module, tensors, self._compiled)
         key = tables.subject_key(whole.subject), whole.shape
-        if key not in self._seen and not self._compiled and current.recipe is None:
+        if key not in self._seen and current.recipe is None:
             self._seen.add(key)
             self.wholes.append(whole)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from .. import tables
 from ..authoring import saved_bytes
 from ..conversion import Standing, standing_in
-from ..conversion.choosing import shape_of, subject
+from ..conversion.choosing import Kind, shape_of, subject
 from ..conversion.verifying import as_tuple, differ, in_fp64
 from ..overrides import op_class
 from ..tables import Measurement, Shape
+from .parts import compiled
 from .report import Result
 from .timing import compare
 
@@ -30,7 +31,7 @@ class Whole:
         standing: What stands for it.
         module: The module.
         given: The chain's input and extra inputs.
-        autocast: What autocast computed in; None: it was off.
+        kind: The kind of call.
         subject: What the entry is of.
         found: What was measured.
     """
@@ -38,20 +39,21 @@ class Whole:
     standing: Standing
     module: nn.Module
     given: Sequence[Tensor]
-    autocast: torch.dtype | None
+    kind: Kind
     subject: dict[str, Any]
     found: Measurement | None = None
     unmeasured: str = ""
 
     @classmethod
-    def of(cls, standing: Standing, module: nn.Module, given: Sequence[Tensor]) -> Whole:
-        """The one of a call."""
-        x, kind = given[0], given[0].device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def of(
+        cls, standing: Standing, module: nn.Module, given: Sequence[Tensor], compiled: bool
+    ) -> Whole:
+        """The one of a call, to be measured as it is or under ``torch.compile``."""
+        kind = Kind.of(given[0], compiled)
         chain, _ = standing.both()
-        about = subject(*standing.choice.of, module, chain, x)
+        about = subject(*standing.choice.of, module, chain, kind)
         kept = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
-        return cls(standing, module, kept, autocast, about)
+        return cls(standing, module, kept, kind, about)
 
     @property
     def shape(self) -> Shape:
@@ -65,7 +67,7 @@ class Whole:
 
     def measure(self) -> None:
         """Values and gradients first, then time in turns and saved bytes."""
-        chain, own = self.standing.both()
+        chain, own = self._ways()
         grads = torch.is_grad_enabled()
         params = self.standing.parameters(self.module)
         wanted = [t for t in (*self.given, *params) if grads and t.requires_grad]
@@ -73,16 +75,16 @@ class Whole:
             with self._alone(), self._cast():
                 dys = [torch.ones_like(y) for y in as_tuple(chain(*self.given))]
 
-                def run(function: Any, *first: Any) -> None:
-                    out = as_tuple(function(*first, *self.given))
+                def run(function: Any) -> None:
+                    out = as_tuple(function(*self.given))
                     if wanted:
                         torch.autograd.grad(out, wanted, dys, allow_unused=True)
 
                 if wrong := self._difference(own, chain, wanted):
                     self.found = Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
                     return
-                timing = compare(lambda: run(own, self.module), lambda: run(chain), self.device)
-                theirs = saved_bytes(lambda: own(self.module, *self.given), params)
+                timing = compare(lambda: run(own), lambda: run(chain), self.device)
+                theirs = saved_bytes(lambda: own(*self.given), params)
                 ours = saved_bytes(lambda: chain(*self.given), params)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -93,9 +95,15 @@ class Whole:
 
     def _difference(self, own: Any, chain: Any, wanted: list[Tensor]) -> str:
         """How the chain differs from the module's own operations; both round, so fp64 decides."""
-        exact = in_fp64(self.module, own, self.given, wanted)
-        both, dtype = (partial(own, self.module), chain), self.autocast or self.given[0].dtype
-        return differ(*both, self.given, wanted, exact=exact, dtype=dtype)
+        exact = in_fp64(self.module, self.standing.both()[1], self.given, wanted)
+        dtype = self.kind.autocast or self.given[0].dtype
+        return differ(own, chain, self.given, wanted, exact=exact, dtype=dtype)
+
+    def _ways(self) -> tuple[Any, Any]:
+        """The chain, and the module's own operations, as functions of what is given."""
+        chain, own = self.standing.both()
+        ways = chain, partial(own, self.module)
+        return tuple(map(compiled, ways)) if self.kind.compiled else ways  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -110,8 +118,8 @@ class Whole:
                 each.off = False
 
     def _cast(self) -> Any:
-        enabled = self.autocast is not None
-        return torch.autocast(self.device.type, self.autocast, enabled=enabled)
+        dtype = self.kind.autocast
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     @property
     def _title(self) -> str:
