@@ -208,8 +208,7 @@ class Choice:
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            reason = fits(dtype, chain, x, *extras) or self._looked_up(module, chain, x)
-            self._known[key] = reason
+            self._known[key] = fits(dtype, chain, x, *extras) or self._looked_up(module, chain, x)
         return self._known[key]
 
     def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs
 from .guard import Guard, still, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
+from .sharded import gathered
 from .tracing import kind_of
 from .verifying import compare
 
@@ -241,15 +243,16 @@ class Candidates:
         self._unwanted = unwanted
         asked = converters()
         inside: set[str] = set()  # of what is opfuse's own
-        for name, module in model.named_modules():
-            if any(name.startswith(f"{above}.") for above in inside):
-                continue
-            if isinstance(module, (FusibleOperation, Sequential)):
-                inside.add(name)
-            elif _is_wanted(name, only, wanted, unwanted):
-                standing = standing_in(module)
-                if standing is None or standing.is_out_of_date:
-                    self._look_at(name, module, asked)
+        with contextlib.closing(gathered(model)) as found:
+            for name, module in found:
+                if any(name.startswith(f"{above}.") for above in inside):
+                    continue
+                if isinstance(module, (FusibleOperation, Sequential)):
+                    inside.add(name)
+                elif _is_wanted(name, only, wanted, unwanted):
+                    standing = standing_in(module)
+                    if standing is None or standing.is_out_of_date:
+                        self._look_at(name, module, asked)
         # what is inside of a chain needs no row
         reads = {
             f"{row.path}.{read}".lstrip(".")

@@ -71,6 +71,8 @@ def train(rank, family, order, least):
     for how in order:
         wrapped = wrap(wrapped, family, how)
     assert opfuse.converted(wrapped) or not least, "nothing is converted"
+    if "fsdp" in order:
+        assert all(hasattr(param, "full_tensor") for param in wrapped.parameters()), "gathered"
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
     for _ in range(2):
         optimizer.zero_grad()

@@ -1,0 +1,31 @@
+"""Parameters that FSDP2 has sharded already, gathered where a conversion looks at them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import Any
+
+from torch import nn
+
+
+def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
+    """``model.named_modules()``, each module while the parameters around it are whole.
+
+    Those of a module that ``fully_shard`` was applied to are gathered before the module comes, and
+    sharded again after all that is below it. So at most one per level is whole at a time. That is
+    a collective: all ranks must convert alike.
+    """
+    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    around: list[tuple[str, Any]] = []
+    try:
+        for name, module in model.named_modules():
+            while around and not name.startswith(around[-1][0]):
+                around.pop()[1].reshard()
+            if isinstance(module, sharded):
+                module.unshard()
+                around.append((f"{name}." if name else "", module))
+            yield name, module
+    finally:
+        for _, module in reversed(around):
+            module.reshard()
