@@ -188,8 +188,8 @@ class _Finder:
         one_pass = [s for s in later if joint and s.rank == joint[0].source.rank]
         two_passes = [s for s in later if s.passes == "joint"]
         for steps, rivals in ((slow, two_passes), (joint, one_pass)):
-            others = [*self.peek(rivals, taken), *joint] if steps else []
-            others = [step for step in others if step not in steps]
+            others = self.peek(rivals, taken) if steps else []
+            others += joint if rivals is two_passes else []
             for step in steps:
                 why = self.beaten.get(id(step)) or beaten(step, others, length, prefer)
                 self.beaten[id(step)] = why

@@ -153,7 +153,9 @@ def counting(
 def worth(step: Step, prefer: str) -> tuple[float, float]:
     """What a measured candidate brings, most important first."""
     found: Measurement = step.measured
-    return (found.saved_bytes if prefer == "memory" else 0), max(found.seconds, 0.0)
+    if prefer == "memory" and found.saved_bytes > 0:
+        return found.saved_bytes, found.seconds
+    return 0, max(found.seconds, 0.0)
 
 
 def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
@@ -227,6 +229,7 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
         length: The number of half steps.
         prefer: The option.
     """
+    others = [step for step in others if step is not joint]
     (near,) = [group for group in overlapping([joint, *others]) if joint in group]
     near.remove(joint)
     if not near or any(step.measured is None for step in (joint, *near)):

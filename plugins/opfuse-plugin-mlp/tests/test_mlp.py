@@ -158,6 +158,89 @@ def test_under_autocast_what_is_kept_is_in_its_dtype_and_weights_are_not_cast():
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+# A norm alone
+
+
+NORMS = {
+    "RMSNorm": lambda: ops.RMSNorm(WIDTH),
+    "LayerNorm": lambda: ops.LayerNorm(WIDTH),
+    "no bias": lambda: ops.LayerNorm(WIDTH, bias=False),
+    "no parameters": lambda: ops.LayerNorm(WIDTH, elementwise_affine=False),
+    "zero-centered": lambda: ops.RMSNorm(WIDTH, zero_centered_gamma=True),
+}
+
+
+def normed(norm, **given):
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(norm, linear(outputs=3, **given))
+    with torch.no_grad():
+        for param in norm.parameters():
+            param.uniform_(0.5, 1.5)
+    return chain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_output_of_a_norm_is_not_kept(kind, dtype):
+    chain, x = normed(NORMS[kind](), bias=True).to(dtype), batch(dtype)
+    statistics = (1 if "RMS" in kind or kind == "zero-centered" else 2) * 4 / x.itemsize
+    assert fusions(chain, x) == ["recomputed norm"]
+    assert kept(chain, x) == WIDTH + statistics
+    assert kept(chain, x, prefer="speed") == 2 * WIDTH + statistics
+    check(chain, x)
+
+
+@pytest.mark.parametrize("frozen", ["x", "norm", "linear", "x and norm"])
+def test_a_norm_of_which_part_is_frozen(frozen):
+    chain, x = normed(ops.LayerNorm(WIDTH)), batch(requires_grad="x" not in frozen)
+    chain[0].requires_grad_("norm" not in frozen)
+    chain[1].requires_grad_("linear" not in frozen)
+    kept_now, kept_else = kept(chain, x), kept(chain, x, prefer="speed")
+    assert (kept_now < kept_else) == (frozen in ("x", "norm"))
+    check(chain, x)
+
+
+def test_the_norm_that_is_computed_again_uses_the_numbers_of_its_forward():
+    chain, x = normed(ops.RMSNorm(WIDTH)), batch()
+    found = []
+    for later in (False, True):
+        with opfuse.options(prefer="memory"):
+            loss = chain(x).square().sum()
+        chain[0].eps = 0.5 if later else chain[0].eps
+        found.append(torch.autograd.grad(loss, list(chain.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_norm_is_computed_again_under_autocast():
+    chain, x = normed(ops.LayerNorm(WIDTH)), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept(chain, x) == WIDTH + 2  # input and statistics in fp32
+        assert kept(chain, x, prefer="speed") == WIDTH + 2 + WIDTH / 2 + WIDTH * 3 / 2 / ROWS
+        with opfuse.options(prefer="memory"):
+            found = grads(chain, x)
+        with opfuse.plugins.using(""):
+            expected = grads(chain, x)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_where_a_norm_is_not_computed_again():
+    chain, x = normed(ops.LayerNorm(WIDTH)), batch()
+
+    def said(**settings):
+        settings = {"prefer": "memory", **settings}
+        with opfuse.options(**settings):
+            assert not fusions(chain, x, **settings)
+            return " ".join(opfuse.explain(chain, x).details.split())
+
+    assert 'takes time for memory, which prefer="memory" asks for' in said(prefer="speed")
+    assert "the option mlp.keep_norm keeps it" in said(**{"mlp.keep_norm": True})
+    with torch.no_grad():
+        assert "no backward follows" in said()
+    assert kept(torch.compile(chain, backend="aot_eager", fullgraph=True), x) > 0
+
+
 # The backward
 
 

@@ -26,18 +26,18 @@ def grad_of_weight(dy: Tensor, x: Tensor) -> Tensor:
     return dy.t().mm(x)
 
 
-def normalized_again(ctx: Any, params: Any, dtype: torch.dtype | None) -> Tensor:
+def normalized_again(ctx: Any, saved: Any, params: Any, dtype: torch.dtype | None) -> Tensor:
     """What a norm gave in the forward, from its input and statistics.
 
     It is ``(x - mean) rstd weight + bias``, where RMSNorm has no mean and no bias.
 
     Args:
-        ctx: The norm's context in the backward: ``saved_tensors`` are the input, the weight or
-            None, the mean if there is one, and rstd.
+        ctx: The norm's context in the backward.
+        saved: What it saved: the input, the weight or None, the mean if there is one, and rstd.
         params: Its weight and its bias as they were; None: there is none.
         dtype: What it was rounded to; None: the dtype of the input.
     """
-    (x, _, *mean, rstd), (weight, bias) = ctx.saved_tensors, params
+    (x, _, *mean, rstd), (weight, bias) = saved, params
     wide = rstd.dtype
     y: Tensor = x.to(wide) - mean[0] if mean else x.to(wide)
     y = y * rstd

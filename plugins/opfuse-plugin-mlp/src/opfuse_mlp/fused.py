@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -165,7 +166,7 @@ class MLP(FusedOperation):
         if saved is None:
             norm, linear = ctxs[:2]
             _, *params = ctxs[self._act].saved_tensors  # type: ignore[misc]
-            saved = formulas.normalized_again(norm, params, norm.dtype)
+            saved = formulas.normalized_again(norm, norm.saved_tensors, params, norm.dtype)
             saved = saved if linear.dtype is None else saved.to(linear.dtype)
         return formulas.rows_of(saved)
 
@@ -189,6 +190,42 @@ class ParallelMLP(MLP):
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
             dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
         return dx
+
+
+class RecomputedNorm(FusedOperation):
+    """A norm whose output is computed again in the backward, so that no linear keeps it."""
+
+    recomputes = True
+    grad_input = "fresh"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        norm: Any = self.basic_ops[0]
+        ctx: Any = basic_op_ctxs[0]
+        y = norm.op_forward(ctx, input_)
+        if ctx.requires_grad:
+            if ctx.may_recompute and ctx.to_save[0] is not None:
+                ctx.recomputable_output = y
+            ctx.to_save = (*ctx.to_save, *(*ctx.params, None, None)[:2])
+        return y, ((),)
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
+        (ctx,) = basic_op_ctxs
+        *saved, weight, bias = ctx.saved_tensors
+        return formulas.normalized_again(ctx, saved, (weight, bias), ctx.dtype)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        norm: Any = self.basic_ops[0]
+        ctx: Any = basic_op_ctxs[0]
+        ctx.saved_tensors = ctx.saved_tensors[:-2]
+        dx, grads = norm.op_backward(ctx, grad_output)
+        return dx, (grads,), ((),)
 
 
 def _place_of_activation(ops: Sequence[Any]) -> int:
@@ -252,8 +289,26 @@ def _keeps_less(ops: Any, env: Environment) -> bool | str:
     return True
 
 
+def _recomputes(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning of a norm alone; infinity is said to find out what to measure."""
+    if env.options.get("mlp.keep_norm", False):
+        return "the option mlp.keep_norm keeps it"
+    if env.options.get("prefer") != "memory" and env.measured != math.inf:
+        return 'computing the norm again takes time for memory, which prefer="memory" asks for'
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes what a linear keeps"
+    if not env.requires_grad:
+        return "no backward follows, for which something would be kept"
+    if env.compiling:
+        return "torch.compile merges what is computed twice, so that nothing less would be kept"
+    return True
+
+
 _NORM = Optional(OneOf(RMSNorm, LayerNorm))
 _REST = Subclasses(Activation), BasicLinear, Optional(Bias)
+
+_LAST = -150
+"""The priority: a kernel for the norm goes first."""
 
 JOINT = [
     Fusion(
@@ -264,6 +319,15 @@ JOINT = [
         ParallelMLP,
         _keeps_less,
         name="parallel mlp",
+        trades_time=True,
+    ),
+    Fusion(
+        (OneOf(RMSNorm, LayerNorm),),
+        RecomputedNorm,
+        _recomputes,
+        benefit=1,
+        priority=_LAST,
+        name="recomputed norm",
         trades_time=True,
     ),
 ]
