@@ -58,6 +58,37 @@ def test_a_slower_chain_gives_way(monkeypatch, value, runs):
     assert result.found.saved_bytes > 0 and opfuse.converted(model)[""] == ""
 
 
+def test_the_time_is_that_of_speed_and_the_bytes_are_those_of_memory(monkeypatch):
+    seen = []
+    saved_bytes = whole.saved_bytes
+
+    def preferred():
+        return dict(opfuse.settings.current.options)["prefer"]
+
+    def compare(own, chain, device):
+        seen.append(("time", preferred()))
+        return Timing(0.9, 0.0, 1.0, 1.0)
+
+    def count(forward, params):
+        seen.append(("bytes", preferred()))
+        return saved_bytes(forward, params) * (1 if preferred() == "speed" else 0)
+
+    monkeypatch.setattr(whole, "compare", compare)
+    monkeypatch.setattr(whole, "saved_bytes", count)
+    model = Gated()
+    opfuse.convert(model)
+    for prefer in ("speed", "memory"):
+        seen.clear()
+        (result,) = tuned(model, an_input(), prefer=prefer)
+        assert seen == [("bytes", "memory"), ("bytes", "speed"), ("time", "speed")]
+        assert result.found.saved_bytes > 0
+    model(an_input())
+    assert "0.90x the speed" in opfuse.converted(model)[""]
+    with opfuse.options(prefer="memory"):
+        model(an_input())
+    assert opfuse.converted(model)[""] == ""
+
+
 def test_a_wrong_chain_never_runs(monkeypatch):
     model = Gated()
     reference = copy.deepcopy(model)

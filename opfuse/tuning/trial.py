@@ -229,14 +229,17 @@ class Trial:
         return saved_bytes(lambda: _forward(program, self._leaves, self._kwargs), params)
 
     def _recomputable(self, fused: Program) -> int:
-        """What the op behind need not keep, since the fused op computes it again."""
+        """What the op behind need not keep, since the fused op computes it again.
+
+        At the end of a chain too: the entry is for other chains as well, where an op follows.
+        """
         whole, behind = self._call.program, self._of.stop
-        computes_again = any(step.source and step.op.recomputes for step in fused.forward)
-        if not computes_again or behind >= len(whole.chain.ops):
+        if not any(step.source and step.op.recomputes for step in fused.forward):
             return 0
-        keeps = "input" in (declared(whole.chain.ops[behind], "saved_names") or ())
-        if not (keeps and any(whole.measurements.needs.params[behind])):
-            return 0
+        if behind < len(whole.chain.ops):
+            keeps = "input" in (declared(whole.chain.ops[behind], "saved_names") or ())
+            if not (keeps and any(whole.measurements.needs.params[behind])):
+                return 0
         (output, *_) = _forward(fused, self._leaves, self._kwargs)
         return output.numel() * output.element_size()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import tables
 from ..authoring import saved_bytes
+from ..contexts import options
 from ..conversion import Standing, standing_in
 from ..conversion.choosing import Kind, shape_of, subject
 from ..conversion.verifying import as_tuple, differ, in_fp64
@@ -66,7 +67,11 @@ class Whole:
         return self.given[0].device
 
     def measure(self) -> None:
-        """Values and gradients first, then time in turns and saved bytes."""
+        """Values and gradients first, then time in turns and saved bytes.
+
+        The time is that of ``prefer="speed"``, which decides where that is on. The bytes are those
+        of ``prefer="memory"``, which they decide; its plan may be another one.
+        """
         chain, own = self._ways()
         grads = torch.is_grad_enabled()
         params = self.standing.parameters(self.module)
@@ -80,12 +85,17 @@ class Whole:
                     if wanted:
                         torch.autograd.grad(out, wanted, dys, allow_unused=True)
 
-                if wrong := self._difference(own, chain, wanted):
-                    self.found = Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
-                    return
-                timing = compare(lambda: run(own), lambda: run(chain), self.device)
-                theirs = saved_bytes(lambda: own(*self.given), params)
-                ours = saved_bytes(lambda: chain(*self.given), params)
+                for prefer in ("memory", "speed"):
+                    with options(prefer=prefer):
+                        if wrong := self._difference(own, chain, wanted):
+                            text = f"differs from the module: {wrong}"
+                            self.found = Measurement(0, 0, 0, wrong=text)
+                            return
+                with options(prefer="memory"):
+                    ours = saved_bytes(lambda: chain(*self.given), params)
+                with options(prefer="speed"):
+                    theirs = saved_bytes(lambda: own(*self.given), params)
+                    timing = compare(lambda: run(own), lambda: run(chain), self.device)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self.unmeasured = f"{self._title}: it cannot be run by itself here, {text}"
