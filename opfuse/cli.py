@@ -146,18 +146,19 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
     """Run a model once and tell what is fused, by which plugin, and why the rest is not.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
-    (model, input, ...), or a function without arguments that returns one.
+    (model, input, ...), or a function without arguments that returns one. A dict as the last input
+    has inputs by name.
     """
     with _quiet_stdout():
-        model, *inputs = _load(target)
+        model, inputs, by_name = _load(target)
         with _told(f"{target}: {type(model).__name__} raised"):
-            explanation = explain(model, *inputs)
+            explanation = explain(model, *inputs, **by_name)
     text = explanation.details if details else str(explanation)
     click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else text)
 
 
-def _load(target: str) -> tuple[Any, ...]:
-    """The model and its inputs that ``MODULE:OBJECT`` means."""
+def _load(target: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The model and its inputs, by place and by name, that ``MODULE:OBJECT`` means."""
     name, colon, path = target.partition(":")
     if not (name and colon and path):
         raise _UserError(f"expected MODULE:OBJECT, got {target!r}")
@@ -171,7 +172,9 @@ def _load(target: str) -> tuple[Any, ...]:
     if not parts or not callable(parts[0]) or isinstance(parts[0], type):
         got = ", ".join(type(part).__name__ for part in parts)
         raise _UserError(f"{target} must give (model, input, ...), got ({got})")
-    return parts
+    model, *inputs = parts
+    by_name = inputs.pop() if inputs and isinstance(inputs[-1], dict) else {}
+    return model, inputs, by_name
 
 
 # Convert
@@ -192,12 +195,14 @@ def convert_command(
     is kept for the backward. Nothing is written.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
-    (model, input, ...), or a function without arguments that returns one.
+    (model, input, ...), or a function without arguments that returns one. A dict as the last input
+    has inputs by name.
     """
     with _quiet_stdout():
-        model, *inputs = _load(target)
+        model, inputs, by_name = _load(target)
+        given = (*inputs, by_name) if inputs or by_name else ()
         with _told(f"{target}:"):
-            report = convert(model, *inputs, only=only or None, skip=skip, verify=verify or None)
+            report = convert(model, *given, only=only or None, skip=skip, verify=verify or None)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 
@@ -241,14 +246,16 @@ def tune_command(
     says; if it is empty, nothing is written.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
-    (model, input, ...), or a function without arguments that returns one.
+    (model, input, ...), or a function without arguments that returns one. A dict as the last input
+    has inputs by name.
     """
     with _quiet_stdout():
-        model, *inputs = _load(target)
+        model, inputs, by_name = _load(target)
         with _told(f"{target}:"), torch.set_grad_enabled(not no_grad):
             try:
                 with _progress() as progress:
-                    report = tune(model, *inputs, compiled=compiled, progress=progress)
+                    given = {"compiled": compiled, "progress": progress, **by_name}
+                    report = tune(model, *inputs, **given)
             except KeyboardInterrupt:
                 click.echo("Interrupted; what was measured by then is written.", err=True)
                 sys.exit(130)

@@ -49,6 +49,17 @@ MODELS = """
 
     needs_input = NeedsInput()
 
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chain = opfuse.Sequential(GELU(), GELU())
+            self.plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+
+        def forward(self, *, ids):
+            return self.plain(self.chain(ids))
+
+    by_name = Named(), {"ids": torch.ones(2, 3)}
+
     def plain():
         layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
         return torch.nn.Sequential(*layers), torch.ones(2, 4)
@@ -295,6 +306,17 @@ def test_tune(register, models, tmp_path, monkeypatch):
     with Prescribed(1.0):
         assert call("tune", f"{models}:build", "--check").exit_code == 0
     tables.reload()
+
+
+def test_inputs_by_name(register, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
+    register(forward_fusions=[pair("good")])
+    assert "good" in call("explain", f"{models}:by_name").stdout
+    with Prescribed(good=1.5):
+        assert call("tune", f"{models}:by_name").stdout.startswith("1 run; 1 fusion no slower")
+    tables.reload()
+    told = call("convert", f"{models}:by_name").stdout
+    assert "Sequential x 1 -> " in told and "kept for the backward" in told
 
 
 def test_tune_refuses_a_file_that_is_no_table(register, models, tmp_path, monkeypatch):
