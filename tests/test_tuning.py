@@ -722,7 +722,7 @@ def test_a_slower_trade_gives_way_to_others_that_save_as_much(register, right, e
     assert taken(model, x) == (["left", "right"] if left > 1 else ["right"])
     with opfuse.options(prefer="memory"):
         assert taken(model, x) == expected
-        assert ("other fusions of these ops save as much" in str(reasons(model, x))) == (
+        assert ("other fusions of these ops are faster together" in str(reasons(model, x))) == (
             expected != ["large"]
         )
         new = Fusion(three[1:], named("New"), name="new", priority=-100)

@@ -29,7 +29,7 @@ from ..overrides import kwarg_names, op_class
 from ..records import FusionSource
 from ..tables import Measurement
 from .edges import Edges, View
-from .measured import Measurements, beaten, best_cover, conflict, counting, is_slower
+from .measured import Measurements, beaten, best_cover, conflict, counting
 from .plan import Refusal
 from .step import Step
 
@@ -173,8 +173,8 @@ class _Finder:
     ) -> list[Step]:
         """Those that overlap none taken, without those that others go before by measure.
 
-        These are joint ones before which fusions of one pass go, and slower ones that would save
-        nothing more.
+        These are joint ones: before all go fusions of one pass and the same precedence; before
+        those that trade time for memory, any that choose later.
 
         Args:
             found: Candidates of one precedence and pass.
@@ -184,12 +184,11 @@ class _Finder:
         free = [step for step in found if not taken.overlapping(step)]
         prefer, length = self.env.options.get("prefer", "speed"), 2 * len(self.ops) + 1
         joint = [step for step in free if step.passes == "joint" and step.measured]
-        slow = [step for step in joint if is_slower(step)]
-        one_pass = [s for s in later if joint and s.rank == joint[0].source.rank]
-        two_passes = [s for s in later if s.passes == "joint"]
-        for steps, rivals in ((slow, two_passes), (joint, one_pass)):
+        trades = [step for step in joint if self._trade(step)["trades_time"]]
+        alike = [source for source in later if joint and source.rank == joint[0].source.rank]
+        for steps, rivals in ((trades, later), (joint, alike)):
             others = self.peek(rivals, taken) if steps else []
-            others += joint if rivals is two_passes else []
+            others += joint if rivals is later else []
             for step in steps:
                 why = self.beaten.get(id(step)) or beaten(step, others, length, prefer)
                 self.beaten[id(step)] = why

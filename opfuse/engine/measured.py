@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -234,30 +233,32 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
     near.remove(joint)
     if not near or any(step.measured is None for step in (joint, *near)):
         return ""
-    apart = [step for step in near if step.end <= joint.begin or joint.end <= step.begin]
-    without, beside = [_brought(steps, length, prefer) for steps in (near, apart)]
-    if (without[0] - beside[0], without[1] - beside[1]) <= worth(joint, prefer):
+    without = _brought(near, length, prefer)
+    beside = _brought([step for step in near if not _overlap(step, joint)], length, prefer)
+    own = worth(joint, prefer)
+    ahead = without[0] - beside[0], without[1] - beside[1]
+    if ahead <= own:
         return ""
-    if near[0].passes == "joint":
-        return "it is slower, and other fusions of these ops save as much memory, measured here"
-    what = "save more memory" if prefer == "memory" else "are faster together"
-    return f"the forward and backward fusions of these ops {what}, measured here"
+    one_pass = all(step.passes != "joint" for step in near)
+    who = "the forward and backward fusions" if one_pass else "other fusions"
+    what = "save more memory" if ahead[0] > own[0] else "are faster together"
+    return f"{who} of these ops {what}, measured here"
+
+
+def _overlap(one: Step, other: Step) -> bool:
+    return one.begin < other.end and other.begin < one.end
 
 
 def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[float, ...]:
-    """What the best covers of measured candidates bring, those of each pass together."""
-    passes = {step.passes for step in candidates}
-    covers = [
-        best_cover([step for step in candidates if step.passes == name], length, prefer)
-        for name in passes
-    ]
-    values = [worth(step, prefer) for step in itertools.chain(*covers)]
+    """What the best covers of measured candidates bring, joint ones first."""
+    chosen: list[Step] = []
+    for name in PASSES:
+        free = [step for step in candidates if step.passes == name]
+        joint = [step for step in chosen if step.passes == "joint"]
+        free = [step for step in free if not any(_overlap(step, other) for other in joint)]
+        chosen += best_cover(free, length, prefer)
+    values = [worth(step, prefer) for step in chosen]
     return tuple(map(sum, zip((0, 0.0), *values, strict=True)))
-
-
-def is_slower(step: Step) -> bool:
-    """Whether a measured candidate is there for the memory that it saves, and costs time."""
-    return bool(step.measured.refusal(trades_time=False, prefer="memory"))
 
 
 def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
