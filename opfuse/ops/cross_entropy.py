@@ -167,11 +167,15 @@ def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
         targets: ``(rows,)``.
         numbers: Of the op.
     """
-    rows = _rows_at_once(logits)
-    if rows is None:
-        return _losses(logits, targets, numbers)
-    pairs = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
-    return torch.cat([_losses(x, of_x, numbers) for x, of_x in pairs])
+    rows, targets = _rows_at_once(logits), targets.long()
+    pairs: Any = ((logits, targets),)
+    if rows is not None:
+        pairs = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
+    losses = [_losses(x, of_x, numbers) for x, of_x in pairs]
+    of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
+    if not (numbers.label_smoothing or numbers.z_loss):
+        return of_all  # 0 where a row is ignored
+    return torch.where(targets == numbers.ignore_index, 0.0, of_all)
 
 
 def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -179,12 +183,12 @@ def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     z = _capped(widen(logits), numbers.softcap)
     log_p = z.log_softmax(-1)
     # it refuses what is no class, without a look from the host
-    losses = F.nll_loss(log_p, targets.long(), ignore_index=ignored, reduction="none")
+    losses = F.nll_loss(log_p, targets, ignore_index=ignored, reduction="none")
     if smoothing:
         losses = losses * (1 - smoothing) - log_p.mean(-1) * smoothing
     if z_loss:
         losses = losses + z.logsumexp(-1).square() * z_loss
-    return torch.where(targets == ignored, 0.0, losses)
+    return losses
 
 
 def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -224,28 +228,30 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
         weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
         numbers: Of the forward.
     """
-    rows = _rows_at_once(logits)
+    rows, targets, weights = _rows_at_once(logits), targets.unsqueeze(-1), weights.unsqueeze(-1)
+    places = targets.long().masked_fill(targets == numbers.ignore_index, 0)
+    given = logits, places, weights, weights * (numbers.label_smoothing - 1)
     if rows is None:
-        return _gradients(logits, targets, weights, numbers).to(logits.dtype)
+        return _gradients(*given, numbers).to(logits.dtype)
     out = torch.empty_like(logits)
-    given = out, logits, targets, weights
-    blocks = [torch.split(tensor, max(1, rows)) for tensor in given]
-    for place, *of_block in zip(*blocks, strict=True):
-        place.copy_(_gradients(*of_block, numbers))  # type: ignore[call-arg]
+    blocks = [torch.split(tensor, rows) for tensor in (out, *given)]
+    for block, *of_block in zip(*blocks, strict=True):
+        block.copy_(_gradients(*of_block, numbers))  # type: ignore[call-arg]
     return out
 
 
-def _gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers) -> Tensor:
-    ignored, smoothing, z_loss, softcap, _ = numbers
+def _gradients(
+    logits: Tensor, places: Tensor, weights: Tensor, at_places: Tensor, numbers: LossNumbers
+) -> Tensor:
+    _, smoothing, z_loss, softcap, _ = numbers
     z = _capped(widen(logits), softcap)
-    factor = weights * (1 + 2 * z_loss * z.logsumexp(-1)) if z_loss else weights
-    p, factor = z.softmax(-1), factor.unsqueeze(-1)
+    factor = weights * (1 + 2 * z_loss * z.logsumexp(-1, keepdim=True)) if z_loss else weights
+    p = z.softmax(-1)
     dz = p * factor if torch.is_grad_enabled() else p.mul_(factor)
     if smoothing:
-        dz.sub_((weights * (smoothing / logits.shape[-1])).unsqueeze(-1))
-    places = targets.long().masked_fill(targets == ignored, 0).unsqueeze(-1)
+        dz.sub_(weights * (smoothing / logits.shape[-1]))
     if logits.shape[-1]:
-        dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
+        dz.scatter_add_(-1, places, at_places)
     return dz if softcap is None else dz.mul_(1 - (z / softcap).square())
 
 
