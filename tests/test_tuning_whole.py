@@ -242,3 +242,7 @@ def test_a_chain_is_in_a_graph_where_it_was_measured_faster_there(monkeypatch, t
     ]
     assert [r.found.speed for r in results] == [value] and not results[0].found.wrong
     assert in_graph() == (runs, runs)
+    calls.clear()
+    exported = torch.export.export(model, (an_input().detach(),), strict=True)
+    assert not calls, "what is exported runs elsewhere"
+    torch.testing.assert_close(exported.module()(an_input()), reference(an_input()))

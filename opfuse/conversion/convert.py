@@ -118,7 +118,8 @@ class Standing:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
         if _chains_in_graphs(current.values):
             return True
-        plain = current.values[2] is None  # under a recipe nothing was measured
+        # under a recipe nothing was measured, and what is exported runs elsewhere
+        plain = current.values[2] is None and not torch.compiler.is_exporting()
         return plain and is_known_in_graphs(self.choice, module, manager.generation)
 
     def why_not_in_graph(self, module: nn.Module, x: Any) -> str:
