@@ -224,6 +224,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
                     item_show_func=lambda name: name or "",
                 )
                 bars.append(stack.enter_context(bar))
+            bars[0].length = of
             bars[0].update(done - bars[0].pos, what)
 
         yield show

@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,12 +105,12 @@ class Table:
     Attributes:
         entries: By subject, as :func:`subject_key` writes it.
         digest: A hash of them; ``""`` if there are none.
-        in_graphs: The names of what was measured under ``torch.compile``.
+        in_graphs: What was measured under ``torch.compile``, by names.
     """
 
     entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
     digest: str = ""
-    in_graphs: frozenset[str] = frozenset()
+    in_graphs: Mapping[str, Sequence[Measurement]] = dataclasses.field(default_factory=dict)
 
 
 NO_TABLE = Table()
@@ -214,14 +214,15 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
         return NO_TABLE
     _warn_of_other_versions(path, rows, here)
     entries: dict[str, dict[Shape, Measurement]] = {}
-    versions, in_graphs = installed(), set()
+    versions, in_graphs = installed(), dict[str, list[Measurement]]()
     for row in rows:
         plugin = row["subject"]["plugin"]
         if row["setting"] == here and (not plugin or versions.get(plugin[0]) == plugin[1]):
             shape = Shape(*row["shape"])
-            entries.setdefault(subject_key(row["subject"]), {})[shape] = Measurement(**row["found"])
+            found = Measurement(**row["found"])
+            entries.setdefault(subject_key(row["subject"]), {})[shape] = found
             if row["subject"].get("mode", ())[2:] == [True]:
-                in_graphs.add(row["subject"]["fusion"])
+                in_graphs.setdefault(row["subject"]["fusion"], []).append(found)
     if not entries:
         return NO_TABLE
     lines = sorted(
@@ -230,7 +231,7 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
         for shape, found in of.items()
     )
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return Table(entries, digest, frozenset(in_graphs))
+    return Table(entries, digest, in_graphs)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

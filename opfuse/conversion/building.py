@@ -144,7 +144,8 @@ class _Traced:
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward by way of the chain; see :class:`opfuse.Conversion`."""
-        self.why = ""
+        if not is_dynamo_compiling():  # traces are to have no side effects
+            self.why = ""
         if len(args) > self._by_place:
             return NotImplemented
         given = list(args)
@@ -159,7 +160,8 @@ class _Traced:
             self.why = why
             return NotImplemented
         if kwargs and not self._rest:
-            self.why = f"it was called with {', '.join(kwargs)}, which its forward may look at"
+            if not is_dynamo_compiling():
+                self.why = f"it was called with {', '.join(kwargs)}, which its forward may look at"
             return NotImplemented
         kinds = tuple(map(kind_of, given))
         grads = torch.is_grad_enabled(), torch.is_autocast_enabled(_kind_of(given))
@@ -171,10 +173,11 @@ class _Traced:
             return NotImplemented
         if run is None:
             run = getattr(self, _variant_untraced(self, module, key))
+        if not is_dynamo_compiling():
+            self._ran = self._ran or run is not None
+            self.why = self.why or ("" if run else "it computes something else for these arguments")
         if run is None:
-            self.why = self.why or "it computes something else for these arguments"
             return NotImplemented
-        self._ran = True
         follow([(op, module.get_submodule(name), has_p) for op, name, has_p in self.dropouts])
         values = [v for v, kind in zip(given, kinds, strict=True) if not isinstance(kind, tuple)]
         return run(module, chain, *values, *[kwargs] * bool(kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from ..overrides import op_class
 from ..plugins import manager
 from ..records import normalize
 from ..settings import current
-from ..tables import Measurement, Shape
+from ..tables import Entries, Measurement, Shape
+from .guard import Guard
 
 _PLAIN = {Tensor, nn.Parameter}
 _MOST = 64
@@ -44,8 +44,11 @@ def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
         x: Its input.
         *extras: Its extra inputs.
     """
-    if not _PLAIN.issuperset(map(type, (x, *extras))) or not x.ndim:
+    given = x, *extras
+    if not _PLAIN.issuperset(map(type, given)) or not x.ndim:
         return "its input is no plain tensor"
+    if any([t.layout is not torch.strided or t.is_nested for t in given]):
+        return "its input is sparse or nested"
     if x.is_meta or not x.is_floating_point():
         return f"its input is {'on the meta device' if x.is_meta else f'of {x.dtype}'}"
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -137,7 +140,7 @@ class Kind(NamedTuple):
         return cls(kind, x.dtype, autocast, (grad, grad and x.requires_grad), compiled)
 
 
-def _title(name: str, module: nn.Module) -> str:
+def title_of(name: str, module: nn.Module) -> str:
     """What entries of a converter and the class of a module are called."""
     cls = op_class(module)
     return f"{name} of {cls.__module__}.{cls.__qualname__}"
@@ -157,7 +160,7 @@ def subject(name: str, plugin: Any, module: nn.Module, chain: Any, kind: Kind) -
     grad, of_x = kind.grads
     return {
         "plugin": plugin and [normalize(plugin[0]), plugin[1]],
-        "fusion": _title(name, module),
+        "fusion": title_of(name, module),
         "pass": "whole",
         "ops": [describe(op) for op in chain],
         "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
@@ -180,12 +183,15 @@ class Choice:
         self.of = name, plugin
         self._known: dict[Any, str] = {}
 
-    def refusal(
-        self, module: nn.Module, dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any
-    ) -> str:
+    def refusal(self, module: nn.Module, params: Guard, chain: Any, x: Any, *extras: Any) -> str:
         """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
-        if not _PLAIN.issuperset(map(type, (x, *extras))) or not x.ndim or x.is_meta:
-            return fits(dtype, chain, x, *extras)
+        dtype = params.dtype
+        strided = torch.strided
+        for t in (x, *extras):
+            if type(t) not in _PLAIN or t.layout is not strided or t.is_nested or t.is_meta:
+                return fits(dtype, chain, x, *extras)
+        if not x.ndim:
+            return fits(dtype, chain, x)
         kind, rows = x.device.type, x.shape[:-1]
         beside = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
         key = (
@@ -194,16 +200,19 @@ class Choice:
             rows.numel().bit_length(),
             x.is_contiguous(),
             dtype,
+            params.grads,
             *beside,
             torch.is_grad_enabled(),
             x.requires_grad,
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             kind,
             module.training,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.get_num_threads(),
             current.values,
             manager.generation,
             FusibleOperation.changes,
-            torch.get_num_threads(),
         )
         if key not in self._known:
             if len(self._known) >= _MOST:
@@ -214,40 +223,55 @@ class Choice:
     def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
         if current.recipe is not None:
             return ""
-        prefer = dict(current.options).get("prefer", "speed")
-        found = self.found(module, chain, Kind.of(x, False), shape_of(x)._asdict())
-        return "" if found is None else found.refusal(trades_time=True, prefer=prefer)
+        how: Any = {"trades_time": True, "prefer": dict(current.options).get("prefer", "speed")}
+        entries = self.entries(module, chain, Kind.of(x, False))
+        found = counting(entries, shape_of(x)._asdict(), **how)
+        return "" if found is None else found.refusal(**how)
 
-    def found(
-        self, module: nn.Module, chain: Any, kind: Kind, known: Mapping[str, Any]
-    ) -> Measurement | None:
-        """What was measured of a kind of call."""
+    def entries(self, module: nn.Module, chain: Any, kind: Kind) -> Entries:
+        """What was measured of a kind of call, by what came in."""
         table = tables.table_for(_device_of(module, kind.device))
         if not table.entries:
-            return None
-        of = subject(*self.of, module, chain, kind)
-        prefer = dict(current.options).get("prefer", "speed")
-        entries = table.entries.get(tables.subject_key(of), {})
-        return counting(entries, known, trades_time=True, prefer=prefer)
+            return {}
+        of = tables.subject_key(subject(*self.of, module, chain, kind))
+        return table.entries.get(of, {})
+
+
+def nothing_in_graphs() -> bool:
+    """Whether no chain of any module runs where ``torch.compile`` traces."""
+    asked = ("chains_under_compile", True) in current.options
+    return not asked and not any(table.in_graphs for table in _tables())
+
+
+def _tables() -> list[tables.Table]:
+    kinds = "cpu", *["cuda"] * torch.cuda.is_available()
+    return [tables.table_for(torch.device(kind)) for kind in kinds]
+
+
+def pays_in_graph(found: Measurement) -> bool:
+    """Whether a chain that ``torch.compile`` traced was faster than the module's own forward."""
+    return not found.wrong and found.speed - found.noise / 2 > 1
 
 
 # What follows is constant in a trace. It is guarded by the generation, which tables change too.
 
 
-def is_known_in_graphs(choice: Choice, module: nn.Module, generation: int) -> bool:
-    """Whether something was measured of a class of modules under ``torch.compile``."""
-    return _title(choice.of[0], module) in tables.table_for(_device_of(module)).in_graphs
+def is_known_in_graphs(title: str, generation: int) -> bool:
+    """Whether a chain of such modules was measured to be faster under ``torch.compile``.
+
+    Who asks is a title, so that modules of one class are compiled once.
+    """
+    return any(
+        pays_in_graph(found) for table in _tables() for found in table.in_graphs.get(title, ())
+    )
 
 
 def is_faster_in_graph(
     choice: Choice, module: nn.Module, chain: Any, generation: int, *kind: Any
 ) -> bool:
-    """Whether the chain was measured to be faster where ``torch.compile`` traces.
-
-    The number of rows is not known there: it must be so for all that were measured.
-    """
-    found = choice.found(module, chain, Kind(*kind), {})
-    return found is not None and not found.wrong and found.speed - found.noise / 2 > 1
+    """Whether the chain of a module is faster there, for all numbers of rows that were measured."""
+    entries = choice.entries(module, chain, Kind(*kind)).values()
+    return bool(entries) and all(map(pays_in_graph, entries))
 
 
 is_known_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from ..prepare import prepare
 from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
-from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs
+from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
 from .guard import Guard, still, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
@@ -41,6 +41,7 @@ class Standing:
     """
 
     off = False
+    _title = ""
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self._plugin, self._conversion = converter, plugin, conversion
@@ -66,6 +67,7 @@ class Standing:
         """From now on, what the module is like must not change."""
         assert self._conversion is not None
         self._guard = Guard(module, self._conversion.reads, self._conversion.constants)
+        self._title = title_of(self._converter.name, module)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward by way of the chain, or NotImplemented."""
@@ -75,17 +77,22 @@ class Standing:
         if self._guard.module is not module:  # a replica of it, with other parameters
             return NotImplemented
         if why := self._guard.why_not():
-            self.fallback = why
+            self._say(why)
             return NotImplemented
-        self.fallback = ""
+        self._say("")
         run = functools.partial(self._run, module)
         result = self._conversion.call(module, run, *args, **kwargs)
         if result is NotImplemented:
             if not is_dynamo_compiling() and self._found_another(module):
                 return self.call(module, args, kwargs)
             why = getattr(self._conversion.call, "why", "")
-            self.fallback = why or "it was called in a way that the chain does not take"
+            self._say(why or "it was called in a way that the chain does not take")
         return result
+
+    def _say(self, why: str) -> None:
+        """Note why the module's own forward runs; traces are to have no side effects."""
+        if not is_dynamo_compiling():
+            self.fallback = why
 
     def _found_another(self, module: nn.Module) -> bool:
         """Whether there is a chain for the way in which the module was called, from now on."""
@@ -103,32 +110,34 @@ class Standing:
         made: Any = self._conversion
         if made.separate is not None:
             assert self._guard is not None
-            given = self._guard.dtype, made.chain, x, *extras
             if is_dynamo_compiling():
-                self.fallback = fits(*given) or self.why_not_in_graph(module, x)
+                why = self.why_not_in_graph(module, x, *extras)
             else:
-                self.fallback = self.choice.refusal(module, *given)
+                why = self.choice.refusal(module, self._guard, made.chain, x, *extras)
+            self._say(why)
             if (recorder := current.recorder) is not None:
                 recorder.stands(self, module, (x, *extras))
-            if self.fallback:
+            if why:
                 return made.separate(module, x, *extras)
         return made.chain(x, *extras)
 
-    def in_graphs(self, module: nn.Module) -> bool:
+    def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
         if _chains_in_graphs(current.values):
             return True
         # under a recipe nothing was measured, and what is exported runs elsewhere
         plain = current.values[2] is None and not torch.compiler.is_exporting()
-        return plain and is_known_in_graphs(self.choice, module, manager.generation)
+        plain = plain and not torch._C._are_functorch_transforms_active()
+        return plain and is_known_in_graphs(self._title, manager.generation)
 
-    def why_not_in_graph(self, module: nn.Module, x: Any) -> str:
+    def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
         """Why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
-        if _chains_in_graphs(current.values):
-            return ""
-        made, kind = self._conversion, Kind.of(x, True)
-        given = self.choice, module, made.chain, manager.generation  # type: ignore[union-attr]
-        return "" if is_faster_in_graph(*given, *kind) else "no chain was measured to be faster"
+        made: Any = self._conversion
+        why = fits(self._guard.dtype, made.chain, x, *extras)  # type: ignore[union-attr]
+        if why or _chains_in_graphs(current.values):
+            return why
+        given = self.choice, module, made.chain, manager.generation, *Kind.of(x, True)
+        return "" if is_faster_in_graph(*given) else "no chain was measured to be faster"
 
     def both(self) -> tuple[Any, Any]:
         """The chain, and ``separate(module, x, *extras)``: to be compared."""

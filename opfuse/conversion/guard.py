@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
@@ -27,9 +28,11 @@ class Guard:
     Attributes:
         module: The module.
         dtype: That of the parameters, when it was asked last; None: there are none.
+        grads: Which of them need a gradient, likewise.
     """
 
     dtype: Any = None
+    grads: Any = ()
 
     def __init__(
         self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
@@ -89,14 +92,16 @@ class Guard:
         for each, name, value in self._constants:
             now = value_of(each, name)
             if now is not value and now != value:
-                return f"{name} of {op_class(each).__name__} was {value!r} and is {now!r}"
+                was = "" if is_dynamo_compiling() else f" was {value!r} and is {now!r}"
+                return f"{name} of {op_class(each).__name__}{was or ' is another one now'}"
         return ""
 
     def _of_parameters(self) -> str:
         """What has changed of the parameters, as a sentence, or ``""``."""
-        dtype = None
+        dtype, grads = None, []
         for (params, key), there in zip(self._params, self._there, strict=True):
             param = params.get(key)
+            grads.append(param is not None and param.requires_grad)
             if param is not None and param.dtype is not dtype:
                 if dtype is not None:
                     return f"its parameters are of {dtype} and of {param.dtype}"
@@ -107,6 +112,7 @@ class Guard:
                     return f"{key} has shape {tuple(shape)} instead of {tuple(there)}"
                 if why := self._of_parameter(params, key, there is not None):
                     return why
+        self.grads = tuple(grads)
         return ""
 
     def _explained(self) -> str:

@@ -59,7 +59,7 @@ def layered(cls: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(BESIDE)
         if is_dynamo_compiling():
-            chosen = state is not None and state.in_graphs(self)
+            chosen = state is not None and state.in_graphs()
         else:
             chosen = state is not None and not _traced()
         if not chosen:

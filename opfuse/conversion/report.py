@@ -14,6 +14,8 @@ from ..authoring import saved_bytes
 from ..overrides import op_class
 from ..settings import Recorder
 from .building import NOTHING
+from .choosing import nothing_in_graphs
+from .sharded import shard_again
 
 
 class Converted(NamedTuple):
@@ -121,12 +123,15 @@ class _Fused(Recorder):
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.in_graphs: Counter[str] = Counter()
+        self.apart: list[Any] = []
 
     def stands(self, standing: Any, module: nn.Module, tensors: Any) -> None:
-        """Count a chain."""
+        """Count a chain, or note that it does not run in graphs."""
         super().stands(standing, module, tensors)
-        if not standing.why_not_in_graph(module, tensors[0]):
+        if standing.in_graphs() and not standing.why_not_in_graph(module, *tensors):
             self.in_graphs[op_class(module).__name__] += 1
+        else:
+            self.apart.append(standing)
 
     def record(self, fuser: Any, program: Any, given: Any) -> None:
         """Count those of a call."""
@@ -141,13 +146,26 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
 
     A dict as the last input has those by name.
     """
-    recorder = _Fused()
+    recorder, graphs = _Fused(), _Fused()
+    off: list[Any] = []
     by_name = inputs[-1] if isinstance(inputs[-1], dict) else {}
     given = inputs[:-1] if isinstance(inputs[-1], dict) else inputs
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(), recorder:
-        saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
-    return Measured(saved, dict(recorder.counts), dict(recorder.in_graphs))
+    try:
+        with torch.random.fork_rng(), recorder:
+            saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
+        graphs.apart = [] if nothing_in_graphs() else recorder.apart
+        while graphs.apart:  # what is inside of these is asked for itself
+            for standing in graphs.apart:
+                standing.off = True
+            off, graphs = off + graphs.apart, _Fused()
+            with torch.random.fork_rng(), graphs:
+                model(*given, **by_name)
+    finally:
+        for standing in off:
+            standing.off = False
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        shard_again(model)  # a forward without a backward leaves them whole
+    return Measured(saved, dict(recorder.counts), dict((graphs if off else recorder).in_graphs))

@@ -16,16 +16,26 @@ def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
     sharded again after all that is below it. So at most one per level is whole at a time. That is
     a collective: all ranks must convert alike.
     """
-    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     around: list[tuple[str, Any]] = []
     try:
         for name, module in model.named_modules():
             while around and not name.startswith(around[-1][0]):
                 around.pop()[1].reshard()
-            if isinstance(module, sharded):
+            if isinstance(module, _sharded()):
                 module.unshard()
                 around.append((f"{name}." if name else "", module))
             yield name, module
     finally:
         for _, module in reversed(around):
             module.reshard()
+
+
+def shard_again(model: nn.Module) -> None:
+    """Shard what is whole of a model that FSDP2 shards."""
+    for module in model.modules():
+        if isinstance(module, _sharded()):
+            module.reshard()
+
+
+def _sharded() -> Any:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())

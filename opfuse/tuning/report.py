@@ -61,6 +61,11 @@ class TuningReport:
     path: Path | None
     unmeasured: Sequence[str] = ()
 
+    def joined(self, other: TuningReport) -> TuningReport:
+        """With what was measured later."""
+        both = [*self.results, *other.results], self.path or other.path
+        return TuningReport(*both, (*self.unmeasured, *other.unmeasured))
+
     @property
     def wrong(self) -> list[Result]:
         """Those that are wrong."""

@@ -70,33 +70,53 @@ def tune(
             "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    recorder, report = _Candidates(compiled), TuningReport([], None)
+    off: list[Standing] = []
+    again = True
     with torch.random.fork_rng(devices):
-        found, wholes = _found(model, inputs, kwargs, compiled)
-        jobs: list[Any] = [*found, *wholes]
-        paths = {job.device: tables.path_for(job.device) for job in jobs}
-        for existing in filter(None, paths.values()):
-            tables.read_rows(existing)  # refuses a file that is no table before it measures
-            tables.check_writable(existing)
-        buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
         try:
-            for number, job in enumerate(found):
-                if progress is not None:
-                    progress(number, len(found), job.step.source.name)
-                job.measure()
-            if progress is not None:
-                progress(len(found), len(found), "")
-        except KeyboardInterrupt:
-            _written(found, paths)  # what is known by then
-            raise
+            while again:  # what is inside of those that give way runs by itself
+                recorder.hear(model, inputs, kwargs)
+                report = _measured(recorder, report, progress)
+                slower = [whole.standing for whole in recorder.wholes if whole.gives_way]
+                for standing in slower:
+                    standing.off = True
+                off, again = off + slower, bool(slower)
         finally:
-            for buffer, before in buffers.values():
-                buffer.copy_(before)
-        report = _written(found, paths)
-        for number, whole in enumerate(wholes):  # with the plans that follow from the rest
+            for standing in off:
+                standing.off = False
+    return report
+
+
+def _measured(
+    recorder: _Candidates, before: TuningReport, progress: Progress | None
+) -> TuningReport:
+    """Measure what a call brought up, and add it to the tables and to a report."""
+    found, wholes = recorder.found, recorder.wholes
+    jobs: list[Any] = [*found, *wholes]
+    paths = {job.device: tables.path_for(job.device) for job in jobs}
+    for existing in filter(None, paths.values()):
+        tables.read_rows(existing)  # refuses a file that is no table before it measures
+        tables.check_writable(existing)
+    buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
+    done, report = len(before.results), TuningReport([], None)
+    try:
+        for number, job in enumerate(jobs):
+            if number == len(found):  # the rest with the plans that follow from these
+                report = _written(found, paths)
             if progress is not None:
-                progress(number, len(wholes), "converted modules")
-            whole.measure()
-        return _with_wholes(report, wholes, paths)
+                progress(done + number, done + len(jobs), job.title)
+            job.measure()
+        if progress is not None:
+            progress(done + len(jobs), done + len(jobs), "")
+    except KeyboardInterrupt:
+        _written(found, paths)  # what is known by then
+        raise
+    finally:
+        for buffer, value in buffers.values():
+            buffer.copy_(value)
+    report = report if wholes else _written(found, paths)
+    return before.joined(_with_wholes(report, wholes, paths))
 
 
 def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
@@ -128,15 +148,6 @@ def _with_wholes(
     return TuningReport(results, report.path, (*report.unmeasured, *unmeasured))
 
 
-def _found(model: Any, inputs: Any, kwargs: Any, compiled: bool) -> tuple[list[_Job], list[Whole]]:
-    """What there is to measure in a call of a model."""
-    recorder = _Candidates(compiled)
-    # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
-    with recorder, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
-        model(*inputs, **kwargs)
-    return recorder.found, recorder.wholes
-
-
 @dataclasses.dataclass
 class _Job:
     """One candidate to measure."""
@@ -149,6 +160,10 @@ class _Job:
     @property
     def device(self) -> torch.device:
         return self.call.program.env.device
+
+    @property
+    def title(self) -> str:
+        return str(self.step.source.name)
 
     def buffers(self) -> list[Any]:
         return [buffer for op in self.call.program.chain.ops for buffer in op.buffers()]
@@ -187,6 +202,13 @@ class _Candidates(Recorder):
         self.wholes: list[Whole] = []
         self._compiled = compiled
         self._seen: set[Any] = set()
+
+    def hear(self, model: Any, inputs: Any, kwargs: Any) -> None:
+        """Make a call, and keep what is new in it."""
+        self.found, self.wholes = [], []
+        # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+        with self, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
+            model(*inputs, **kwargs)
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the candidates, and the call if there are new ones."""

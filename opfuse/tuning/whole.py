@@ -15,7 +15,7 @@ from .. import tables
 from ..authoring import saved_bytes
 from ..contexts import options
 from ..conversion import Standing, standing_in
-from ..conversion.choosing import Kind, shape_of, subject
+from ..conversion.choosing import Kind, pays_in_graph, shape_of, subject
 from ..conversion.verifying import as_tuple, differ, in_fp64
 from ..overrides import op_class
 from ..tables import Measurement, Shape
@@ -98,7 +98,7 @@ class Whole:
                     timing = compare(lambda: run(own), lambda: run(chain), self.device)
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.unmeasured = f"{self._title}: it cannot be run by itself here, {text}"
+            self.unmeasured = f"{self.title}: it cannot be run by itself here, {text}"
             return
         took = timing.speed, timing.noise, timing.first - timing.second
         self.found = Measurement(*took, theirs - ours, rows=self.shape.rows)
@@ -132,7 +132,17 @@ class Whole:
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     @property
-    def _title(self) -> str:
+    def gives_way(self) -> bool:
+        """Whether the module's own operations run, by what was measured."""
+        if self.found is None:
+            return False
+        if self.kind.compiled:
+            return not pays_in_graph(self.found)
+        return bool(self.found.refusal(trades_time=True, prefer="speed"))
+
+    @property
+    def title(self) -> str:
+        """What progress and reports call it."""
         return f"conversion of {op_class(self.module).__name__}"
 
     def row(self) -> dict[str, Any]:
@@ -152,4 +162,4 @@ class Whole:
         names = tuple(op_class(op).__name__ for op in chain)
         refusal = self.found.refusal(trades_time=True, prefer=prefer)
         who = (self.standing.choice.of[1] or ("opfuse",))[0]
-        return Result(self._title, who, "whole", names, self.shape, self.found, refusal)
+        return Result(self.title, who, "whole", names, self.shape, self.found, refusal)
