@@ -88,6 +88,9 @@ class Fusion:
             contiguous or not, and tell it in ``env.contiguous``.
         trades_time: It saves memory and takes time for it. It is used under the option
             ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
+        only_recomputes: All it does is to compute its output again, so that the op behind it need
+            not keep that. It is not used where that op keeps no input, or where a fusion before it
+            could spare it its own.
         needs_recipe: It is of use under a quantization recipe only. Without one it is not looked
             for, and no report names it.
         casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
@@ -109,6 +112,7 @@ class Fusion:
     needs_rows: bool = False
     needs_contiguity: bool = False
     trades_time: bool = False
+    only_recomputes: bool = False
     needs_recipe: bool = False
     casts: bool = False
 
