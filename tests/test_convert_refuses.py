@@ -424,3 +424,22 @@ def test_what_another_way_reads_of_a_child_may_change():
         model.norm.eps = twin.norm.eps = eps
         assert_same(model, twin, an_input())
         assert_same(model, twin, an_input(), scaled=True)
+
+
+@pytest.mark.parametrize("layout", ["nested", "csr", "mkldnn"])
+@pytest.mark.filterwarnings("ignore")
+def test_inputs_that_are_not_dense_run_the_own_forward(layout):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    reference = copy.deepcopy(model)
+    opfuse.convert(model)
+    x = torch.rand(3, 4)
+    if layout == "nested":
+        given = torch.nested.nested_tensor([x, x[:2]])
+    else:
+        given = x.to_sparse_csr() if layout == "csr" else x.to_mkldnn()
+    with torch.no_grad():
+        got, expected = model(given), reference(given)
+    if layout == "nested":
+        got, expected = got.to_padded_tensor(0.0), expected.to_padded_tensor(0.0)
+    torch.testing.assert_close(got.to_dense(), expected.to_dense())
+    assert opfuse.converted(model)[""] == "its input is sparse or nested"

@@ -314,3 +314,27 @@ def test_a_loss_that_does_not_use_the_output(beside):
         both, torch.autograd.grad(y.sum() + extra.sum(), [x, *chain.parameters()]), strict=True
     ):
         torch.testing.assert_close(mine, want)
+
+
+@pytest.mark.parametrize("given", ["nothing", "no output", "the gradients alone"])
+def test_what_it_must_give_beside_its_backward(beside, monkeypatch, given):
+    def wrong(self, basic_op_ctxs, grad_output, **others):
+        result = self.fuser_backward(basic_op_ctxs, grad_output, **others)
+        return {"nothing": None, "no output": (result, None), "the gradients alone": result}[given]
+
+    wrong.__name__ = "fuser_backward_with_output"
+    monkeypatch.setattr(Beside, "fuser_backward_with_output", wrong)
+    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(TypeError, match="fuser_backward_with_output .*and of its output"):
+        gradients(chain, x)
+
+
+def test_a_subclass_with_another_backward_has_no_output_beside_it(register):
+    class Other(Beside):
+        taken: ClassVar = []
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+            return super().fuser_backward(basic_op_ctxs, grad_output)
+
+    register(joint_fusions=[opfuse.Fusion((ops.GELU,), Other, name="gelu")])
+    check_ways(make(4, 5), torch.randn(3, 4, requires_grad=True), Other.taken, ["alone"])

@@ -246,3 +246,81 @@ def test_a_chain_is_in_a_graph_where_it_was_measured_faster_there(monkeypatch, t
     exported = torch.export.export(model, (an_input().detach(),), strict=True)
     assert not calls, "what is exported runs elsewhere"
     torch.testing.assert_close(exported.module()(an_input()), reference(an_input()))
+
+
+def test_modules_of_one_class_are_compiled_once(traced):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.ModuleList([Gated() for _ in range(4)])
+    opfuse.convert(model)
+    for layer in model:
+        layer.compile(backend=backend, fullgraph=True)
+        layer(an_input())
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_inside_of_one_that_gives_way_is_measured_too(monkeypatch, traced, compiled):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(WIDTH), Gated()
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    model = Outer()
+    opfuse.convert(model)
+    for value, expected in [(0.7, ["Outer", "Gated"]), (1.3, ["Outer"])]:
+        speed(monkeypatch, value)
+        results = opfuse.tune(model, an_input(), compiled=compiled).results
+        found = [r.fusion.removeprefix("conversion of ") for r in results if r.passes == "whole"]
+        assert found == expected
+        tables.path_for(torch.device("cpu")).unlink()
+        tables.reload()
+    assert not any(opfuse.converted(model).values())
+
+
+def test_a_graph_has_a_chain_only_if_it_is_faster_for_all_rows(monkeypatch, traced):
+    model, calls = Gated(), []
+    opfuse.convert(model)
+    for rows, value in ((4, 0.995), (64, 1.5)):
+        speed(monkeypatch, value)
+        opfuse.tune(model, an_input(rows), compiled=True)
+    call = opfuse.Sequential.forward
+    monkeypatch.setattr(
+        opfuse.Sequential, "forward", lambda *given: calls.append(1) or call(*given)
+    )
+    torch.compile(model, backend="aot_eager", fullgraph=True)(an_input(4))
+    assert not calls
+    with opfuse.options(prefer="memory"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(an_input(4))
+    assert not calls
+
+
+@pytest.mark.parametrize("change", ["frozen", "deterministic", "precision"])
+def test_a_decision_is_for_what_the_entry_is_for(monkeypatch, change):
+    model, precision = Gated(), torch.get_float32_matmul_precision()
+    opfuse.convert(model)
+    speed(monkeypatch, 0.5)
+    tuned(model, an_input())
+
+    def changed(way):
+        if change == "frozen":
+            model.up.weight.requires_grad_(not way)
+        elif change == "deterministic":
+            torch.use_deterministic_algorithms(way)
+        else:
+            torch.set_float32_matmul_precision("medium" if way else precision)
+        model(an_input())
+        return opfuse.converted(model)[""]
+
+    try:
+        whys = [changed(way) for way in (False, True, False)]
+    finally:
+        changed(False)
+    assert whys[0] == whys[2] and "0.50x" in whys[0] and whys[1] == ""

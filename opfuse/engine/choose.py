@@ -230,7 +230,7 @@ class _Finder:
         keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
         if keeping != [True] or not any(needs.params[step.stop]):
             return "no op behind it keeps its output for the gradient of a parameter"
-        before = [t for t in taken if t.end == step.begin and t.passes != "backward"]
+        before = [t for t in taken if t.stop == step.start and t.passes != "backward"]
         if any(getattr(t.source.fusion.build, "recomputes", False) for t in before):
             return "the fusion before it computes its input again, which it would have to keep"
         return ""

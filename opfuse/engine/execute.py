@@ -194,6 +194,8 @@ def _run_fused_backward(
     run: Any = step.run if waiting is None else step.with_output
     result = run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
     if waiting is not None:
+        if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Tensor):
+            refuse_result(program, run, result)
         result, output = result
         grads[step.stop] = parameter_gradients(program, ctxs, step.stop, output, waiting)
     if type(result) is not tuple or len(result) != 3:

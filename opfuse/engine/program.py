@@ -25,6 +25,8 @@ from .plan import FusionPlan, PlanStep
 from .pool import ContextPool, pooled_context
 from .step import Step
 
+_BESIDE = "fuser_backward_with_output"
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
@@ -399,7 +401,10 @@ def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> No
         return
     plain = not (following.casts or env.recipe or env.options.get("debug"))
     if following.source and following.passes == "joint" and plain:
-        following.with_output = fused.fuser_backward_with_output
+        # a class, or an op, that overrides fuser_backward alone has another one
+        places = [vars(each).keys() for each in (fused, *type(fused).__mro__)]
+        first = next(keys for keys in places if keys & {"fuser_backward", _BESIDE})
+        following.with_output = fused.fuser_backward_with_output if _BESIDE in first else None
         step.waits = following.with_output is not None
 
 

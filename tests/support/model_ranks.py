@@ -17,7 +17,7 @@ from opfuse.overrides import op_class
 ORDERS = {
     "ddp": ("ddp, convert", "convert, ddp"),
     "fsdp": ("convert, fsdp", "convert, checkpointing, fsdp"),
-    "fsdp first": ("fsdp, convert", "fsdp, convert, checkpointing"),
+    "fsdp first": ("fsdp, convert", "fsdp, report", "fsdp, convert, checkpointing"),
 }
 
 
@@ -54,6 +54,8 @@ def wrap(model, family, how):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if how == "convert":
         opfuse.convert(model)
+    if how == "report":
+        opfuse.convert(model, half(family, 0))
     return model
 
 

@@ -241,6 +241,39 @@ def test_where_a_norm_is_not_computed_again():
     assert kept(torch.compile(chain, backend="aot_eager", fullgraph=True), x) > 0
 
 
+def test_a_norm_whose_output_nobody_spares_is_left_to_others():
+    class Spared(opfuse.FusedOperation):
+        """An activation that is computed again, as other plugins have some."""
+
+        recomputes = True
+
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            (ctx,) = basic_op_ctxs
+            y = self.basic_ops[0].op_forward(ctx, input_)
+            if ctx.may_recompute and ctx.input_requires_grad:
+                ctx.recomputable_output = y
+            return y, [()]
+
+        def fuser_recompute(self, basic_op_ctxs):
+            return self.basic_ops[0].forward_value(*basic_op_ctxs[0].saved_tensors)
+
+    def why(*chain):
+        chain = opfuse.Sequential(*chain)
+        assert kept(chain, batch()) <= kept(chain, batch(), prefer="speed")
+        check(chain, batch())
+        with opfuse.options(prefer="memory"):
+            return " ".join(opfuse.explain(chain.float(), batch()).details.split())
+
+    sentence = "no op behind it keeps its output for the gradient of a parameter"
+    for behind in ((), (ops.Dropout(0.0), linear()), (ops.ReLU(),)):
+        assert sentence in why(ops.LayerNorm(WIDTH), *behind)
+    handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU,), Spared, name="spared"))
+    sentence = "the fusion before it computes its input again, which it would have to keep"
+    with opfuse.plugins.using(None):  # a plugin that is named comes first
+        assert sentence in why(linear(outputs=WIDTH), ops.GELU(), ops.LayerNorm(WIDTH), linear())
+    handle.unregister()
+
+
 # The backward
 
 

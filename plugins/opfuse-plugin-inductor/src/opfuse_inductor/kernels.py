@@ -717,9 +717,9 @@ class Plan:
         Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``. With
         ``with_output`` there is ``"y"`` too.
         """
-        kernel = self._latest[1]
+        latest, kernel = self._latest  # at once: other threads write it
         key = with_output, owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
-        if key != self._latest[0]:
+        if key != latest:
             specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
             kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy, with_output)
             self._latest = key, kernel
