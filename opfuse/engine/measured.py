@@ -228,7 +228,7 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
         length: The number of half steps.
         prefer: The option.
     """
-    others = [step for step in others if step is not joint]
+    others = [step for step in others if step is not joint and not _preceded(step, others)]
     (near,) = [group for group in overlapping([joint, *others]) if joint in group]
     near.remove(joint)
     if not near or any(step.measured is None for step in (joint, *near)):
@@ -243,6 +243,17 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
     who = "the forward and backward fusions" if one_pass else "other fusions"
     what = "save more memory" if ahead[0] > own[0] else "are faster together"
     return f"{who} of these ops {what}, measured here"
+
+
+def _preceded(step: Step, others: Sequence[Step]) -> bool:
+    """Whether one of higher precedence, which chooses before, may take one of its ops."""
+    if step.passes != "joint":
+        return False
+    return any(
+        o.source.rank < step.source.rank and _overlap(o, step)
+        for o in others
+        if o.passes != "joint"
+    )
 
 
 def _overlap(one: Step, other: Step) -> bool:
