@@ -37,11 +37,12 @@ def tune(
 ) -> TuningReport:
     """Measure on this machine which fusions are right and not slower for a model.
 
-    The forward pass runs once, in the caller's grad and autocast mode, with the plugins, options
-    and recipe in force. Each fusion that fits is then compared with the separate ops, at the
-    shapes that came by: values and gradients first, within the tolerances of the dtype, then time
-    in turns, and the bytes kept for the backward. What is alike is measured once. The results go
-    into the table of this device, see :mod:`opfuse.tables`, and plans are made anew by them.
+    The forward pass runs in the caller's grad and autocast mode, with the plugins, options and
+    recipe in force: once, and once more for each level of converted modules that give way. Each
+    fusion that fits is then compared with the separate ops, at the shapes that came by: values and
+    gradients first, within the tolerances of the dtype, then time in turns, and the bytes kept for
+    the backward. What is alike is measured once. The results go into the table of this device, see
+    :mod:`opfuse.tables`, and plans are made anew by them.
 
     Parameters, buffers of ops and the state of quantizers stay as they are, and so do random number
     generators. To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size
@@ -99,23 +100,27 @@ def _measured(
         tables.read_rows(existing)  # refuses a file that is no table before it measures
         tables.check_writable(existing)
     buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
-    done, report = len(before.results), TuningReport([], None)
-    try:
-        for number, job in enumerate(jobs):
-            if number == len(found):  # the rest with the plans that follow from these
-                report = _written(found, paths)
-            if progress is not None:
-                progress(done + number, done + len(jobs), job.title)
-            job.measure()
+    done = len(before.results)
+
+    def measure(number: int, job: Any) -> None:
         if progress is not None:
-            progress(done + len(jobs), done + len(jobs), "")
+            progress(done + number, done + len(jobs), job.title)
+        job.measure()
+
+    try:
+        for number, job in enumerate(found):
+            measure(number, job)
     except KeyboardInterrupt:
         _written(found, paths)  # what is known by then
         raise
     finally:
         for buffer, value in buffers.values():
             buffer.copy_(value)
-    report = report if wholes else _written(found, paths)
+    report = _written(found, paths)
+    for number, whole in enumerate(wholes, len(found)):  # with the plans that follow from the rest
+        measure(number, whole)
+    if progress is not None:
+        progress(done + len(jobs), done + len(jobs), "")
     return before.joined(_with_wholes(report, wholes, paths))
 
 
