@@ -11,6 +11,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, tables
+from opfuse.conversion import choosing
 from opfuse.conversion.verifying import differ, in_fp64
 from opfuse.tuning import parts, whole
 from opfuse.tuning.timing import Timing
@@ -324,3 +325,32 @@ def test_a_decision_is_for_what_the_entry_is_for(monkeypatch, change):
     finally:
         changed(False)
     assert whys[0] == whys[2] and "0.50x" in whys[0] and whys[1] == ""
+
+
+def test_what_gives_way_is_not_asked_at_every_call(monkeypatch):
+    model, asked = Gated(), []
+    opfuse.convert(model)
+    speed(monkeypatch, 0.5)
+    tuned(model, an_input())
+    refusal = choosing.Choice.refusal
+    monkeypatch.setattr(
+        choosing.Choice, "refusal", lambda *given: asked.append(1) or refusal(*given)
+    )
+    for _ in range(3):
+        model(an_input())
+    assert len(asked) == 1 and "0.50x" in opfuse.converted(model)[""]
+    assert torch.equal(model(an_input()), Gated.forward(model, an_input()))
+    for _ in range(64):  # what no key holds may have changed
+        model(an_input())
+    assert len(asked) == 2
+    with opfuse.options(prefer="memory"):  # another kind of call
+        model(an_input())
+        assert len(asked) == 3 and not opfuse.converted(model)[""]
+    for given in (an_input(8), an_input().requires_grad_()):
+        model(given)
+    assert len(asked) == 5
+    opfuse.explain(model, an_input())
+    assert len(asked) == 6
+    opfuse.revert(model)
+    model(an_input())
+    assert len(asked) == 6

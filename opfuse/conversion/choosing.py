@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -200,19 +201,9 @@ class Choice:
             rows.numel().bit_length(),
             x.is_contiguous(),
             dtype,
-            params.grads,
             *beside,
-            torch.is_grad_enabled(),
             x.requires_grad,
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            kind,
-            module.training,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.get_num_threads(),
-            current.values,
-            manager.generation,
-            FusibleOperation.changes,
+            _situation(module, params.grads, kind),
         )
         if key not in self._known:
             if len(self._known) >= _MOST:
@@ -235,6 +226,53 @@ class Choice:
             return {}
         of = tables.subject_key(subject(*self.of, module, chain, kind))
         return table.entries.get(of, {})
+
+
+class GaveWay:
+    """Remembers in which kind of call a module's own forward ran, so that it need not ask again.
+
+    It does ask at every 64th call: what no key holds may have changed.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[Any, str] = None, ""
+        self._left = 0
+
+    def key_of(self, module: nn.Module, guard: Guard, given: Sequence[Any]) -> Any:
+        """The kind of a call with these arguments; None: it is to be asked what runs."""
+        x: Any = given[0] if given else None
+        if current.recorder is not None or type(x) not in _PLAIN or x.is_meta:
+            return None
+        forms = [(g.dtype, g.is_nested or g.shape) if type(g) in _PLAIN else type(g) for g in given]
+        return forms, x.requires_grad, _situation(module, guard.trained(), x.device.type)
+
+    def why(self, key: Any) -> str:
+        """Why it gives way in this call as well; ``""``: it is to be asked."""
+        if not self._left or key != self._latest[0]:
+            return ""
+        self._left -= 1
+        return self._latest[1]
+
+    def note(self, key: Any, why: str) -> None:
+        """Say why it gave way."""
+        self._latest, self._left = (key, why), _MOST - 1
+
+
+def _situation(module: nn.Module, grads: Any, device: str) -> Any:
+    """What else decides, beside the tensors that come in."""
+    return (
+        grads,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        device,
+        module.training,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        current.values,
+        manager.generation,
+        FusibleOperation.changes,
+    )
 
 
 def nothing_in_graphs() -> bool:

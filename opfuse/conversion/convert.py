@@ -21,7 +21,7 @@ from ..prepare import prepare
 from ..sequential import Sequential
 from ..settings import current
 from . import building, encoder
-from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
+from .choosing import Choice, GaveWay, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
 from .guard import Guard, still, unreadable
 from .layers import layer_in, layered, original_class, without_layer
 from .report import ConversionReport, Converted, Left, measured
@@ -46,7 +46,7 @@ class Standing:
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self._plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
-        self.choice = Choice(converter.name, plugin)
+        self.choice, self._gave_way = Choice(converter.name, plugin), GaveWay()
         self.fallback = ""
 
     @property
@@ -76,6 +76,12 @@ class Standing:
         assert self._guard is not None and self._conversion is not None
         if self._guard.module is not module:  # a replica of it, with other parameters
             return NotImplemented
+        key = None
+        if not is_dynamo_compiling():
+            key = self._gave_way.key_of(module, self._guard, (*args, *kwargs.values()))
+            if key is not None and (why := self._gave_way.why(key)):
+                self.fallback = why
+                return NotImplemented
         if why := self._guard.why_not():
             self._say(why)
             return NotImplemented
@@ -87,6 +93,8 @@ class Standing:
                 return self.call(module, args, kwargs)
             why = getattr(self._conversion.call, "why", "")
             self._say(why or "it was called in a way that the chain does not take")
+        if key is not None and self.fallback:
+            self._gave_way.note(key, self.fallback)
         return result
 
     def _say(self, why: str) -> None:

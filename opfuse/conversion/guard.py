@@ -65,6 +65,11 @@ class Guard:
         of = [(module.get_submodule(name), attribute) for name, attribute in constants]
         self._constants = [(each, name, value_of(each, name)) for each, name in of]
 
+    def trained(self) -> list[bool]:
+        """Which parameters need a gradient."""
+        params = [holder.get(key) for holder, key in self._params]
+        return [param is not None and param.requires_grad for param in params]
+
     def why_not(self) -> str:
         """What has changed, as a sentence; ``""``: nothing."""
         for holder, key, child, cls, attributes in self._children:
