@@ -238,24 +238,25 @@ class GaveWay:
         self._latest: tuple[Any, str] = None, ""
         self._left = 0
 
-    def key_of(self, module: nn.Module, guard: Guard, given: Sequence[Any]) -> Any:
-        """The kind of a call with these arguments; None: it is to be asked what runs."""
-        x: Any = given[0] if given else None
-        if current.recorder is not None or type(x) not in _PLAIN or x.is_meta:
-            return None
-        forms = [(g.dtype, g.is_nested or g.shape) if type(g) in _PLAIN else type(g) for g in given]
-        return forms, x.requires_grad, _situation(module, guard.trained(), x.device.type)
-
-    def why(self, key: Any) -> str:
+    def why(self, *call: Any) -> str:
         """Why it gives way in this call as well; ``""``: it is to be asked."""
-        if not self._left or key != self._latest[0]:
+        if not self._left or current.recorder is not None or self._key(*call) != self._latest[0]:
             return ""
         self._left -= 1
         return self._latest[1]
 
-    def note(self, key: Any, why: str) -> None:
-        """Say why it gave way."""
-        self._latest, self._left = (key, why), _MOST - 1
+    def note(self, why: str, *call: Any) -> None:
+        """Say why it gave way in a call."""
+        self._latest = self._key(*call), why
+        self._left = 0 if self._latest[0] is None else _MOST - 1
+
+    def _key(self, module: nn.Module, guard: Guard, given: Sequence[Any]) -> Any:
+        """The kind of a call with these arguments."""
+        x: Any = given[0] if given else None
+        if type(x) not in _PLAIN or x.is_meta:
+            return None
+        forms = [(g.dtype, g.is_nested or g.shape) if type(g) in _PLAIN else type(g) for g in given]
+        return forms, x.requires_grad, _situation(module, guard.trained(), x.device.type)
 
 
 def _situation(module: nn.Module, grads: Any, device: str) -> Any:

@@ -76,12 +76,10 @@ class Standing:
         assert self._guard is not None and self._conversion is not None
         if self._guard.module is not module:  # a replica of it, with other parameters
             return NotImplemented
-        key = None
-        if not is_dynamo_compiling():
-            key = self._gave_way.key_of(module, self._guard, (*args, *kwargs.values()))
-            if key is not None and (why := self._gave_way.why(key)):
-                self.fallback = why
-                return NotImplemented
+        call = module, self._guard, (*args, *kwargs.values())
+        if not is_dynamo_compiling() and (why := self._gave_way.why(*call)):
+            self.fallback = why
+            return NotImplemented
         if why := self._guard.why_not():
             self._say(why)
             return NotImplemented
@@ -93,8 +91,8 @@ class Standing:
                 return self.call(module, args, kwargs)
             why = getattr(self._conversion.call, "why", "")
             self._say(why or "it was called in a way that the chain does not take")
-        if key is not None and self.fallback:
-            self._gave_way.note(key, self.fallback)
+        elif not is_dynamo_compiling() and self.fallback:
+            self._gave_way.note(self.fallback, *call)
         return result
 
     def _say(self, why: str) -> None:

@@ -175,7 +175,7 @@ def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
     if not (numbers.label_smoothing or numbers.z_loss):
         return of_all  # 0 where a row is ignored
-    return torch.where(targets == numbers.ignore_index, 0.0, of_all)
+    return torch.where(counts(targets, numbers), of_all, 0.0)
 
 
 def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -202,7 +202,12 @@ def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     if numbers.reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
-    return total / (targets != numbers.ignore_index).sum() if numbers.reduction == "mean" else total
+    return total / counts(targets, numbers).sum() if numbers.reduction == "mean" else total
+
+
+def counts(targets: Tensor, numbers: LossNumbers) -> Tensor:
+    """Which rows have a loss; asked of int64, since to others ``ignore_index`` may be a class."""
+    return targets.long() != numbers.ignore_index
 
 
 def row_weights(grad_output: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -213,7 +218,7 @@ def row_weights(grad_output: Tensor, targets: Tensor, numbers: LossNumbers) -> T
         targets: ``(rows,)``.
         numbers: Of the forward.
     """
-    counted = targets != numbers.ignore_index
+    counted = counts(targets, numbers)
     if numbers.reduction == "mean":  # no rows: torch gives zeros too
         grad_output = grad_output / counted.sum().clamp(min=1)
     return torch.where(counted, grad_output.flatten(), 0.0)
@@ -229,7 +234,7 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
         numbers: Of the forward.
     """
     rows, targets, weights = _rows_at_once(logits), targets.unsqueeze(-1), weights.unsqueeze(-1)
-    places = targets.long().masked_fill(targets == numbers.ignore_index, 0)
+    places = targets.where(counts(targets, numbers), 0).long()
     given = logits, places, weights, weights * (numbers.label_smoothing - 1)
     if rows is None:
         return _gradients(*given, numbers).to(logits.dtype)

@@ -183,6 +183,16 @@ def test_integers_of_every_kind(dtype):
     assert torch.equal(ops.CrossEntropy()(x, targets.to(dtype)), ops.CrossEntropy()(x, targets))
 
 
+def test_an_unsigned_class_is_not_the_one_that_is_ignored():
+    x, targets = torch.randn(3, 200, requires_grad=True), torch.tensor([156, 3, 199])
+    pairs = []  # as unsigned bytes, 156 is -100
+    for given in (targets, targets.to(torch.uint8)):
+        loss = ops.CrossEntropy()(x, given)
+        pairs.append([loss, *torch.autograd.grad(loss, x)])
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
+    assert pairs[0][1].any(-1).all()
+
+
 def test_a_chain_ends_in_it_and_goes_on_behind_it():
     x, targets = draw((2, 3), 8, torch.float32)
     chain = opfuse.Sequential(ops.RMSNorm(8), ops.Linear(8, 5), ops.CrossEntropy(), ops.ConstantScale(0.5))  # fmt: skip

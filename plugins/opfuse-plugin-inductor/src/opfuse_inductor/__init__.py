@@ -1,4 +1,4 @@
-"""Runs of pointwise ops, norms and residual adds, each pass one function compiled by Inductor."""
+"""Runs of pointwise ops, norms and residual adds, and a loss; Inductor compiles each pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs.
+    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs; a loss.
 
-    It takes what no other fusion takes.
+    They take what no other fusion takes.
     """
-    from . import fused
+    from . import fused, loss
 
-    return fused.JOINT
+    return [*fused.JOINT, *loss.JOINT]
 
 
 @hookimpl

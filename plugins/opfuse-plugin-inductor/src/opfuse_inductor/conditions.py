@@ -41,7 +41,8 @@ def option(env: Environment, name: str) -> Any:
     return env.options.get(name, default[0] if isinstance(default, tuple) else default)
 
 
-def _unavailable(env: Environment) -> str | None:
+def unavailable(env: Environment) -> str | None:
+    """Why nothing can be compiled here, whatever the ops do, or None."""
     kind = env.device.type
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
@@ -123,8 +124,12 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
     )
 
 
-def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
-    if env.rows is None or env.features is None:  # it will be seen when it runs
+def too_small(ops: Sequence[Any], env: Environment) -> str | None:
+    """Why the separate ops are as fast, by the size of the input; None: they are not, as it seems.
+
+    What was measured tells, and a size that is not known is seen when it runs.
+    """
+    if env.measured is not None or env.rows is None or env.features is None:
         return None
     least = option(env, "inductor.min_elements")
     if env.dtype is torch.float32 and all(
@@ -141,8 +146,7 @@ def _too_small(ops: Sequence[Any], env: Environment) -> str | None:
 
 def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning: True, or the sentence that ``opfuse.explain`` shows."""
-    small = _too_small(ops, env) if env.measured is None else None
-    return _unavailable(env) or _unfit(ops) or _too_little(ops, env) or small or True
+    return unavailable(env) or _unfit(ops) or _too_little(ops, env) or too_small(ops, env) or True
 
 
 def benefit(ops: Any, env: Environment) -> float:

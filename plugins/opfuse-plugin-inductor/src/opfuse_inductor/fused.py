@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -347,24 +347,29 @@ class CompiledRun(FusedOperation):
             return "nothing was compiled, the ops ran one by one" + (
                 f": {self._apart}" if self._apart else ""
             )
-        times = {
-            name: [k.seconds for k in of_pass if k.compiled]
-            for name, of_pass in plan.kernels.items()
-        }
-        parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
-        failed = [name for name, of_pass in plan.kernels.items() if any(k.failed for k in of_pass)]
-        traced = (
-            f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
-            if failed
-            else ""
-        )
         again = (
             "; an op behind it does not keep its input, which is computed again"
             if self._lets_go
             else ""
         )
-        spent = ", ".join(parts) or "none yet"
-        return f"time spent tracing and compiling in this process: {spent}{traced}{again}"
+        return notes_of(plan.kernels) + again
+
+
+def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.Kernel]]) -> str:
+    """The time that was spent compiling, and what Inductor did not compile."""
+    times = {
+        name: [k.seconds for k in of_pass if k.compiled]
+        for name, of_pass in kernels_by_pass.items()
+    }
+    parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
+    failed = [name for name, of_pass in kernels_by_pass.items() if any(k.failed for k in of_pass)]
+    traced = (
+        f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
+        if failed
+        else ""
+    )
+    spent = ", ".join(parts) or "none yet"
+    return f"time spent tracing and compiling in this process: {spent}{traced}"
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:

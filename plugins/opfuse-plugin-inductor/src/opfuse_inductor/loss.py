@@ -1,0 +1,192 @@
+"""Cross entropy in two compiled functions: the losses of rows, and the gradient of the logits.
+
+PyTorch's operations go over the logits half a dozen times, in fp32. These functions read them once
+from memory in the forward, read and write them once in the backward, and keep two numbers per row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opfuse import Environment, FusedOperation, Fusion
+from opfuse.authoring import wide
+from opfuse.ops import CrossEntropy
+from opfuse.ops.cross_entropy import LossNumbers, reduced, row_weights
+
+from . import conditions
+from .fused import fit, matrix, notes_of
+from .kernels import Kernel, cached
+from .tracing import Spec
+
+Arrays = dict[Any, Tensor]
+_OF_ROW = Spec(torch.int64)
+
+
+class CompiledLoss(FusedOperation):
+    """Cross entropy, forward and backward.
+
+    Small inputs, and those that no kernel takes, go through the op, as if there were no fusion.
+    """
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._parts = (basic_ops[0],)  # in a tuple: looking up a module's attributes is slow
+        self._backend = conditions.DEFAULTS["inductor.backend"][0]
+        self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
+        self._made: dict[str, list[Kernel]] = {}
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._backend = conditions.option(env, "inductor.backend")
+        self._min_elements = conditions.option(env, "inductor.min_elements")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Any]],
+        **unused: Any,
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        (op,), (ctx,), ((targets,),) = self._parts, basic_op_ctxs, basic_op_extra_inputs
+        op.check_targets(targets, input_.shape)
+        rows, numbers = targets.numel(), op.numbers_of()
+        plain = type(input_) is Tensor and type(targets) is Tensor
+        if not plain or rows < 2 or input_.numel() < max(self._min_elements, 1):
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
+            )
+        flat = fit(targets.long(), _OF_ROW, rows)
+        _refuse_what_is_no_class(flat, input_.shape[-1], numbers)
+        forward = self._kernel("forward", input_, numbers)
+        losses, *of_rows = forward([matrix(input_, rows), flat], rows)
+        if ctx.requires_grad:
+            needed = ctx.input_requires_grad
+            ctx.compiled = needed and self._kernel("backward", input_, numbers)
+            ctx.numbers = numbers
+            ctx.to_save = (input_, targets, *of_rows) if needed else (None,) * 4
+        return op.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        (ctx,) = basic_op_ctxs
+        if getattr(ctx, "compiled", None) is None:
+            return self.run_separately_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+            )
+        x, targets, *of_rows = ctx.saved_tensors
+        if x is None:
+            return None, [()], [(None,)]
+        rows, flat = targets.numel(), fit(targets.long(), _OF_ROW, targets.numel())
+        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
+        (dx,) = ctx.compiled([matrix(x, rows), flat, *of_rows, weights], rows)
+        return dx.view(x.shape), [()], [(None,)]
+
+    def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> Kernel:
+        """The function of a pass, for logits like these."""
+        numbers = numbers._replace(reduction="none")  # which is none of its business
+        key = numbers, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
+        function, rows = _PASSES[name]
+        specs = Spec(x.dtype, x.shape[-1]), _OF_ROW, *[Spec(wide(x.dtype))] * rows
+
+        def make() -> Kernel:
+            title = f"the {name} of CrossEntropy"
+            return Kernel(title, functools.partial(function, numbers), specs, x.device, key[-1])
+
+        self._made[name] = [cached(("loss", name, key), make)]
+        return self._made[name][0]
+
+    @property
+    def notes(self) -> str:  # type: ignore[override]
+        """What ``opfuse.explain`` adds: the time that was spent compiling."""
+        return notes_of(self._made)
+
+
+def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:
+    """Let PyTorch raise what it raises, of logits that take no memory."""
+    nothing = torch.zeros(()).expand(len(targets), classes)
+    F.nll_loss(nothing, targets, ignore_index=numbers.ignore_index, reduction="none")
+
+
+def _losses(numbers: LossNumbers, x: Tensor, targets: Tensor) -> Arrays:
+    """The loss of each row, 0 where it is ignored; and what is kept.
+
+    That is the largest logit of a row, and the logarithm of the sum of the exponentials of what all
+    are less.
+    """
+    z = _capped(numbers, x)
+    largest = z.amax(-1)
+    spread = (z - largest.unsqueeze(-1)).exp().sum(-1).log()
+    counted = targets != numbers.ignore_index
+    places = targets.where(counted, 0)
+    loss = spread - (z.gather(-1, places.unsqueeze(-1)).squeeze(-1) - largest) * (
+        1 - numbers.label_smoothing
+    )
+    if numbers.label_smoothing:
+        loss = loss - (z.mean(-1) - largest) * numbers.label_smoothing
+    if numbers.z_loss:
+        loss = loss + (largest + spread).square() * numbers.z_loss
+    return {"loss": loss.where(counted, 0.0), 0: largest, 1: spread}
+
+
+def _gradients(
+    numbers: LossNumbers,
+    x: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    spread: Tensor,
+    weights: Tensor,
+) -> Arrays:
+    """The gradient of the logits, as :meth:`opfuse.ops.CrossEntropy.fuser_backward` says."""
+    z = _capped(numbers, x)
+    p = ((z - largest.unsqueeze(-1)) - spread.unsqueeze(-1)).exp()
+    factor = weights * (1 + 2 * numbers.z_loss * (largest + spread)) if numbers.z_loss else weights
+    hit = torch.arange(x.shape[-1], device=x.device) == targets.unsqueeze(-1)
+    at_target = (weights * (1 - numbers.label_smoothing)).unsqueeze(-1)
+    dz = p * factor.unsqueeze(-1) - torch.where(hit, at_target, 0.0)
+    if numbers.label_smoothing:
+        dz = dz - (weights * (numbers.label_smoothing / x.shape[-1])).unsqueeze(-1)
+    if numbers.softcap is not None:
+        dz = dz * (1 - (z / numbers.softcap).square())
+    return {"x": dz.to(x.dtype)}
+
+
+_PASSES: dict[str, tuple[Callable[..., Arrays], int]] = {
+    "forward": (_losses, 0),
+    "backward": (_gradients, 3),
+}
+"""The function of each pass, and how many floating-point numbers per row it takes."""
+
+
+def _capped(numbers: LossNumbers, x: Tensor) -> Tensor:
+    z = x.to(wide(x.dtype))
+    return z if numbers.softcap is None else torch.tanh(z / numbers.softcap) * numbers.softcap
+
+
+def _pays(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning."""
+    if env.device.type != "cpu":
+        return f"it compiles a loss for cpu, the input is on {env.device.type}"
+    return conditions.unavailable(env) or conditions.too_small(ops, env) or True
+
+
+JOINT = [
+    Fusion(
+        (CrossEntropy,), CompiledLoss, _pays, priority=-100, name="compiled loss", needs_rows=True
+    )
+]
