@@ -431,7 +431,8 @@ def _overriding(cls: type) -> int:
 
 def declared(op: nn.Module, name: str) -> Any:
     """What an op declares about its passes: nothing, if passes were replaced on the op itself."""
-    return getattr(op, name) if vars(op).keys().isdisjoint(_PASSES) else _DECLARED[name]
+    replaced = any([method in vars(op) for method in _PASSES])  # which torch.compile can trace
+    return _DECLARED[name] if replaced else getattr(op, name)
 
 
 def _make_own_fuser(op: FusibleOperation) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from converting import WIDTH, Gated, an_input, assert_same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, tables
-from opfuse.conversion import choosing
+from opfuse.conversion import building, choosing
 from opfuse.conversion.verifying import differ, in_fp64
 from opfuse.tuning import parts, whole
 from opfuse.tuning.timing import Timing
@@ -346,11 +347,64 @@ def test_what_gives_way_is_not_asked_at_every_call(monkeypatch):
     with opfuse.options(prefer="memory"):  # another kind of call
         model(an_input())
         assert len(asked) == 3 and not opfuse.converted(model)[""]
-    for given in (an_input(8), an_input().requires_grad_()):
+    turned = torch.randn(WIDTH, 4).t()
+    for given in (an_input(8), an_input().requires_grad_(), turned):
         model(given)
-    assert len(asked) == 5
-    opfuse.explain(model, an_input())
     assert len(asked) == 6
+    opfuse.explain(model, an_input())
+    assert len(asked) == 7
+    model.double()(an_input().double())
+    assert len(asked) == 8
+    model.float()
+    model(an_input())
+    count = len(asked)
     opfuse.revert(model)
     model(an_input())
-    assert len(asked) == 6
+    assert len(asked) == count
+
+
+def test_another_threads_reason_is_not_taken_for_ones_own(monkeypatch):
+    model = Gated()
+    opfuse.convert(model)
+    standing = whole.standing_in(model)
+    chain = standing.chain.forward
+
+    def meanwhile(*given):
+        standing.fallback = "measured by another thread"
+        return chain(*given)
+
+    monkeypatch.setattr(standing.chain, "forward", meanwhile)
+    for _ in range(2):
+        model(an_input())
+        assert standing.fallback and not standing._gave_way._left
+
+
+def test_a_call_that_is_no_traced_forward_is_asked_every_time(monkeypatch):
+    """What it gives, or keeps, may differ from what the module's own forward does."""
+    model, asked = Gated(), []
+    opfuse.convert(model)
+    speed(monkeypatch, 0.5)
+    tuned(model, an_input())
+    monkeypatch.setattr(building._Traced, "as_written", False)
+    refusal = choosing.Choice.refusal
+    monkeypatch.setattr(
+        choosing.Choice, "refusal", lambda *given: asked.append(1) or refusal(*given)
+    )
+    for _ in range(3):
+        model(an_input())
+    assert len(asked) == 3
+
+
+def test_checkpointing_a_module_that_gives_way(monkeypatch):
+    """The forward asks and its recomputation does not: both keep the same tensors."""
+    model = nn.Sequential(Gated())
+    reference = copy.deepcopy(model)
+    opfuse.convert(model)
+    speed(monkeypatch, 0.5)
+    x = an_input().requires_grad_()
+    tuned(model, x)
+    for _ in range(70):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+        (grad,) = torch.autograd.grad(reference(x).sum(), want)
+        torch.testing.assert_close(got.grad, 70 * grad, rtol=1e-4, atol=1e-4)

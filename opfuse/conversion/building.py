@@ -111,6 +111,7 @@ def follow(dropouts: Sequence[tuple[Any, Any, bool]]) -> None:
 class _Traced:
     """The forward of a module with a chain in it: one function per way through the forward."""
 
+    as_written = True  # with the module's own operations in the chain's place, it is the forward
     signature: Any = None
     dropouts: Sequence[tuple[Any, str, bool]] = ()
     reason = why = ""

@@ -187,10 +187,8 @@ class Choice:
     def refusal(self, module: nn.Module, params: Guard, chain: Any, x: Any, *extras: Any) -> str:
         """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
         dtype = params.dtype
-        strided = torch.strided
-        for t in (x, *extras):
-            if type(t) not in _PLAIN or t.layout is not strided or t.is_nested or t.is_meta:
-                return fits(dtype, chain, x, *extras)
+        if any([isinstance(_form(t), type) for t in (x, *extras)]):
+            return fits(dtype, chain, x, *extras)
         if not x.ndim:
             return fits(dtype, chain, x)
         kind, rows = x.device.type, x.shape[:-1]
@@ -231,38 +229,46 @@ class Choice:
 class GaveWay:
     """Remembers in which kind of call a module's own forward ran, so that it need not ask again.
 
-    It does ask at every 64th call: what no key holds may have changed.
+    It does ask at every 64th call: what no key holds may have changed. It is for modules whose own
+    operations, in the chain's place, keep and give what the forward does that then runs instead.
     """
 
     def __init__(self) -> None:
-        self._latest: tuple[Any, str] = None, ""
-        self._left = 0
+        self._latest, self._left = (None, ""), 0
 
     def why(self, *call: Any) -> str:
         """Why it gives way in this call as well; ``""``: it is to be asked."""
-        if not self._left or current.recorder is not None or self._key(*call) != self._latest[0]:
+        if not self._left or current.recorder is not None:
+            return ""
+        key, why = self._latest
+        if key is None or self._key(*call) != key:
             return ""
         self._left -= 1
-        return self._latest[1]
+        return why
 
     def note(self, why: str, *call: Any) -> None:
         """Say why it gave way in a call."""
-        self._latest = self._key(*call), why
-        self._left = 0 if self._latest[0] is None else _MOST - 1
+        self._latest, self._left = (self._key(*call), why), _MOST - 1
 
     def _key(self, module: nn.Module, guard: Guard, given: Sequence[Any]) -> Any:
-        """The kind of a call with these arguments."""
-        x: Any = given[0] if given else None
-        if type(x) not in _PLAIN or x.is_meta:
+        """The kind of a call with these arguments; None: it has none."""
+        forms = [_form(each) for each in given]
+        if not forms or not isinstance(forms[0], tuple):
             return None
-        forms = [(g.dtype, g.is_nested or g.shape) if type(g) in _PLAIN else type(g) for g in given]
-        return forms, x.requires_grad, _situation(module, guard.trained(), x.device.type)
+        return forms, _situation(module, guard.parameters(), given[0].device.type)
 
 
-def _situation(module: nn.Module, grads: Any, device: str) -> Any:
+def _form(x: Any) -> Any:
+    """What of an argument decides: of a plain tensor more than its type."""
+    if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided or x.is_meta:
+        return type(x)
+    return x.shape, x.dtype, x.is_contiguous(), x.requires_grad
+
+
+def _situation(module: nn.Module, params: Any, device: str) -> Any:
     """What else decides, beside the tensors that come in."""
     return (
-        grads,
+        params,
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         device,

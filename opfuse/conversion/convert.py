@@ -84,15 +84,16 @@ class Standing:
             self._say(why)
             return NotImplemented
         self._say("")
-        run = functools.partial(self._run, module)
+        said: list[str] = []  # by this thread
+        run = functools.partial(self._run, module, said)
         result = self._conversion.call(module, run, *args, **kwargs)
         if result is NotImplemented:
             if not is_dynamo_compiling() and self._found_another(module):
                 return self.call(module, args, kwargs)
             why = getattr(self._conversion.call, "why", "")
             self._say(why or "it was called in a way that the chain does not take")
-        elif not is_dynamo_compiling() and self.fallback:
-            self._gave_way.note(self.fallback, *call)
+        elif any(said) and getattr(self._conversion.call, "as_written", False):
+            self._gave_way.note(said[-1], *call)
         return result
 
     def _say(self, why: str) -> None:
@@ -111,8 +112,8 @@ class Standing:
         self.seal(module)
         return True
 
-    def _run(self, module: nn.Module, x: Any, *extras: Any) -> Any:
-        """The chain, or the module's own operations in its place."""
+    def _run(self, module: nn.Module, said: list[str], x: Any, *extras: Any) -> Any:
+        """The chain, or the module's own operations in its place; says why these."""
         made: Any = self._conversion
         if made.separate is not None:
             assert self._guard is not None
@@ -120,6 +121,7 @@ class Standing:
                 why = self.why_not_in_graph(module, x, *extras)
             else:
                 why = self.choice.refusal(module, self._guard, made.chain, x, *extras)
+                said.append(why)
             self._say(why)
             if (recorder := current.recorder) is not None:
                 recorder.stands(self, module, (x, *extras))

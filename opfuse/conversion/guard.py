@@ -65,10 +65,10 @@ class Guard:
         of = [(module.get_submodule(name), attribute) for name, attribute in constants]
         self._constants = [(each, name, value_of(each, name)) for each, name in of]
 
-    def trained(self) -> list[bool]:
-        """Which parameters need a gradient."""
+    def parameters(self) -> list[Any]:
+        """Of each parameter the dtype, and whether it needs a gradient."""
         params = [holder.get(key) for holder, key in self._params]
-        return [param is not None and param.requires_grad for param in params]
+        return [param is None or (param.dtype, param.requires_grad) for param in params]
 
     def why_not(self) -> str:
         """What has changed, as a sentence; ``""``: nothing."""

@@ -102,3 +102,17 @@ def test_compile_extras(compiler):
         y.square().sum().backward()
         results.append((y.detach(), x.grad))
     torch.testing.assert_close(results[0], results[1])
+
+
+def test_second_derivatives_in_a_graph():
+    torch._dynamo.reset()
+    chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(), ops.RMSNorm(8))
+    x = torch.randn(3, 8, requires_grad=True)
+    found = []
+    for function in (chain, torch.compile(chain, fullgraph=True, backend="eager")):
+        with opfuse.options(double_backward=True):
+            y = function(x)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        found.append((y, first, second))
+    torch.testing.assert_close(*found)

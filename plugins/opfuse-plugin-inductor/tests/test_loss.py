@@ -89,6 +89,23 @@ def test_large_logits_lose_no_digits():
     compare("plain", x - 4096, targets, tolerance=1e-3)
 
 
+def test_smoothing_loses_no_digits_to_an_offset_and_does_not_overflow():
+    x, targets = torch.randn(4, 500), torch.randint(0, 500, (4,))
+    op = ops.CrossEntropy(label_smoothing=0.1)
+    want = exact(x, targets, label_smoothing=0.1)[0]
+    for offset, near in ((1e4, 1e-3), (-1e4, 1e-3)):  # 1e4 has digits of 1e-3 in fp32
+        torch.testing.assert_close(
+            found(op, x + offset, targets)[0].double(), want, rtol=0, atol=near
+        )
+    assert found(op, torch.full((4, 500), 1e37), targets)[0].isfinite()
+
+
+def test_a_negative_view_and_another_default_device():
+    x, targets = torch.randn(4, 7), torch.tensor([1, 2, 3, 4])
+    with torch.device("meta"):
+        compare("plain", torch._neg_view(x), targets)
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.int16])
 def test_targets_of_other_integers(kind):
     compare("plain", torch.randn(4, 200), torch.tensor([156, 3, 199, 0]).to(kind))

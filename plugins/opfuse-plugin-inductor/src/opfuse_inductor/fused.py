@@ -376,6 +376,7 @@ def matrix(tensor: Tensor, rows: int) -> Tensor:
     """The tensor with one row dimension, contiguous; the tensor itself if it is that."""
     if tensor.ndim != 2:
         tensor = tensor.reshape(rows, tensor.shape[-1])
+    tensor = tensor.resolve_neg()  # a view of the negative of others is to be computed
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -385,6 +386,7 @@ def fit(tensor: Tensor, spec: kernels.Spec, rows: int) -> Tensor:
         return matrix(tensor, rows)
     if spec.shape is None and tensor.ndim != 1:
         tensor = tensor.reshape(rows)
+    tensor = tensor.resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

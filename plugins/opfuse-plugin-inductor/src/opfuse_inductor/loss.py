@@ -119,7 +119,7 @@ class CompiledLoss(FusedOperation):
 
 def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:
     """Let PyTorch raise what it raises, of logits that take no memory."""
-    nothing = torch.zeros(()).expand(len(targets), classes)
+    nothing = torch.zeros((), device=targets.device).expand(len(targets), classes)
     F.nll_loss(nothing, targets, ignore_index=numbers.ignore_index, reduction="none")
 
 
@@ -129,16 +129,16 @@ def _losses(numbers: LossNumbers, x: Tensor, targets: Tensor) -> Arrays:
     That is the largest logit of a row, and the logarithm of the sum of the exponentials of what all
     are less.
     """
-    z = _capped(numbers, x)
-    largest = z.amax(-1)
-    spread = (z - largest.unsqueeze(-1)).exp().sum(-1).log()
+    # each use is capped by itself: a tensor with more than one use would be written to memory
+    largest = _capped(numbers, x.amax(-1))
+    spread = (_capped(numbers, x) - largest.unsqueeze(-1)).exp().sum(-1).log()
     counted = targets != numbers.ignore_index
-    places = targets.where(counted, 0)
-    loss = spread - (z.gather(-1, places.unsqueeze(-1)).squeeze(-1) - largest) * (
-        1 - numbers.label_smoothing
-    )
+    places = targets.where(counted, 0).unsqueeze(-1)
+    at_target = _capped(numbers, x.gather(-1, places).squeeze(-1)) - largest
+    loss = spread - at_target * (1 - numbers.label_smoothing)
     if numbers.label_smoothing:
-        loss = loss - (z.mean(-1) - largest) * numbers.label_smoothing
+        others = (_capped(numbers, x) - largest.unsqueeze(-1)).mean(-1)
+        loss = loss - others * numbers.label_smoothing
     if numbers.z_loss:
         loss = loss + (largest + spread).square() * numbers.z_loss
     return {"loss": loss.where(counted, 0.0), 0: largest, 1: spread}
