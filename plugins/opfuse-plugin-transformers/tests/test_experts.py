@@ -32,6 +32,33 @@ def test_the_loop_multiplies_in_the_dtype_of_autocast(models):
     assert not any(opfuse.converted(twin).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_does_not_know_autocast(models, dtype):
+    model, twin, _ = models.pair("mixtral")
+    index, found = torch.tensor([[0, 2], [1, 2], [3, 0]]), []
+    given = torch.randn(3, 64).to(dtype), torch.rand(3, 2)
+    for each in (model, twin):
+        x, weights = [tensor.clone().requires_grad_() for tensor in given]
+        part = experts(each)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = part(x, index, weights)
+        y.float().square().sum().backward()
+        found.append((y, x.grad, weights.grad, part.gate_up_proj.grad, part.down_proj.grad))
+    near = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(*found, rtol=near, atol=near)
+    assert not opfuse.converted(twin)["model.layers.0.mlp.experts"]
+
+
+def test_what_a_batched_product_does_under_autocast_is_left_alone(models):
+    model, twin, _ = models.pair("mixtral")
+    for each in (model, twin):
+        each.set_experts_implementation("batched_mm")
+    expected, got = [models.step(each, autocast=True) for each in (model, twin)]
+    assert models.worst(got, expected)[0] <= 0.05
+    why = opfuse.converted(twin)["model.layers.0.mlp.experts"]
+    assert why == "batched_mm rounds elsewhere under autocast"
+
+
 def test_an_expert_without_tokens_gets_zeros(models):
     model, twin, _ = models.pair("mixtral")
     part, other = experts(twin), experts(model)

@@ -81,22 +81,31 @@ class _Call:
         experts, order = torch.sort(top_k_index.reshape(-1))
         sizes = torch.bincount(experts, minlength=module.num_experts)
         scales = top_k_weights.reshape(-1)[order]
-        y = chain(x[order // count], sizes, scales)
+        rows, kind = x[order // count], x.device.type
+        if self._how(module) == "grouped_mm" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):  # which that product does not know
+                y = chain(rows.to(weight.dtype), sizes, scales)
+        else:
+            y = chain(rows, sizes, scales)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
-        y = y[back].view(x.shape[0], count, x.shape[1])
-        return y.sum(1)
+        y = y[back].view(x.shape[0], count, x.shape[1]).to(torch.promote_types(y.dtype, x.dtype))
+        return y.sum(1).to(x.dtype)
 
     @staticmethod
-    def _refusal(module: Any, x: Tensor, weight: Tensor) -> str:
-        how = getattr(module.config, "_experts_implementation", None)
+    def _how(module: Any) -> str | None:
+        return getattr(module.config, "_experts_implementation", None)
+
+    @classmethod
+    def _refusal(cls, module: Any, x: Tensor, weight: Tensor) -> str:
+        how = cls._how(module)
         if how not in _FORWARDS:
             return f"its experts_implementation is {how!r}"
         if module._is_expert_parallel:
             return "its experts are spread over ranks"
         if torch.is_autocast_enabled(x.device.type):
-            if how != "eager":  # only that one multiplies in autocast's dtype
-                return f"{how} computes in {weight.dtype} under autocast"
+            if how == "batched_mm":
+                return f"{how} rounds elsewhere under autocast"
         elif x.dtype is not weight.dtype:
             return f"its input is of {x.dtype}, its parameters are of {weight.dtype}"
         return ""
