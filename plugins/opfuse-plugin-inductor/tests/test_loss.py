@@ -169,6 +169,22 @@ def test_without_a_backward_one_function_is_made(monkeypatch):
     assert len(made) == 2
 
 
+def test_a_schedule_of_numbers_stops_compiling(monkeypatch):
+    made = []
+    trace = kernels.trace
+    monkeypatch.setattr(
+        kernels, "trace", lambda *given, **how: made.append(1) or trace(*given, **how)
+    )
+    op, x, targets = ops.CrossEntropy(), torch.randn(4, 13), torch.tensor([1, 2, 3, 4])
+    chain = opfuse.Sequential(op)
+    with opfuse.options(**TRACED):
+        for step in range(20):
+            op.label_smoothing = step / 1024
+            want = F.cross_entropy(x, targets, label_smoothing=op.label_smoothing)
+            torch.testing.assert_close(chain(x, targets), want)
+        assert 0 < len(made) <= 8
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_one_row_or_none_goes_through_the_op(rows, monkeypatch):
     monkeypatch.setattr(kernels.Kernel, "__call__", None)

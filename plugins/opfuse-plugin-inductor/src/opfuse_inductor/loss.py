@@ -26,6 +26,7 @@ from .tracing import Spec
 
 Arrays = dict[Any, Tensor]
 _OF_ROW = Spec(torch.int64)
+_MOST_NUMBERS = 8
 
 
 class CompiledLoss(FusedOperation):
@@ -42,6 +43,7 @@ class CompiledLoss(FusedOperation):
         self._backend = conditions.DEFAULTS["inductor.backend"][0]
         self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
         self._made: dict[str, list[Kernel]] = {}
+        self._numbers: set[LossNumbers] = set()
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
@@ -61,7 +63,8 @@ class CompiledLoss(FusedOperation):
         op.check_targets(targets, input_.shape)
         rows, numbers = targets.numel(), op.numbers_of()
         plain = type(input_) is Tensor and type(targets) is Tensor
-        if not plain or rows < 2 or input_.numel() < max(self._min_elements, 1):
+        small = rows < 2 or input_.numel() < max(self._min_elements, 1)
+        if not plain or small or not self._compiles_for(numbers):
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
             )
@@ -96,6 +99,12 @@ class CompiledLoss(FusedOperation):
         weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
         (dx,) = ctx.compiled([matrix(x, rows), flat, *of_rows, weights], rows)
         return dx.view(x.shape), [()], [(None,)]
+
+    def _compiles_for(self, numbers: LossNumbers) -> bool:
+        """Whether these are among the first numbers: a schedule would compile at every step."""
+        if numbers not in self._numbers and len(self._numbers) < _MOST_NUMBERS:
+            self._numbers.add(numbers)
+        return numbers in self._numbers
 
     def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> Kernel:
         """The function of a pass, for logits like these."""
