@@ -198,10 +198,9 @@ class Choice:
             x.shape[-1],
             rows.numel().bit_length(),
             x.is_contiguous(),
-            dtype,
             *beside,
             x.requires_grad,
-            _situation(module, params.grads, kind),
+            _situation(module, params.parameters(), kind),
         )
         if key not in self._known:
             if len(self._known) >= _MOST:

@@ -28,11 +28,9 @@ class Guard:
     Attributes:
         module: The module.
         dtype: That of the parameters, when it was asked last; None: there are none.
-        grads: Which of them need a gradient, likewise.
     """
 
     dtype: Any = None
-    grads: Any = ()
 
     def __init__(
         self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
@@ -65,10 +63,10 @@ class Guard:
         of = [(module.get_submodule(name), attribute) for name, attribute in constants]
         self._constants = [(each, name, value_of(each, name)) for each, name in of]
 
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> tuple[Any, ...]:
         """Of each parameter the dtype, and whether it needs a gradient."""
         params = [holder.get(key) for holder, key in self._params]
-        return [param is None or (param.dtype, param.requires_grad) for param in params]
+        return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
 
     def why_not(self) -> str:
         """What has changed, as a sentence; ``""``: nothing."""
@@ -103,10 +101,9 @@ class Guard:
 
     def _of_parameters(self) -> str:
         """What has changed of the parameters, as a sentence, or ``""``."""
-        dtype, grads = None, []
+        dtype = None
         for (params, key), there in zip(self._params, self._there, strict=True):
             param = params.get(key)
-            grads.append(param is not None and param.requires_grad)
             if param is not None and param.dtype is not dtype:
                 if dtype is not None:
                     return f"its parameters are of {dtype} and of {param.dtype}"
@@ -117,7 +114,6 @@ class Guard:
                     return f"{key} has shape {tuple(shape)} instead of {tuple(there)}"
                 if why := self._of_parameter(params, key, there is not None):
                     return why
-        self.grads = tuple(grads)
         return ""
 
     def _explained(self) -> str:

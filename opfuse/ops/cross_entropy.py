@@ -234,7 +234,7 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
         numbers: Of the forward.
     """
     rows, targets, weights = _rows_at_once(logits), targets.unsqueeze(-1), weights.unsqueeze(-1)
-    places = targets.where(counts(targets, numbers), 0).long()
+    places = targets.long().where(counts(targets, numbers), 0)
     given = logits, places, weights, weights * (numbers.label_smoothing - 1)
     if rows is None:
         return _gradients(*given, numbers).to(logits.dtype)

@@ -23,13 +23,17 @@ def test_each_implementation(models, how, act):
     assert not any(opfuse.converted(twin).values())
 
 
-def test_the_loop_multiplies_in_the_dtype_of_autocast(models):
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("eager", ""), ("batched_mm", "under autocast no chain rounds as batched_mm does")],
+)
+def test_products_that_know_autocast(models, how, why):
     model, twin, _ = models.pair("mixtral")
     for each in (model, twin):
-        each.set_experts_implementation("eager")
+        each.set_experts_implementation(how)
     expected, got = [models.step(each, autocast=True) for each in (model, twin)]
     assert models.worst(got, expected)[0] <= 0.05
-    assert not any(opfuse.converted(twin).values())
+    assert opfuse.converted(twin)["model.layers.0.mlp.experts"] == why
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,16 +51,6 @@ def test_the_grouped_product_does_not_know_autocast(models, dtype):
     near = 1e-5 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(*found, rtol=near, atol=near)
     assert not opfuse.converted(twin)["model.layers.0.mlp.experts"]
-
-
-def test_what_a_batched_product_does_under_autocast_is_left_alone(models):
-    model, twin, _ = models.pair("mixtral")
-    for each in (model, twin):
-        each.set_experts_implementation("batched_mm")
-    expected, got = [models.step(each, autocast=True) for each in (model, twin)]
-    assert models.worst(got, expected)[0] <= 0.05
-    why = opfuse.converted(twin)["model.layers.0.mlp.experts"]
-    assert why == "batched_mm rounds elsewhere under autocast"
 
 
 def test_an_expert_without_tokens_gets_zeros(models):

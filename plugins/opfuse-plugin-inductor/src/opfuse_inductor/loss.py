@@ -32,7 +32,8 @@ _MOST_NUMBERS = 8
 class CompiledLoss(FusedOperation):
     """Cross entropy, forward and backward.
 
-    Small inputs, and those that no kernel takes, go through the op, as if there were no fusion.
+    Small inputs, those that no kernel takes, and settings of the op after the eighth go through the
+    op, as if there were no fusion.
     """
 
     grad_input = "fresh"
@@ -102,7 +103,8 @@ class CompiledLoss(FusedOperation):
 
     def _compiles_for(self, numbers: LossNumbers) -> bool:
         """Whether these are among the first numbers: a schedule would compile at every step."""
-        if numbers not in self._numbers and len(self._numbers) < _MOST_NUMBERS:
+        numbers = numbers._replace(reduction="none")
+        if len(self._numbers) < _MOST_NUMBERS:
             self._numbers.add(numbers)
         return numbers in self._numbers
 
@@ -122,8 +124,8 @@ class CompiledLoss(FusedOperation):
 
     @property
     def notes(self) -> str:  # type: ignore[override]
-        """What ``opfuse.explain`` adds: the time that was spent compiling."""
-        return notes_of(self._made)
+        """What ``opfuse.explain`` adds: the time that was spent compiling, or that none was."""
+        return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
 
 
 def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:

@@ -105,7 +105,7 @@ class _Call:
             return "its experts are spread over ranks"
         if torch.is_autocast_enabled(x.device.type):
             if how == "batched_mm":
-                return f"{how} rounds elsewhere under autocast"
+                return f"under autocast no chain rounds as {how} does"
         elif x.dtype is not weight.dtype:
             return f"its input is of {x.dtype}, its parameters are of {weight.dtype}"
         return ""
