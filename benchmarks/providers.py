@@ -73,12 +73,15 @@ class Hand(nn.Module):
 
 @contextlib.contextmanager
 def _medium():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+    wanted = {torch.backends.cuda.matmul: "tf32", torch.backends.mkldnn.matmul: "bf16"}
+    before = {products: products.fp32_precision for products in wanted}
     try:
+        for products, precision in wanted.items():
+            products.fp32_precision = precision
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for products, precision in before.items():
+            products.fp32_precision = precision
 
 
 def eager(work: Work, case: Any, compiling: bool = False, medium: bool = False) -> Built:

@@ -5,6 +5,7 @@ Attributes:
         pickled.
     ParamSource: Where an op reads a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
+    matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
     op_class: The class of an op as its author wrote it.
     saved_bytes: How many bytes a forward keeps for its backward.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
@@ -22,8 +23,9 @@ from .fusible import ParamSource
 from .op_context import ModuleCache
 from .ops._common import wide
 from .overrides import op_class
+from .precision import matmul_precision
 
-__all__ = ["ModuleCache", "ParamSource", "op_class", "saved_bytes", "wide"]
+__all__ = ["ModuleCache", "ParamSource", "matmul_precision", "op_class", "saved_bytes", "wide"]
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

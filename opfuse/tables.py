@@ -25,6 +25,7 @@ import torch
 
 from .errors import TuningWarning
 from .plugins import manager
+from .precision import matmul_precision
 from .records import is_strict, normalize
 
 FORMAT = 1
@@ -156,7 +157,7 @@ def setting(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device.type, device.index if device.type == "cuda" else None),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(device.type),
         "torch": torch.__version__,
         "triton": _triton_version(),
     }

@@ -12,6 +12,7 @@ import sys
 import types
 from collections import Counter
 
+import fp32
 import pytest
 import torch
 from fakes import make_plugin
@@ -19,6 +20,7 @@ from rounding import RoundingPlugin, round_to
 
 import opfuse
 from opfuse import ops
+from opfuse.authoring import matmul_precision
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -366,6 +368,16 @@ def test_a_share_of_the_products_that_a_provider_makes():
         name: found._shares(each, name, [1.0])["flops_share"] for name in ("eager", "eager-medium")
     }
     assert share == {"eager": pytest.approx(1.0), "eager-medium": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("way", fp32.WAYS)
+def test_medium_precision_is_for_a_block(way):
+    with fp32.restored():
+        *before, act = fp32.WAYS[way]
+        act()
+        with providers._medium():
+            assert [matmul_precision(kind) for kind in ("cpu", "cuda")] == ["bf16", "tf32"]
+        assert [matmul_precision(kind) for kind in ("cpu", "cuda")] == before
 
 
 def test_special_cases_are_of_the_providers_asked_for(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import fp32
 import pytest
 import torch
 from converting import WIDTH, Gated, an_input, assert_same
@@ -304,9 +305,9 @@ def test_a_graph_has_a_chain_only_if_it_is_faster_for_all_rows(monkeypatch, trac
     assert not calls
 
 
-@pytest.mark.parametrize("change", ["frozen", "deterministic", "precision"])
+@pytest.mark.parametrize("change", ["frozen", "deterministic", "precision", "older setting"])
 def test_a_decision_is_for_what_the_entry_is_for(monkeypatch, change):
-    model, precision = Gated(), torch.get_float32_matmul_precision()
+    model = Gated()
     opfuse.convert(model)
     speed(monkeypatch, 0.5)
     tuned(model, an_input())
@@ -316,15 +317,18 @@ def test_a_decision_is_for_what_the_entry_is_for(monkeypatch, change):
             model.up.weight.requires_grad_(not way)
         elif change == "deterministic":
             torch.use_deterministic_algorithms(way)
+        elif change == "precision":
+            torch.backends.fp32_precision = "bf16" if way else "none"
         else:
-            torch.set_float32_matmul_precision("medium" if way else precision)
+            torch.set_float32_matmul_precision("medium" if way else "highest")
         model(an_input())
         return opfuse.converted(model)[""]
 
-    try:
-        whys = [changed(way) for way in (False, True, False)]
-    finally:
-        changed(False)
+    with fp32.restored():
+        try:
+            whys = [changed(way) for way in (False, True, False)]
+        finally:
+            changed(False)
     assert whys[0] == whys[2] and "0.50x" in whys[0] and whys[1] == ""
 
 

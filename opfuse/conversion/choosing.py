@@ -22,6 +22,7 @@ from ..ops import (
 )
 from ..overrides import op_class
 from ..plugins import manager
+from ..precision import matmul_precision
 from ..records import normalize
 from ..settings import current
 from ..tables import Entries, Measurement, Shape
@@ -273,7 +274,7 @@ def _situation(module: nn.Module, params: Any, device: str) -> Any:
         device,
         module.training,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(device),
         torch.get_num_threads(),
         current.values,
         manager.generation,

@@ -296,6 +296,26 @@ def test_tiles_move_where_tma_can_move_them():
             assert kernel(x, w, dtype=torch.float32) is expected
 
 
+@pytest.mark.parametrize("value", ["ieee", "tf32", "bf16", "none"])
+@pytest.mark.parametrize("home", [torch.backends, torch.backends.cuda.matmul], ids=["all", "cuda"])
+def test_the_newer_settings_decide_as_the_older_do(home, value):
+    """Once these were used, what reads the older ones raises; CUDA has no product in bf16."""
+    x, w = (meta(*shape, dtype=torch.float32) for shape in ((512, 256), (128, 256)))
+    try:
+        try:
+            home.fp32_precision = value
+        except RuntimeError as error:  # torch's own refusal
+            assert value == "bf16" and "does not support" in str(error)
+        run = lambda: products.multiply(x, (w,), (None,), functions_of(GELU))  # noqa: E731
+        (launch,) = launched(run)
+        with target(90):
+            config, *_ = products.configurations(x.device, x.dtype, (512, 128, 256), gated=False)
+    finally:
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    assert launch.kernel is (products.BY_TILES if value == "tf32" else products.BY_POINTERS)
+    assert ("PARTS" in config["constants"]) is (value == "tf32")
+
+
 def test_the_grid_is_persistent():
     for rows in (8192, 128):
         run = lambda rows=rows: products.multiply(  # noqa: E731

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from opfuse import OperationContext
+from opfuse.authoring import matmul_precision
 from opfuse.triton import Config, DeviceFunctions, Kernel, Target, current_target, functions_of
 
 from . import gemm, tiles
@@ -221,7 +222,7 @@ def _moves(tensor: Tensor | None) -> bool:
 def _precision(dtype: torch.dtype, target: Target) -> str:
     """How fp32 operands are multiplied: in TF32 where PyTorch may do so."""
     allowed = dtype is torch.float32 and target.backend == "cuda"
-    return "tf32" if allowed and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return matmul_precision("cuda") if allowed else "ieee"
 
 
 def _lend_memory(x: Tensor) -> None:
