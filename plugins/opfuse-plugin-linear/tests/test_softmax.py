@@ -100,7 +100,10 @@ def test_a_chain_launches_it(monkeypatch, dtype):
     x = torch.randn(130, 4, device=DEVICE, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, 60, (130,), device=DEVICE)
     with opfuse.plugins.using("linear"):
-        y = chain(x, targets)
+        chain(x, targets)
+        assert not seen
+        with opfuse.options(prefer="memory"):
+            y = chain(x, targets)
     assert len(seen) == 2
     leaves = [x, *chain.parameters()]
     logits = F.linear(x.double(), chain[0].weight.double(), chain[0].bias.double())
@@ -147,6 +150,22 @@ def test_where_it_cannot_run_on_a_gpu_the_fusion_declines(said, changes):
 
     env = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16, requires_grad=True)
     chain = ops.BasicLinear(8, 16), ops.CrossEntropy()
-    for fusion in JOINT:
+    for fusion in JOINT[1:]:
         assert fusion.when(chain, env) is True
         assert said in fusion.when(chain, env._replace(**changes))
+
+
+def test_on_a_gpu_nothing_is_used_unless_memory_is_preferred_or_it_was_measured():
+    from opfuse_linear.loss import JOINT
+
+    chain = ops.BasicLinear(8, 16), ops.CrossEntropy()
+    cuda = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16, requires_grad=True)
+    assert [f.name for f in JOINT if f.when(chain, cuda) is True and not f.trades_time] == []
+    assert [f.name for f in JOINT if f.when(chain, cuda) is True] == [
+        "linear+loss, on a GPU",
+        "linear+loss, computed again",
+    ]
+    assert "trades time for memory" in JOINT[0].when(chain, cuda)
+    cpu = opfuse.Environment(torch.device("cpu"), None, torch.bfloat16, requires_grad=True)
+    before = [f.name for f in JOINT if f.when(chain, cpu) is True and not f.trades_time]
+    assert before == ([] if is_interpreting() else ["linear+loss"])

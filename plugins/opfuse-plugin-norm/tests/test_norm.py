@@ -1,6 +1,7 @@
 """What the fused ops do around the kernels: where they decline, what they keep, in place, compiled."""
 
 import importlib.util
+import math
 
 import opfuse_norm.kernels
 import pytest
@@ -69,6 +70,21 @@ def test_what_the_condition_refuses():
     assert said == "its kernels take up to 65536 features, and these are 65537"
     said = norm.when((ops.RMSNorm(8),), env._replace(dtype=torch.float64))
     assert said == "its kernels compute in fp32, and the ops in float64"
+
+
+def test_with_a_residual_the_backward_is_used_on_a_gpu_where_it_was_measured():
+    alone, residual = opfuse_norm.opfuse_backward_fusions()
+    cuda = Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    given = ops.MakeExtraOutput(), ops.RMSNorm(64, device="meta")
+    assert alone.when(given[1:], cuda) is True
+    said = residual.when(given, cuda)
+    assert said == "with a residual it is used on a GPU only where opfuse tune measured it"
+    for speed in (1.2, math.inf):  # measured, and about to be
+        assert residual.when(given, cuda._replace(measured=speed)) is True
+    wide = cuda._replace(measured=1.2, dtype=torch.float64)
+    assert "its kernels compute in fp32" in residual.when(given, wide)
+    cpu = Environment(CPU, None, torch.float32, options={"norm.twins": True})
+    assert residual.when(given, cpu) is True
 
 
 @needs_interpreter

@@ -200,6 +200,23 @@ def _in_forward(ops: Any, env: Environment) -> bool | str:
     return True
 
 
+def _by_kernels(env: Environment) -> bool:
+    """Whether the softmax is a kernel's, and not PyTorch's operations."""
+    return env.device.type != "cpu" or choice.is_interpreting()
+
+
+def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:
+    if _by_kernels(env):
+        return "on a GPU the same chunks have a fusion that trades time for memory"
+    return _in_forward(ops, env)
+
+
+def _in_forward_on_gpu(ops: Any, env: Environment) -> bool | str:
+    if not _by_kernels(env):
+        return "on a CPU the same chunks have a fusion that takes no more time"
+    return _in_forward(ops, env)
+
+
 def _in_backward(ops: Any, env: Environment) -> bool | str:
     if not env.requires_grad:
         return "no backward follows, in which something would be computed again"
@@ -209,8 +226,16 @@ def _in_backward(ops: Any, env: Environment) -> bool | str:
 _PATTERN = BasicLinear, Optional(Bias), CrossEntropy
 
 JOINT = [
-    Fusion(_PATTERN, LinearLoss, _in_forward, name="linear+loss", needs_rows=True),
-    # the other goes first
+    Fusion(_PATTERN, LinearLoss, _in_forward_on_cpu, name="linear+loss", needs_rows=True),
+    Fusion(
+        _PATTERN,
+        LinearLoss,
+        _in_forward_on_gpu,
+        name="linear+loss, on a GPU",
+        needs_rows=True,
+        trades_time=True,
+    ),
+    # the others go first
     Fusion(
         _PATTERN,
         LinearLossAgain,

@@ -172,6 +172,12 @@ def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
     return _why_not(ops, env) or True
 
 
+def _runs_with_residual(ops: Sequence[Any], env: Environment) -> bool | str:
+    if env.device.type == "cuda" and env.measured is None:
+        return "with a residual it is used on a GPU only where opfuse tune measured it"
+    return _runs(ops, env)
+
+
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
 _FORWARD, _BACKWARD = 4, 6
 """What a norm in PyTorch's operations reads and writes more often, in half precision."""
@@ -190,5 +196,11 @@ FORWARD = [
 
 BACKWARD = [
     Fusion((_NORM,), BackwardNorm, _runs, benefit=_BACKWARD, name="norm"),
-    Fusion((MakeExtraOutput, _NORM), BackwardNorm, _runs, benefit=_BACKWARD + 2, name="norm+add"),
+    Fusion(
+        (MakeExtraOutput, _NORM),
+        BackwardNorm,
+        _runs_with_residual,
+        benefit=_BACKWARD + 2,
+        name="norm+add",
+    ),
 ]
