@@ -179,7 +179,7 @@ def opfuse_quantizer(
 
             def quantize(self, tensor, usage, out=None):
                 data = (tensor / self.step).round().to(torch.int8)
-                scale = torch.full((1,), self.step, device=tensor.device)
+                scale = torch.tensor([self.step], dtype=torch.float32, device=tensor.device)
                 return ScaledTensor(tensor.shape, tensor.dtype, self, data, None, scale)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_CUDA, _OTHERS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_CUDA = torch.backends.cuda.matmul
+_OTHERS = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def matmul_precision(device: str) -> str:

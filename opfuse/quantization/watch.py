@@ -285,7 +285,8 @@ def _largest_codes(codes: Tensor) -> Tensor:
     if codes.dtype is torch.float4_e2m1fn_x2:  # two numbers in each byte
         return torch.full_like(codes.view(torch.uint8), 0x77).view(codes.dtype)
     kind = torch.finfo if codes.is_floating_point() else torch.iinfo
-    return torch.full(codes.shape, kind(codes.dtype).max, device=codes.device).to(codes.dtype)
+    most = torch.full(codes.shape, kind(codes.dtype).max, dtype=torch.float32, device=codes.device)
+    return most.to(codes.dtype)
 
 
 def _share(count: int, of: int) -> str:

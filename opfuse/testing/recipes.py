@@ -94,8 +94,9 @@ class _Delayed(_PerTensor):
 
     def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
         super().__init__(role, device)
-        self.scale, self.history = torch.ones(1, device=device), torch.zeros(2, device=device)
-        self.count = torch.zeros(1, device=device)
+        made = {"dtype": torch.float32, "device": device}
+        self.scale, self.history = torch.ones(1, **made), torch.zeros(2, **made)
+        self.count = torch.zeros(1, **made)
         self.seen, self.casts = nothing_recorded(device), nothing_recorded(device)
 
     def quantize(

@@ -88,6 +88,22 @@ def test_half_precision(models, dtype):
     assert (grads[1] - grads[2]).norm() <= 1.5 * (grads[0] - grads[2]).norm() + 1e-3
 
 
+@pytest.mark.parametrize("ignored", ["some", "all"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_changes_no_digit_of_the_loss(models, default, ignored):
+    """An integer divided, or a choice between two numbers, would have it."""
+    model, twin, _ = models.pair("llama", vocab_size=512)
+    ids = torch.randint(3, 512, (20, 24))
+    labels = torch.full_like(ids, -100) if ignored == "all" else ids.masked_fill(ids % 7 == 0, -100)
+    torch.set_default_dtype(default)
+    try:
+        expected, got = (each(input_ids=ids, labels=labels).loss for each in (model, twin))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert of(twin) == "" and got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
 def test_logits_are_given_wherever_the_loss_is_not_trained(models):
     model, twin, _ = models.pair("llama")
     given = models.inputs(model)

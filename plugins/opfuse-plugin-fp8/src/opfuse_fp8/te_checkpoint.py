@@ -358,7 +358,8 @@ def _saved(
     text = recipe.to_json(_NAME).encode()
     made = {f"{root}recipe": torch.tensor(list(text), dtype=torch.uint8)}
     device = next(iter(tensors.values())).scale.device
-    nothing = _Column(torch.ones(1), torch.zeros(recipe.amax_history_len))
+    history = torch.zeros(recipe.amax_history_len, dtype=torch.float32)
+    nothing = _Column(torch.ones(1, dtype=torch.float32), history)
     for name in _TENSORS:
         scale, history = tensors.get(name, nothing)
         pending = history[:1].clone()  # row 0 is the step that has not ended

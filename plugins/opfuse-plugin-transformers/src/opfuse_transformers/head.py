@@ -220,8 +220,7 @@ class _Loss:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)
         count = (targets != IGNORED).sum()
         # the mean over no tokens is NaN, and its gradient is zero, as in torch
-        mean = total * (1.0 / count.clamp(min=1))
-        return mean + torch.where(count == 0, torch.nan, 0.0)
+        return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
 
 
 def _without_logits(result: Any) -> Any:
