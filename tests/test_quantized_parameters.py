@@ -327,6 +327,47 @@ def test_reading_gives_the_values(recipe):
     assert "QuantizedParameter" in text and type(recipe).__name__ in text and "(40, 48)" in text
 
 
+VIEWS = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p.view(-1),
+    "the first rows": lambda p: p[:8],
+    "the transpose": lambda p: p.t(),
+    "parts": lambda p: torch.stack(p.chunk(2)),
+    "expand": lambda p: p.expand(2, -1, -1),
+}
+
+
+@recipe_of_each
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_in_inference_mode(recipe, name):
+    held = linear(recipe).weight
+    expected = VIEWS[name](held).clone()
+    with torch.inference_mode():
+        made = VIEWS[name](held)
+    assert not made.is_inference() or name == "parts"  # a view of a tensor that is none
+    torch.testing.assert_close(made.clone(), expected, rtol=0, atol=0)
+
+
+@recipe_of_each
+def test_writes_and_checkpoints_in_inference_mode(recipe):
+    model, twin = linear(recipe), linear(recipe)
+    with torch.no_grad():
+        twin.weight[3] = 0.5
+    with torch.inference_mode():
+        model.weight[3] = 0.5
+        saved = model.state_dict()
+    assert saved.keys() == twin.state_dict().keys()
+    torch.testing.assert_close(dict(saved), dict(twin.state_dict()), rtol=0, atol=0)
+    other = linear(recipe, seed=1)
+    with torch.inference_mode():
+        other.load_state_dict(saved)
+        other.weight.data = model.weight.data
+    torch.testing.assert_close(other.weight.clone(), twin.weight.clone(), rtol=0, atol=0)
+    got, expected = step(other, batch(), recipe), step(twin, batch(), recipe)  # it still trains
+    assert all(map(torch.equal, got, expected))
+
+
 @recipe_of_each
 def test_copies(recipe):
     model = linear(recipe)

@@ -201,6 +201,11 @@ class QuantizedParameter(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            # torch gives a view the version counter of what it is a view of, and an inference
+            # tensor can have none
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, given)
         if (handler := _HANDLERS.get(func)) is not None:
             found = handler(func, args, given)
             if found is not NotImplemented:
