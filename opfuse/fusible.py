@@ -435,6 +435,18 @@ def declared(op: nn.Module, name: str) -> Any:
     return _DECLARED[name] if replaced else getattr(op, name)
 
 
+def numbers_of(op: Any) -> list[str]:
+    """Which of an op's ``context_names`` are numbers of the op, and not what a call makes."""
+    found = []
+    for name in declared(op, "context_names"):
+        try:
+            value = op.context_value(name)
+        except AttributeError:
+            continue
+        found += [] if isinstance(value, Tensor) else [name]
+    return found
+
+
 def _make_own_fuser(op: FusibleOperation) -> None:
     from .engine.fuser import OperationFuser
 

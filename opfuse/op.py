@@ -48,7 +48,8 @@ class BasicOperation(FusibleOperation):
             are at the end of ``__init__``. Others belong to a ``forward`` of its own.
         saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
         context_names: Context attributes beyond the documented ones that the backward reads, such
-            as a number of the op; the forward leaves each where ``ctx.requires_grad``.
+            as a number of the op; the forward leaves each where ``ctx.requires_grad``. A fused
+            forward finds there already what :meth:`context_value` gives.
         in_features: Last dimension the op takes, or None for any.
         out_features: Last dimension it gives, or None for the one it got divided by
             ``feature_ratio``.
@@ -324,17 +325,31 @@ class BasicOperation(FusibleOperation):
 
     # The operation itself
 
+    def context_value(self, name: str) -> Any:
+        """A number of the op, for its context: what a fused forward finds there.
+
+        The engine asks before a fused forward, which may leave another value. Of each of the
+        ``context_names`` that is no number of the op (an AttributeError says so), the fused forward
+        leaves its own.
+
+        Args:
+            name: One of the ``context_names``: an attribute of the op, or ``"numbers"``, all that
+                its ``numbers_of()`` gives.
+        """
+        return self.numbers_of() if name == "numbers" else getattr(self, name)
+
     @abstractmethod
-    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+    def op_forward(self, ctx: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Forward pass.
 
         Args:
             ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
             input_: The input tensor.
-            **kwargs: The op's own keyword arguments. An op whose signature names
-                ``prev_op_grad_output_quantizer`` and ``next_op_input_quantizer`` gets these too,
-                and one with two more positional parameters gets them there, as in Transformer
-                Engine; see :class:`OperationContext`.
+            *args: Transformer Engine's ``prev_op_grad_output_quantizer`` and
+                ``next_op_input_quantizer``, where the op has two more positional parameters; see
+                :class:`OperationContext`.
+            **kwargs: The op's own keyword arguments; and those two, where its signature names them.
+                Ops of the library take both from a fused op that calls them, and need none.
 
         Returns:
             The output tensor.
@@ -359,10 +374,8 @@ class BasicOperation(FusibleOperation):
         self._check_has_no_extras("forward")
         by_position, by_name = asks_for_quantizers(self)
         before = [quantizers.get(name) for name in by_position]
-        given = {name: quantizers.get(name) for name in by_name}
-        return self.op_forward(basic_op_ctxs[0], input_, *before, **given, **basic_op_kwargs[0]), [
-            ()
-        ]
+        given = {name: quantizers.get(name) for name in by_name} | basic_op_kwargs[0]
+        return self.op_forward(basic_op_ctxs[0], input_, *before, **given), [()]
 
     def fuser_backward(
         self,

@@ -89,7 +89,7 @@ class OperationContext:
         return self.weights.quantized(name, self.params[index], self.quantizers[name], usage)
 
 
-_QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 
 def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -104,11 +104,13 @@ asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=1024)
 def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if getattr(function, "__module__", "").startswith("opfuse.ops."):
+        return (), ()  # they take them from who calls op_forward itself, and need none
     parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
-    if named := tuple(p.name for p in parameters if p.name in _QUANTIZERS):
+    if named := tuple(p.name for p in parameters if p.name in QUANTIZERS):
         return (), named
     first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return (_QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
+    return (QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
 
 
 class ModuleCache:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .fusible import FusibleOperation
 from .op import BasicOperation, FusedOperation
-from .op_context import asks_for_quantizers
+from .op_context import QUANTIZERS, asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"
@@ -164,9 +164,9 @@ def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
         return op.kwarg_names
     if not isinstance(op, BasicOperation):
         return ()
-    by_position, by_name = asks_for_quantizers(op)
+    by_position, _ = asks_for_quantizers(op)
     parameters = list(inspect.signature(op.op_forward).parameters.values())[2 + len(by_position) :]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in keyword and p.name not in by_name)
+    return tuple(p.name for p in parameters if p.kind in keyword and p.name not in QUANTIZERS)

@@ -63,6 +63,8 @@ def run_forward(
                 refuse_result(program, step.run, x)
             continue
         start, stop, run = step.start, step.stop, step.run
+        for index, op, name in step.numbers:
+            setattr(ctxs[index], name, op.context_value(name))
         result = run(
             ctxs[start:stop],
             x,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..environment import Environment
-from ..fusible import declared
+from ..fusible import declared, numbers_of
+from ..fusion import Fusion
 from ..op import BasicOperation, FusedOperation
 from ..op_context import OperationContext
 from ..ops.cast import Cast
@@ -193,14 +194,17 @@ class Program:
         return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
-        undeclared = self.saved.undeclared
+        # a function is what Transformer Engine has for a fusion: its ops write what they like
+        foreign = [s for s in self.forward if s.source and not isinstance(s.source.fusion, Fusion)]
+        places = {i for step in foreign for i in range(step.start, step.stop)}
+        open_ops = sorted(places.union(self.saved.undeclared))
         classes = [
             OperationContext
-            if self.compiling or i in undeclared
+            if self.compiling or i in open_ops
             else pooled_context(tuple(declared(op, "context_names")))
             for i, op in enumerate(self.chain.ops)
         ]
-        return ContextPool(classes, values, undeclared)
+        return ContextPool(classes, values, open_ops)
 
 
 def compile_program(
@@ -227,6 +231,7 @@ def compile_program(
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
         finish(step, "forward", chain, kwargs, env, edges)
+        step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
         step.note = held.note_of(step.matched, env.recipe)
     recomputable = {
         step.stop: step
@@ -362,6 +367,13 @@ def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
     alone = [k for k, place in enumerate(view.places) if place not in covered]
     steps += [lone_step(view.ops[k], view.places[k]) for k in alone]
     return sorted(steps, key=lambda step: step.begin)
+
+
+def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str], ...]:
+    """The numbers of the ops of a fused step that their backward, from op ``first`` on, reads."""
+    places = range(max(step.start, first), step.stop if step.source else 0)  # an op leaves its own
+    ops = [(i, chain.ops[i]) for i in places]
+    return tuple([(i, op, name) for i, op in ops for name in numbers_of(op)])
 
 
 def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) -> None:

@@ -34,6 +34,8 @@ class Step:
         width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
         no_extras: For each basic op, no extra tensors.
+        numbers: What goes into the contexts of its basic ops before it runs: ``(place, op, name)``
+            (forward of a fused op only).
         owns: Whether the incoming gradient may be overwritten (backward only).
         with_output: How a fused op gives its output again beside its backward, if the step that
             runs before it waits for that (backward only).
@@ -59,6 +61,7 @@ class Step:
     width: int | None = None
     has_extras: bool = False
     no_extras: tuple[tuple[()], ...] = ()
+    numbers: tuple[tuple[int, Any, str], ...] = ()
     owns: bool = False
     recompute: int | None = None
     with_output: Callable[..., Any] | None = None

@@ -135,7 +135,8 @@ class PassThrough(BasicOperation):
     grad_input = "same"
     differentiable = True
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The input itself, cast on its way here where the op asks for it; saves nothing."""
         return input_
 

@@ -287,7 +287,8 @@ class Activation(BasicOperation):
         dx = widen(grad_output) * self.derivative(wide_x)
         return dx.to(x.dtype) if out is None else out.copy_(dx)
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
 

@@ -222,7 +222,8 @@ class BasicLinear(WithLaterArguments):
             w = w.to(ctx.dtype)
         return x, w
 
-    def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
 
         The weight is saved as it is where ``ctx.saves_params``.

@@ -35,7 +35,8 @@ class Cast(PassThrough):
         super().__init__()
         self.quantizer, self.usage = quantizer, usage
 
-    def op_forward(self, ctx: OperationContext, input_: Any) -> Any:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Any:  # fmt: skip
         """The input, quantized; as it is where this quantizer did so already."""
         return self.quantizer(input_, self.usage)
 

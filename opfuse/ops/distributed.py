@@ -34,7 +34,8 @@ class _Collective(BasicOperation):
 
     extra_repr = shows("process_group_size")
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """What the processes make of their inputs; saves nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 

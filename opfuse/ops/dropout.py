@@ -43,7 +43,8 @@ class Dropout(BasicOperation):
 
     extra_repr = shows("p")
 
-    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The output; saves ``(mask,)``, leaves ``ctx.p``.
 
         The mask is True where an element stays, and None where all do.

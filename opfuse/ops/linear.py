@@ -82,9 +82,10 @@ class Bias(WithLaterArguments):
         """The size."""
         return f"size={self.in_features}"
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The sum; saves nothing."""
-        y = input_ + ctx.params[0]
+        y: Tensor = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
     def op_backward(

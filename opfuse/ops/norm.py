@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from ..fusible import ParamSource
 from ..op import BasicOperation
-from ..op_context import OperationContext
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import Grads, cast, check_shape, shows, sum_rows, wide
 from ._reading import check_stock, eps_of, tensor_of
@@ -233,7 +232,8 @@ class LayerNorm(_Norm):
         if getattr(self, "bias", None) is not None and not self._sources:
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``.
 
         The input is saved as it came.
@@ -251,7 +251,7 @@ class LayerNorm(_Norm):
         )
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
-            ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
+            ctx.zero_centered_gamma = self.zero_centered_gamma
             needs_x = ctx.input_requires_grad
             needed = needs_x or (weight is not None and ctx.param_requires_grad[0])
             ctx.to_save = (
@@ -404,7 +404,8 @@ class RMSNorm(_Norm):
         op.weight, op.name = module.weight, name
         return op.train(module.training)
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
         (weight,) = ctx.params or (None,)
@@ -419,7 +420,7 @@ class RMSNorm(_Norm):
             rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
             y = x * rstd if scale is None else x * rstd * scale
         if ctx.requires_grad:
-            ctx.zero_centered_gamma = self.zero_centered_gamma  # type: ignore[attr-defined]
+            ctx.zero_centered_gamma = self.zero_centered_gamma
             needed = ctx.input_requires_grad or weight is not None
             ctx.to_save = (
                 (input_, weight if ctx.input_requires_grad else None, rstd)
@@ -486,7 +487,8 @@ class L2Normalization(BasicOperation):
 
     extra_repr = shows("eps")
 
-    def op_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         if in_blocks(input_):
             y, rstd = scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)

@@ -258,7 +258,8 @@ class ParallelLinear(BasicOperation):
             return x, [weight.to(ctx.dtype) for weight in weights]
         return x, weights
 
-    def op_forward(self, ctx: OperationContext, input_: Any) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         if ctx.quantizers:
             x, weights, biases = self.quantized_operands(ctx, input_)

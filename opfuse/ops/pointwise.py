@@ -35,7 +35,8 @@ class ConstantScale(BasicOperation):
 
     extra_repr = shows("scale")
 
-    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The product; saves no tensor, leaves ``ctx.scale``."""
         if ctx.requires_grad:
             ctx.scale = self.scale
@@ -83,7 +84,8 @@ class Reshape(BasicOperation):
 
     extra_repr = shows("shape")
 
-    def op_forward(self, ctx: Any, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
+                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The reshaped input; saves no tensor."""
         if ctx.requires_grad:
             ctx.input_shape = input_.shape

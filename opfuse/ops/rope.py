@@ -44,6 +44,11 @@ class _Rotary(ExtraTensorOperation):
             )
         self.interleaved = interleaved
 
+    @property
+    def rotation(self) -> Rotation:
+        """How it rotates, as a forward leaves it."""
+        return Rotation(getattr(self, "base", 0.0), self.interleaved, self.rotary_dim)
+
 
 class RoPE(_Rotary):
     """Rotary position embedding (Su et al. 2021): rotates pairs of features by an angle.
@@ -92,7 +97,7 @@ class RoPE(_Rotary):
         """The rotated input; saves ``(positions,)``, leaves how it rotates."""
         (ctx,), ((positions,),) = basic_op_ctxs, basic_op_extra_inputs
         _check_fits(self, "positions", positions.shape, input_.shape[:-2], input_)
-        rotation = Rotation(self.base, self.interleaved, self.rotary_dim)
+        rotation = self.rotation
         if ctx.requires_grad:
             ctx.rotation = rotation
             ctx.save_for_backward(positions if ctx.input_requires_grad else None)
@@ -158,7 +163,7 @@ class ApplyRoPE(_Rotary):
             if ctx.requires_grad and given.requires_grad and not torch.compiler.is_compiling():
                 who = f"{type(self).__name__} gives no gradient of {name}, and it requires grad"
                 raise RuntimeError(f"{who}: detach it")
-        rotation = Rotation(0.0, self.interleaved, self.rotary_dim)
+        rotation = self.rotation
         if ctx.requires_grad:
             ctx.rotation = rotation
             ctx.to_save = (cos, sin) if ctx.input_requires_grad else (None, None)

@@ -95,7 +95,7 @@ class ScaledActivation(ExtraTensorOperation):
             )
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
-            ctx.numbers = self.activation.numbers_of()
+            ctx.numbers = self.numbers_of()
             ctx.scales_requires_grad = self.wants_gradient(scales)
             ctx.save_for_backward(
                 x if ctx.input_requires_grad or ctx.scales_requires_grad else None,
@@ -103,6 +103,10 @@ class ScaledActivation(ExtraTensorOperation):
             )
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
+
+    def numbers_of(self) -> tuple[tuple[str, Any], ...]:
+        """Those of the activation; see :meth:`opfuse.ops.Activation.numbers_of`."""
+        return self.activation.numbers_of()
 
     def wants_gradient(self, scales: Tensor) -> bool:
         """Whether the gradient of ``scales`` is needed.

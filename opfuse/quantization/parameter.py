@@ -206,11 +206,9 @@ class QuantizedParameter(Tensor):
             # tensor can have none
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, given)
-        if (handler := _HANDLERS.get(func)) is not None:
-            found = handler(func, args, given)
-            if found is not NotImplemented:
-                return found
-        return _run_plain(func, args, given)
+        handler: Callable[[Any, Any, Any], Any] = _HANDLERS.get(func, _run_plain)
+        found = handler(func, args, given)
+        return _run_plain(func, args, given) if found is NotImplemented else found
 
     # FSDP2 asks each rank's shard what to gather, and to make a parameter of what was gathered
 
