@@ -279,8 +279,9 @@ class _Forward(Recorder):
         quantizers = [
             quantizer
             for op in fuser._chain.ops
+            for forward in [quantizer_names(op, "forward")]
             for name, quantizer in op._quantizers.of(current.recipe).items()
-            if name in quantizer_names(op, "forward")
+            if name in forward
         ]
         self.states.append(
             [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]

@@ -67,8 +67,10 @@ class BasicOperation(FusibleOperation):
             those of the parameters. It may be called twice then, so that the op before has the time
             to compute that input again.
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
-        unquantized: What reports say of the op under a recipe, if you would expect it to be
-            quantized and it is not.
+        extras_of_any_dtype: Whether floating-point extra inputs may have another dtype than the
+            input, though the parameters may not.
+        traces_quantized: Whether ``torch.compile`` can trace the passes under a recipe; if not, the
+            graph breaks there.
     """
 
     is_fused_op = False
@@ -88,7 +90,8 @@ class BasicOperation(FusibleOperation):
     splits_backward: ClassVar[bool] = False
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
-    unquantized: ClassVar[str] = ""
+    extras_of_any_dtype: ClassVar[bool] = False
+    traces_quantized: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

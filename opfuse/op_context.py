@@ -76,7 +76,7 @@ class OperationContext:
         self.to_save = tensors
 
     def quantized_weight(
-        self, usage: Usage, *, name: str = "weight", index: int = 0
+        self, usage: Usage, *, name: str = "weight", index: int = 0, part: int | None = None
     ) -> QuantizedTensor:
         """A weight of this op, as its quantizer casts it; as it was cast last, where that holds.
 
@@ -84,9 +84,10 @@ class OperationContext:
             usage: Which copies are needed.
             name: The name of its quantizer.
             index: Which of ``params`` it is.
+            part: Which of the matrices in that one; None: it is one matrix.
         """
         assert self.weights is not None, "there is no recipe"
-        return self.weights.quantized(name, self.params[index], self.quantizers[name], usage)
+        return self.weights.quantized(name, self.params[index], self.quantizers[name], usage, part)
 
 
 QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")

@@ -45,8 +45,8 @@ def finish(
     ops = chain.ops[step.start : step.stop]
     step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
     step.no_extras = ((),) * len(ops)
-    given = any(kwargs[step.start : step.stop])
-    step.direct = not given and not step.has_extras and _is_direct(op, pass_name)
+    step.given = any(kwargs[step.start : step.stop])
+    step.direct = not step.given and not step.has_extras and _is_direct(op, pass_name)
     step.run = _method(step, forward)
     if env.options.get("debug") and not env.compiling:
         who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"

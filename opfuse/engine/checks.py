@@ -69,7 +69,8 @@ def check_tensors(
             who = f"the extra_input_dtypes of {chain.name(i)}"
             raise RuntimeError(f"{who} are fixed: a fuser captured them; use a new op")
     for (i, k), number in chain.arguments.items():
-        strict = chain.ops[i].params_in_compute_dtype and autocast is None
+        strict = chain.ops[i].params_in_compute_dtype and not chain.ops[i].extras_of_any_dtype
+        strict = strict and autocast is None
         wanted = chain.kinds[i, k], dtype if strict else None, device
         check_extra(chain.ops[i], k, chain.name(i), extras[number], *wanted)
 

@@ -361,6 +361,11 @@ def _never_traced(function: Any) -> Any:
 def _begin_under_recipe(program: Program) -> None:
     """Refuse what a recipe does not go with; tell the block if the call moves its state."""
     records = program.advances and (program.recorded or getattr(current.observer, "records", False))
+    if program.compiling and program.untraced:
+        raise RuntimeError(
+            f"{program.chain.title} has an op that reads sizes on the host under a recipe, which "
+            f"torch.compile cannot trace: run it in eager mode"
+        )
     if program.compiling and records:
         raise RuntimeError(
             f"{program.recipe} has state that advances once per step, which torch.compile does not "

@@ -100,6 +100,7 @@ class Program:
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
         env: Where it runs.
+        untraced: Whether an op quantizes in a way that ``torch.compile`` cannot trace.
         saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
         advances: Whether a quantizer records what moves its state.
@@ -142,6 +143,8 @@ class Program:
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
         self.params, self.without_params = _param_ranges(chain, first_backward)
+        untraced = zip(chain.ops, measurements.edges.quantizers, strict=True)
+        self.untraced = any(its and not op.traces_quantized for op, its in untraced)
         self.dequantized = held.dequantized(chain, measurements.edges.quantizers, env)
         self.accumulating = _accumulating(chain, env)
         self.has_extras = chain.has_extras
@@ -421,8 +424,13 @@ def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> No
 
 
 def _leaves_owned(step: Step) -> bool:
-    """Whether the gradient that a backward step returns belongs to the chain."""
+    """Whether the gradient that a backward step returns belongs to the chain.
+
+    It may be in a tensor that the caller gave by a keyword.
+    """
     assert step.op is not None
+    if step.given:
+        return False
     given = declared(step.op, "grad_input")
     return given == "fresh" or (given == "same" and step.owns)
 

@@ -30,6 +30,7 @@ class Step:
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
         prepares: Whether something happens before the call: the incoming tensor is made plain or
             looked at, or an input is computed again.
+        given: Whether an op of it got keyword arguments.
         takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
         width: Last dimension to insist on.
         has_extras: Whether one of its basic ops has extra tensors.
@@ -57,6 +58,7 @@ class Step:
     run: Callable[..., Any] = NotImplemented
     direct: bool = False
     prepares: bool = False
+    given: bool = False
     takes_quantized: bool = False
     width: int | None = None
     has_extras: bool = False

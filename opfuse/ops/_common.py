@@ -115,7 +115,6 @@ class WithLaterArguments(BasicOperation):
         "single_grouped_weight": "one parameter for all groups",
         "single_grouped_bias": "one parameter for all groups",
         "delay_wgrad_compute": "a later gradient of the weights",
-        "scale_bias": "a bias times scales",
     }
 
     def __init__(self, **given: Any) -> None:

@@ -1,5 +1,7 @@
 """Products of groups of rows, each with a matrix of its own; for ``GroupedLinear``.
 
+Those under a recipe are in ``_quantized_groups``.
+
 The rows of a tensor are those of its first dimension, the groups stand one behind the other.
 There are three ways: torch's grouped product, which never reads the sizes of the groups on the
 host; a loop over the groups; and the loop inside of custom operators, while ``torch.compile``
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ._common import sum_rows
+from ._common import cast, sum_rows, widen
 
 
 class Groups(NamedTuple):
@@ -34,14 +36,14 @@ class Groups(NamedTuple):
     ends: Tensor | None = None
 
 
-def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], recorded: bool = False) -> Groups:
+def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False) -> Groups:
     """The groups of the rows of ``x``.
 
     Args:
         x: What is multiplied.
         sizes: How many rows each group has.
         features: Both sizes of each matrix.
-        recorded: Whether autograd records what is done with them.
+        looped: Whether torch's grouped product would not do, as where autograd records it.
 
     Raises:
         ValueError: A size is negative, or they do not sum up to the rows of ``x``. Where they are
@@ -49,7 +51,7 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], recorded: bool 
             synchronizes.
     """
     rows, inner = x.shape[0], math.prod(x.shape[1:-1])
-    if not recorded and _takes(x, features) and sizes.device == x.device and rows * inner:
+    if not looped and _takes(x, features) and sizes.device == x.device and rows * inner:
         ends = sizes.cumsum(0, dtype=torch.int64)
         torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
         return Groups(sizes, None, (ends * inner).to(torch.int32))
@@ -96,7 +98,7 @@ def products(
     """
     if groups.ends is not None:
         y = _multiply(groups.ends, x, _stacked(weights).transpose(1, 2))
-        return y + torch.stack(list(biases))[_group_of_rows(groups, x)] if biases else y
+        return y + _rows_of_groups(groups, biases, x) if biases else y
     if groups.counts is None:
         y = _products(x, groups.sizes, list(weights), list(biases))
         return y  # type: ignore[no-any-return]
@@ -130,17 +132,43 @@ def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) ->
     return _stacked(weight_grads(groups, grad_output, x, (True,) * count))
 
 
-def row_sums(groups: Groups, grad_output: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """The sum of the rows of each group that is wanted; zeros where it has no rows."""
+def row_sums(
+    groups: Groups, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
+) -> list[Tensor | None]:
+    """The sum of the rows of each group that is wanted; zeros where it has no rows.
+
+    With scales each row is multiplied by its own before.
+    """
+    dtype, dy = grad_output.dtype, grad_output
+    if scales is not None:
+        dy = widen(dy) * widen(scales).unsqueeze(-1)
     if groups.ends is not None:
-        dy = _aligned(grad_output)
+        dy = _aligned(cast(dy, dtype))  # there is a product for few dtypes
         # a product with ones is the same in every run, unlike sums by atomic adds
         ones = dy.new_ones(dy.shape[0], 8)
         whole = F.grouped_mm(dy.t(), ones, offs=groups.ends)[:, :, 0].contiguous()
         return [whole[i] if wants else None for i, wants in enumerate(wanted)]
     if groups.counts is None:
-        return _only(_row_sums(grad_output, groups.sizes, list(wanted)), wanted)
-    return _only(_loop_sums(grad_output, groups.counts, wanted), wanted)
+        found = _row_sums(dy, groups.sizes, list(wanted))
+    else:
+        found = _loop_sums(dy, groups.counts, wanted)
+    return _only([cast(of_group, dtype) for of_group in found], wanted)
+
+
+def add_scaled(groups: Groups, y: Tensor, biases: Sequence[Tensor], scales: Tensor) -> Tensor:
+    """``y_i + bias_i * scales_i`` for each group, with a scale for each row."""
+    of_rows = widen(_rows_of_groups(groups, biases, y)) * widen(scales).unsqueeze(-1)
+    return cast(widen(y) + of_rows, y.dtype)
+
+
+def scale_grads(groups: Groups, grad_output: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """The sum of ``dy_i * bias_i`` over the features, for each row."""
+    return (widen(grad_output) * widen(_rows_of_groups(groups, biases, grad_output))).sum(-1)
+
+
+def _rows_of_groups(groups: Groups, rows: Sequence[Tensor], x: Tensor) -> Tensor:
+    """For each row of ``x`` that of its group, such as its bias."""
+    return torch.stack(list(rows))[_group_of_rows(groups, x)]
 
 
 def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -171,7 +199,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
     """The number of the group that each row is in, shaped as the rows of ``x``."""
-    found = torch.repeat_interleave(groups.sizes.long(), output_size=x.shape[0])
+    sizes = groups.sizes.to(x.device, torch.int64)
+    found = torch.repeat_interleave(sizes, output_size=x.shape[0])
     return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
 
 

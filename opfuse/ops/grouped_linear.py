@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..extra_inputs import is_kind, refuse_kind
 from ..fusible import ParamSource
-from ..op_context import OperationContext
+from ..quantization import QuantizerRole
+from ._buffers import check_buffer
 from ._common import (
     AllGrads,
     ExtraTensorOperation,
@@ -24,15 +26,21 @@ from ._common import (
 )
 from ._grouped import (
     Groups,
+    add_scaled,
     groups_of,
     input_grads,
     products,
     row_sums,
+    scale_grads,
     stacked_grads,
     weight_grads,
 )
+from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from .basic_linear import accumulate_main_grad
+from .basic_linear import BasicLinear, accumulate_main_grad
+
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
@@ -42,6 +50,10 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     of shape ``(num_groups,)``, how many rows of the first dimension belong to each group, one group
     behind the other. Gives ``(rows, ..., out_features)``, in the compute dtype. A group may have no
     rows; the gradients of its parameters are zeros then.
+
+    With ``scale_bias`` there is a second extra input, ``scales`` of shape ``(rows, ...)`` and any
+    floating dtype: a group's bias is multiplied by the scale of each row before it is added, as the
+    last layer of a mixture of experts needs it whose activation is weighted.
 
     The parameters are ``weight0``, ``weight1``, ... of shape ``(out_features, in_features)`` and
     ``bias0``, ``bias1``, ... of shape ``(out_features,)``; each pair starts as that of
@@ -53,7 +65,19 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     Anywhere else a loop runs over the groups, for which the host reads the split sizes once per
     call. While ``torch.compile`` traces, that loop is inside of custom operators.
 
-    Under a quantization recipe nothing is quantized here.
+    Under a quantization recipe each group is a :class:`BasicLinear` of its own, with three
+    quantizers of its own: ``"input0"``, ``"weight0"``, ``"grad_output0"``, and so on; with one
+    group they have no number. The op casts each group by itself and multiplies group by group, and
+    the host reads the split sizes; ``torch.compile`` breaks its graph there. Biases are added
+    before a product is rounded; scaled ones, and their gradients, take no part. A format may want a
+    multiple of some rows (:attr:`opfuse.Quantizer.row_multiple`): a group that has fewer is filled
+    with rows of zeros for the cast, which changes no other number.
+
+    A call takes two tensors of the caller to write into, as keyword arguments or in ``op_kwargs``:
+    ``output`` for the output, which is its memory then, and ``grad_input`` for the gradient of the
+    input. Each is contiguous, has shape, dtype and device of what goes there, and does not require
+    grad; ``output`` may share no memory with what the call reads. Their names are
+    ``OUTPUT_BUFFER_KEY`` and ``GRAD_INPUT_BUFFER_KEY`` of this module.
 
     Args:
         num_groups: Number of groups, at least 1.
@@ -68,20 +92,27 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         single_grouped_weight: False; True comes with a later release.
         single_grouped_bias: False; True comes with a later release.
         delay_wgrad_compute: False; True comes with a later release.
-        scale_bias: False; True comes with a later release.
+        scale_bias: Whether the biases are scaled, see above. Without biases it changes nothing.
 
     Raises:
-        TypeError: A size is not a whole number; in a call, ``split_sizes`` that are no integers.
-        ValueError: A size is negative, or there is no group; in a call, ``split_sizes`` of another
-            shape, or that do not sum up to the rows, an input of fewer than two dimensions, or a
-            parameter of another shape than when the op was made.
+        TypeError: A size is not a whole number; in a call, ``split_sizes`` that are no integers, or
+            a buffer that is no tensor.
+        ValueError: A size is negative, or there is no group; in a call, ``split_sizes`` or
+            ``scales`` of another shape, split sizes that do not sum up to the rows, an input of
+            fewer than two dimensions, a parameter of another shape than when the op was made, or a
+            buffer that does not fit.
         NotImplementedError: An argument that comes with a later release.
-        RuntimeError: As for :class:`BasicLinear`.
+        RuntimeError: As for :class:`BasicLinear`; a buffer under ``torch.compile``, or with
+            ``double_backward=True``.
     """
 
     num_extra_inputs = 1
-    extra_input_dtypes = ("integer",)
+    extra_input_dtypes: tuple[str, ...] = ("integer",)
+    kwarg_names: ClassVar[tuple[str, ...] | None] = (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)
+    context_names = ("grad_input_buffer",)
     keeps_rows = True
+    extras_of_any_dtype = True
+    traces_quantized = False
     grad_input = "fresh"
     differentiable = True
     params_in_compute_dtype = True
@@ -104,12 +135,13 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
+        if scale_bias and bias:  # before the channels of the extra inputs are made
+            self.num_extra_inputs, self.extra_input_dtypes = 2, ("integer", "floating")
         super().__init__(
             rng_state_tracker_function=rng_state_tracker_function,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias,
             delay_wgrad_compute=delay_wgrad_compute,
-            scale_bias=scale_bias,
         )
         self.num_groups = check_size(self, "num_groups", num_groups)
         if not self.num_groups:
@@ -169,76 +201,193 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """Whether there are biases."""
         return self.bias0 is not None
 
-    unquantized = "its products are not quantized"
+    @property
+    def scales_bias(self) -> bool:
+        """Whether there are biases, and each is scaled by row."""
+        return self.num_extra_inputs == 2
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``input``, ``split_sizes``, ``weight0``, ``weight1``, ...; or one ``weight``."""
-        weights = [f"weight{i}" for i in range(self.num_groups)]
-        return ("input", "split_sizes", *(("weight",) if self._is_one else weights))
+        """``input``, ``split_sizes``, ``weight0``, ``weight1``, ...; or one ``weight``.
 
-    extra_repr = shows("num_groups", "in_features", "out_features", "has_bias")
+        Under a recipe ``input0``, ``input1``, ... in place of the input, and in place of one weight
+        ``weight0``, ... With scaled biases also ``scales``, ``bias0``, ...
+        """
+        of_groups = [
+            [f"{n}{i}" for i in range(self.num_groups)] for n in ("input", "weight", "bias")
+        ]
+        inputs, weights, biases = of_groups
+        one, scaled = ["weight"] * self._is_one, ["scales", *biases] if self.scales_bias else []
+        return ("input", "split_sizes", *one, *weights, *inputs, *scaled)
+
+    def extra_repr(self) -> str:
+        """The sizes, and what is done with biases."""
+        known = shows("num_groups", "in_features", "out_features", "has_bias")(self)
+        return f"{known}, scale_bias=True" if self.scales_bias else known
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """Two for each group in forward (input, weight), one in backward (gradient of output)."""
+        return (2 if mode == "forward" else 1) * self.num_groups
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """For each group those of a :class:`BasicLinear`, all under the name of the op."""
+        return BasicLinear.get_quantizer_roles(self, mode) * self.num_groups  # type: ignore[arg-type]
+
+    def get_input_quantizer(self) -> None:
+        """None: the op casts each group itself."""
+
+    def get_grad_output_quantizer(self) -> None:
+        """None: the op casts each group itself."""
 
     # The operation itself
 
     def fuser_forward(
-        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+        self,
+        basic_op_ctxs: Any,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any = ({},),
+        **_: Any,
     ) -> Outputs:
-        """The products, in ``ctx.dtype``; saves input and weights in that dtype.
+        """The products, in ``ctx.dtype``; saves input and weights in that dtype, or quantized.
 
         The split sizes are saved as they came, or as a copy on the CPU where they were read.
         """
-        (ctx,) = basic_op_ctxs
-        ((split_sizes,),) = basic_op_extra_inputs
-        self._check(input_, split_sizes)
+        (ctx,), ((split_sizes, *scales),) = basic_op_ctxs, basic_op_extra_inputs
+        self._check(input_, split_sizes, *scales)
         check_shapes(self, ctx.params, self._shapes)
-        dtype, count = ctx.dtype or input_.dtype, len(self.saved_names) - 2
-        x, params = cast(input_, dtype), [cast(param, dtype) for param in ctx.params]
-        weights, biases = params[:count], params[count:]
+        dtype, params = ctx.dtype or input_.dtype, ctx.params
+        x = input_ if ctx.quantizers else cast(input_, dtype)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
-        groups = groups_of(x, split_sizes, self._features, recorded)
+        groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
+        into = self._places(basic_op_kwargs[0], input_, dtype, (*params, *scales), recorded)
+        biases = [cast(bias, dtype) for bias in params[self._count :]]
+        run = self._quantized_products if ctx.quantizers else self._products
+        y, saved = run(ctx, groups, x, () if scales else biases, dtype)
+        if scales:
+            y = add_scaled(groups, y, biases, *scales)
         if ctx.requires_grad:
-            ctx.save_for_backward(
-                x if any(ctx.param_requires_grad[:count]) else None,
-                groups.sizes,
-                *(weights if ctx.input_requires_grad else [None] * count),
-            )
-        return products(groups, x, weights[0] if self._is_one else weights, biases), [()]
+            ctx.save_for_backward(*saved, *self._saved_to_scale(ctx, biases, *scales))
+            ctx.grad_input_buffer = into[1]
+        return (y if into[0] is None else into[0].copy_(y).detach()), [()]
+
+    def _products(
+        self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """The products, and what the backward needs, in the order of ``saved_names``."""
+        count = self._count
+        weights = [cast(weight, dtype) for weight in ctx.params[:count]]
+        y = products(groups, x, weights[0] if self._is_one else weights, biases)
+        kept_x = x if any(ctx.param_requires_grad[:count]) else None
+        kept = weights if ctx.input_requires_grad else [None] * count
+        return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self._is_one))
+
+    def _quantized_products(
+        self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """The same under a recipe."""
+        parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+        y, of_x, of_weights = parts.products(x, biases, dtype)
+        return y, (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
+
+    def _saved_to_scale(
+        self, ctx: Any, biases: Sequence[Tensor], scales: Tensor | None = None
+    ) -> Sequence[Tensor | None]:
+        """What the gradients of scaled biases, and of their scales, need."""
+        if scales is None:
+            return ()
+        wanted = scales.requires_grad or is_compiling()  # traced ones do not tell
+        needed = wanted or any(ctx.param_requires_grad[self._count :])
+        return scales if needed else None, *(biases if wanted else [None] * len(biases))
+
+    def _places(
+        self,
+        given: dict[str, Any],
+        x: Tensor,
+        dtype: torch.dtype,
+        others: Sequence[Tensor],
+        recorded: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The caller's tensors for the output and for the gradient of the input."""
+        if not given:
+            return None, None
+        if recorded or is_compiling():
+            what = "under torch.compile, nor with options(double_backward=True)"
+            raise RuntimeError(f"{type(self).__name__} writes into no tensor of the caller {what}")
+        output, grad_input = [given.get(n) for n in (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)]
+        like = x.new_empty(0, dtype=dtype)
+        shape = (*x.shape[:-1], self.out_features)
+        check_buffer(self, OUTPUT_BUFFER_KEY, output, shape, like, (x, *others))
+        check_buffer(self, GRAD_INPUT_BUFFER_KEY, grad_input, x.shape, like)
+        return output, grad_input
 
     def fuser_backward(
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> AllGrads:
         """``dx_i = dy_i @ weight_i``, ``dweight_i = dy_i.T @ x_i``, and ``dbias_i = dy_i.sum(0)``.
 
-        All are in the compute dtype; autograd casts them at the end.
+        With scaled biases ``dbias_i`` is the sum of ``dy_i * scales_i``, and ``dscales_i`` that of
+        ``dy_i * bias_i`` over the features. All are in the compute dtype; autograd casts them at
+        the end.
         """
         (ctx,) = basic_op_ctxs
-        x, split_sizes, *weights = ctx.saved_tensors
+        x, split_sizes, *rest = ctx.saved_tensors
+        weights, rest = rest[: self._count], rest[self._count :]
         dy = grad_output if ctx.dtype is None else cast(grad_output, ctx.dtype)
-        groups = groups_of(dy, split_sizes, self._features)
+        groups = groups_of(dy, split_sizes, self._features, bool(ctx.quantizers))
+        if ctx.quantizers:
+            if self._is_one:
+                weights, rest = rest[: self.num_groups], rest[self.num_groups :]
+            parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+            dx, grads = parts.grads(grad_output, rest[: self.num_groups], weights)
+        else:
+            dx, grads = self._grads(ctx, groups, dy, x, weights)
+        to_scale = rest[-1 - self.num_groups :] if self.scales_bias else ()
+        of_biases, of_scales = self._bias_grads(ctx, groups, dy, *to_scale)
+        if dx is not None and ctx.grad_input_buffer is not None:
+            dx = ctx.grad_input_buffer.copy_(dx)  # the last of all: it may be what was read above
+        return dx, [(*grads, *of_biases)], [(None, *of_scales)]
+
+    def _grads(
+        self, ctx: Any, groups: Groups, dy: Tensor, x: Tensor | None, weights: Sequence[Any]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of the input and of the weights."""
         dx = None
         if weights[0] is not None:
             dx = input_grads(groups, dy, weights[0] if self._is_one else weights)
-        return dx, [self._param_grads(ctx, groups, dy, x)], [(None,)]
-
-    def _param_grads(
-        self, ctx: OperationContext, groups: Groups, dy: Tensor, x: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        count, wanted = self.num_groups, ctx.param_requires_grad
+        if x is None:
+            return dx, [None] * self._count
         if self._is_one:
-            return (None if x is None else stacked_grads(groups, dy, x, count),)
-        grads = [None] * count if x is None else weight_grads(groups, dy, x, wanted[:count])
-        if any(of_biases := wanted[count:]):
-            grads += row_sums(groups, dy, of_biases)
-        else:
-            grads += [None] * len(of_biases)
-        return tuple(grads)
+            return dx, [stacked_grads(groups, dy, x, self.num_groups)]
+        return dx, weight_grads(groups, dy, x, ctx.param_requires_grad[: self._count])
+
+    def _bias_grads(
+        self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """The gradients of the biases, and of their scales where there are some."""
+        wanted = ctx.param_requires_grad[self._count :]
+        of_biases: Sequence[Tensor | None] = [None] * len(wanted)
+        if any(wanted):
+            of_biases = row_sums(groups, dy, wanted, scales)
+        if not self.scales_bias:
+            return of_biases, ()
+        if scales is None or biases[0] is None:
+            return of_biases, (None,)
+        return of_biases, (scale_grads(groups, dy, biases).to(scales.dtype),)
+
+    @property
+    def _count(self) -> int:
+        """How many parameters the weights are; those of the biases follow."""
+        return 1 if self._is_one else self.num_groups
 
     @property
     def _features(self) -> tuple[int, int]:
         return self.in_features, self.out_features  # type: ignore[return-value]
 
-    def _check(self, input_: Tensor, split_sizes: Tensor) -> None:
+    def _check(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> None:
         who, expected = type(self).__name__, f"split_sizes of shape ({self.num_groups},)"
         if not is_kind("integer", split_sizes.dtype):
             refuse_kind(f"split_sizes of {who}", "integer", split_sizes.dtype)
@@ -247,6 +396,9 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         if input_.ndim < 2:
             shape = tuple(input_.shape)
             raise ValueError(f"{who} expected an input of at least 2 dimensions, got shape {shape}")
+        if scales is not None and scales.shape != input_.shape[:-1]:
+            shapes = f"{tuple(input_.shape[:-1])}, a scale for each row, got {tuple(scales.shape)}"
+            raise ValueError(f"{who} expected scales of shape {shapes}")
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]

@@ -35,13 +35,14 @@ class ModelInit(NamedTuple):
 def quantize_parameters(op: Any) -> None:
     """Have the weights of a new op live quantized, where a block asks for it.
 
-    These are the parameters that have the name of one of its quantizers. On the meta device there
-    is nothing to quantize.
+    These are the parameters that have the name of one of its quantizers, or are numbered where that
+    is the only one. On the meta device there is nothing to quantize.
     """
     asked: ModelInit | None = current.model_init
     if asked is None or not op.num_quantizers("forward"):
         return
     for name, role in zip(quantizer_names(op, "forward"), roles(op, "forward"), strict=True):
+        name = name if name in op._parameters else f"{name}0"
         param = op._parameters.get(name)
         if param is None or param.is_meta or isinstance(param, QuantizedParameter):
             continue

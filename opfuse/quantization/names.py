@@ -45,11 +45,12 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
     for i, op in enumerate(ops):
         if skip:
             _refuse_part(op, skip)
-        why = off if op.num_quantizers("forward") else op.unquantized
-        if pattern := matching(op.name, skip) if op.num_quantizers("forward") else "":
-            why = f"not quantized: skip names it, by {pattern!r}"
-        if why:
-            found[i] = why
+        if not op.num_quantizers("forward"):
+            continue
+        if pattern := matching(op.name, skip):
+            found[i] = f"not quantized: skip names it, by {pattern!r}"
+        elif off:
+            found[i] = off
     return found
 
 

@@ -91,7 +91,7 @@ def quantized_by(program: Any) -> Quantized:
     products = quantized = 0
     rows: list[QuantizedRow] = []
     for i, op in enumerate(program.chain.ops):
-        if not op.param_names or not (op.num_quantizers("backward") or op.unquantized):
+        if not op.param_names or not op.num_quantizers("backward"):
             rows += _rows(program, i, op) if edges.quantizers[i] else []
             continue
         of_op = _products(op, edges.quantizers[i], needs.inputs[i], any(needs.params[i]), backward)
@@ -102,13 +102,17 @@ def quantized_by(program: Any) -> Quantized:
 
 def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool) -> list[bool]:
     """For each product of a linear op whether both of its operands are quantized."""
-    weights = [n for n in quantizer_names(op, "forward") if n.startswith("weight")] or [""]
+    names = {*quantizer_names(op, "forward"), *quantizer_names(op, "backward")}
     casts = {name for name, quantizer in quantizers.items() if quantizer.quantizes}
     found = []
-    for weight in weights:
-        found.append({"input", weight} <= casts)
-        found += [backward and {"grad_output", weight} <= casts] * dgrad
-        found += [backward and {"grad_output", "input"} <= casts] * wgrad
+    for weight in [name for name in names if name.startswith("weight")] or [""]:
+        # each weight has an input of its own, or all have one
+        number = weight.removeprefix("weight")
+        pair = [name + number * (name + number in names) for name in ("input", "grad_output")]
+        x, dy = [name in casts for name in pair]
+        found.append(x and weight in casts)
+        found += [backward and dy and weight in casts] * dgrad
+        found += [backward and dy and x] * wgrad
     return found
 
 
@@ -116,9 +120,9 @@ def _rows(program: Any, i: int, op: Any) -> list[QuantizedRow]:
     """The tensors that an op quantizes."""
     edges, needs = program.measurements.edges, program.measurements.needs
     backward = program.env.recipe.backward_override is None
-    rows, lives = [], living_weights(op)
+    rows, lives, forward = [], living_weights(op), quantizer_names(op, "forward")
     for name, quantizer in edges.quantizers[i].items():
-        is_forward = name in quantizer_names(op, "forward")
+        is_forward = name in forward
         casts, edge = (edges.forward, i) if is_forward else (edges.backward, i + 1)
         cast, where = casts.get(edge), "the op itself"
         if cast is not None and same_quantizer(cast.quantizer, quantizer):

@@ -29,11 +29,14 @@ class Quantizer(ABC):
             in ``update`` only.
         quantizes: Whether values change; False for one that leaves them as they are, which reports
             do not count.
+        row_multiple: What the rows of a tensor must be a multiple of for a columnwise copy. An op
+            over groups of rows adds rows of zeros to a group up to that; they change nothing.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     pending_names: ClassVar[tuple[str, ...]] = ()
     quantizes: ClassVar[bool] = True
+    row_multiple: ClassVar[int] = 1
     _recording: Quantizer | None = None
 
     @abstractmethod

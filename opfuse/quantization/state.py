@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,10 +28,8 @@ def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
     types = [role.tensor_type for role in roles(op, mode)]
     known = _DEFAULT_NAMES[mode]
     types = [name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)]
-    return tuple(
-        name if types.count(name) == 1 else f"{name}{types[:i].count(name)}"
-        for i, name in enumerate(types)
-    )
+    totals, numbers = Counter(types), {name: itertools.count() for name in types}
+    return tuple([n if totals[n] == 1 else f"{n}{next(numbers[n])}" for n in types])
 
 
 def roles(op: Any, mode: str) -> list[QuantizerRole]:

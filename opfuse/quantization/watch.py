@@ -84,6 +84,7 @@ class WatchedQuantizer(Quantizer):
         self._recording = quantizer._recording or quantizer
         self._inner, self._watch, self._name = quantizer, watch, name
         self.quantizes = quantizer.quantizes  # type: ignore[misc]
+        self.row_multiple = quantizer.row_multiple  # type: ignore[misc]
         self.state_names = quantizer.state_names  # type: ignore[misc]
         self.pending_names = quantizer.pending_names  # type: ignore[misc]
 

@@ -53,7 +53,7 @@ class WeightCache:
         self._entries = dict(entries)
 
     def quantized(
-        self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage
+        self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage, part: int | None = None
     ) -> QuantizedTensor:
         """A weight as its quantizer casts it; an earlier cast where the user allows that.
 
@@ -62,13 +62,14 @@ class WeightCache:
             weight: Its value in this call.
             quantizer: Casts it.
             usage: Which copies are needed.
+            part: Which of the matrices that are one parameter; None: it is one.
         """
-        if isinstance(weight, QuantizedParameter):
+        if isinstance(weight, QuantizedParameter) and part is None:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
-        if isinstance(weight, QuantizedTensor):
-            return quantizer(weight, usage)
+        matrix = weight if part is None else weight[part]
+        # what is computed is not known again, and what calibrates casts nothing that could serve so
         if is_compiling() or not _can_be_known_again(weight) or not quantizer.quantizes:
-            return quantizer(weight, usage)  # what calibrates casts nothing that could serve again
+            return quantizer(matrix, usage)
         found = self._entries.get(name)
         known = (
             found is not None
@@ -83,7 +84,7 @@ class WeightCache:
             if found.tensor.usage.covers(usage):
                 return found.tensor
             usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
-        made = quantizer(weight, usage)
+        made = quantizer(matrix, usage)
         known_by = weight._version, weight.dtype, weight.device
         self._entries[name] = _Entry(weakref.ref(weight), *known_by, quantizer, made)
         return made

@@ -57,6 +57,8 @@ class NVFP4Quantizer(BaseQuantizer):
         what: Which tensor it casts, for messages.
     """
 
+    row_multiple = BLOCK
+
     def __init__(
         self, *, square: bool = False, signs: int | None = None, what: str = "the tensor"
     ) -> None:

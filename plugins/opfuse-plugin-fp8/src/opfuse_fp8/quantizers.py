@@ -380,6 +380,8 @@ class MXQuantizer(BaseQuantizer):
         who: What errors call the tensor.
     """
 
+    row_multiple = 32
+
     def __init__(self, dtype: torch.dtype, square: bool = False, *, who: str = "a tensor") -> None:
         self.dtype, self.square, self._who = dtype, square, who
 
