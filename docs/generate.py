@@ -156,8 +156,9 @@ TE = {  # every public name of te.ops, and what is to be said about it
     "GEGLU": "",
     "GELU": "",
     "GLU": "",
-    "GroupedLinear": "the biases do not start at zero; no buffers as keyword arguments, and what "
-    "`single_grouped_weight`, `delay_wgrad_compute` and `scale_bias` ask for comes later",
+    "GroupedLinear": "the biases do not start at zero; what `single_grouped_weight`, "
+    "`single_grouped_bias` and `delay_wgrad_compute` ask for comes later; under a recipe groups "
+    "of any size, and products group by group",
     "Identity": "",
     "L2Normalization": "",
     "LayerNorm": "`sm_margin` has no effect",

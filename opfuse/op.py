@@ -69,8 +69,6 @@ class BasicOperation(FusibleOperation):
         accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
         extras_of_any_dtype: Whether floating-point extra inputs may have another dtype than the
             input, though the parameters may not.
-        traces_quantized: Whether ``torch.compile`` can trace the passes under a recipe; if not, the
-            graph breaks there.
     """
 
     is_fused_op = False
@@ -91,7 +89,6 @@ class BasicOperation(FusibleOperation):
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
     extras_of_any_dtype: ClassVar[bool] = False
-    traces_quantized: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -599,7 +596,8 @@ class FusedOperation(FusibleOperation):
                     if channel is not None:
                         inside[channel] = summed(grad, inside.get(channel))
             ctx.owns_grad_output = owned
-            owns = op.grad_input == "fresh" or (op.grad_input == "same" and owns)
+            # with keywords it may be a tensor that the caller gave
+            owns = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:

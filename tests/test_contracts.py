@@ -71,6 +71,7 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
         weights = {f"weight{i}": getattr(op, f"weight{i}") for i in range(op.num_groups)}
         values |= weights if wants_input else dict.fromkeys(weights)
         values["split_sizes"] = extras[0]
+        values |= {f"input{i}": None for i in range(op.num_groups)}  # for a recipe
     if norm or isinstance(op, ops.L2Normalization):
         mean = x.mean(dims, keepdim=True)
         centered = x - mean if isinstance(op, ops.LayerNorm) else x

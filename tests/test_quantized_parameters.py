@@ -769,7 +769,8 @@ def test_which_blocks_quantize_what():
         of = ops.Linear.of(nn.Linear(4, 4))
         reading = ops.BasicLinear.reading(model[0])
     assert inner.weight.recipe == PER_BLOCK and model[0].weight.recipe == PER_TENSOR
-    plain = model[1].weight, model[2].weight, meta.weight, grouped.weight0, of.weight
+    assert type(grouped.weight1) is QuantizedParameter and type(grouped.bias0) is nn.Parameter
+    plain = model[1].weight, model[2].weight, meta.weight, of.weight
     assert {type(param) for param in plain} == {nn.Parameter}
     assert type(ops.Linear(4, 4).weight) is nn.Parameter
     assert reading.weight is model[0].weight

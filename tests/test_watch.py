@@ -186,13 +186,13 @@ def test_explain_counts_a_backward_that_is_not_quantized(override):
     assert {row["tensor"] for row in found["tensors"]} == {"input", "weight"}
 
 
-def test_explain_counts_ops_that_do_not_quantize():
+def test_explain_counts_the_products_of_each_group():
     torch.manual_seed(0)
     chain = opfuse.Sequential(ops.GroupedLinear(2, 128, 128, bias=False), ops.Linear(128, 8))
     with opfuse.autocast(testing.PerTensor()):
         report = opfuse.explain(chain, torch.randn(4, 128), torch.tensor([1, 3]))
     (found,) = report.to_dict()["quantized"]
-    assert (found["products"], found["quantized"]) == (5, 3)
+    assert (found["products"], found["quantized"]) == (7, 7)
 
 
 def test_explain_counts_no_product_where_nothing_is_cast():

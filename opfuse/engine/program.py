@@ -100,7 +100,7 @@ class Program:
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
         env: Where it runs.
-        untraced: Whether an op quantizes in a way that ``torch.compile`` cannot trace.
+        untraced: Whether an op reads sizes on the host to quantize, which nobody can trace.
         saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
         advances: Whether a quantizer records what moves its state.
@@ -143,11 +143,9 @@ class Program:
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
         self.params, self.without_params = _param_ranges(chain, first_backward)
-        untraced = zip(chain.ops, measurements.edges.quantizers, strict=True)
-        self.untraced = any(its and not op.traces_quantized for op, its in untraced)
         self.dequantized = held.dequantized(chain, measurements.edges.quantizers, env)
         self.accumulating = _accumulating(chain, env)
-        self.has_extras = chain.has_extras
+        self.has_extras, self.untraced = chain.has_extras, _untraced(chain, measurements.edges)
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         self.has_silent_outputs = any(i < first_backward for i, _ in chain.public_outputs)
         sources = set(chain.sources.values()) if env.requires_grad else set()
@@ -320,6 +318,12 @@ def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], t
     ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
     none = tuple(i for i, first, last in ranges if first == last and i >= first_backward)
     return tuple(found for found in ranges if found[1] < found[2]), none
+
+
+def _untraced(chain: Chain, edges: Edges) -> bool:
+    """Whether an op reads sizes on the host to quantize, which nobody can trace."""
+    pairs = zip(chain.ops, edges.quantizers, strict=True)
+    return any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
 
 
 def _advances(contexts: Sequence[dict[str, Any]]) -> bool:

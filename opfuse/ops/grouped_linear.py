@@ -112,7 +112,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     context_names = ("grad_input_buffer",)
     keeps_rows = True
     extras_of_any_dtype = True
-    traces_quantized = False
+    reads_sizes = True  # under a recipe, which torch.compile cannot trace
     grad_input = "fresh"
     differentiable = True
     params_in_compute_dtype = True
@@ -148,17 +148,20 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
             raise ValueError(f"{type(self).__name__} expected num_groups of at least 1, got 0")
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        for i in range(self.num_groups):
-            weight = torch.empty(self.out_features, self.in_features, **made)
-            self.register_parameter(f"weight{i}", nn.Parameter(weight))
-        for i in range(self.num_groups):
-            param = nn.Parameter(torch.empty(self.out_features, **made)) if bias else None
-            self.register_parameter(f"bias{i}", param)
-        self._shapes = [tuple(param.shape) for param in self.parameters()]
+        self._register(bias, device=device, dtype=dtype)
         self.reset_parameters()
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
+
+    def _register(self, bias: bool, **made: Any) -> None:
+        """Register the parameters of each group; None as a bias where there is none."""
+        shapes = {"weight": self._features[::-1], "bias": self._features[1:]}
+        for name, shape in shapes.items():
+            for i in range(self.num_groups):
+                used = bias or name == "weight"
+                param = nn.Parameter(torch.empty(shape, **made)) if used else None
+                self.register_parameter(f"{name}{i}", param)
+        self._shapes = [tuple(param.shape) for param in self.parameters()]
 
     @classmethod
     def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
@@ -208,11 +211,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``input``, ``split_sizes``, ``weight0``, ``weight1``, ...; or one ``weight``.
-
-        Under a recipe ``input0``, ``input1``, ... in place of the input, and in place of one weight
-        ``weight0``, ... With scaled biases also ``scales``, ``bias0``, ...
-        """
+        """``input``, ``split_sizes``, ``weight0``..., ``input0``..., ``scales``, ``bias0``..."""
+        # one weight comes before those that a recipe makes of it, scales only if biases are scaled
         of_groups = [
             [f"{n}{i}" for i in range(self.num_groups)] for n in ("input", "weight", "bias")
         ]

@@ -494,7 +494,7 @@ def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple
     of the op's input.
     """
     if isinstance(op, built_in.GroupedLinear):
-        return (op.num_groups,)
+        return shape[:-1] if index else (op.num_groups,)
     if isinstance(op, (built_in.RoPE, built_in.ApplyRoPE)):  # one for all heads
         return (*shape[:-2], *([op.rotary_dim] if op.num_extra_inputs == 2 else []))
     per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"

@@ -127,7 +127,11 @@ def call():
                 next_op_input_quantizer=None,
                 basic_op_kwargs=[{}],
             )
-        left = {name: value for name, value in vars(ctx).items() if value is not before.get(name)}
+        left = {
+            name: value
+            for name, value in vars(ctx).items()
+            if name not in before or value is not before[name]
+        }
         saved = left.pop("to_save", None)
 
         def backward(grad_output, *grad_extra_outputs):

@@ -162,9 +162,25 @@ def test_the_gradient_in_the_buffer_is_that_of_the_op():
             return grad_output.mul_(3) if ctx.owns_grad_output else grad_output * 3, ()
 
     Scale.saved_names = ()
+
+    class Both(opfuse.FusedOperation):
+        kwarg_names = (GRAD_INPUT_BUFFER_KEY,)
+
+        def fuser_forward(self, *args, **given):
+            return self.run_separately(*args, **given)
+
+        def fuser_backward(self, *args, **given):
+            return self.run_separately_backward(*args, **given)
+
     both = opfuse.Sequential(Scale(), op)
-    both(x, sizes, op_kwargs={op: {GRAD_INPUT_BUFFER_KEY: buffer}}).sum().backward()
-    torch.testing.assert_close(x.grad, 3 * buffer)
+    fusion = opfuse.Fusion([Scale, ops.GroupedLinear], Both, name="both")
+    for fused in (False, True):
+        x.grad = None
+        handle = opfuse.register_forward_backward_fusion(fusion) if fused else None
+        both(x, sizes, op_kwargs={op: {GRAD_INPUT_BUFFER_KEY: buffer}}).sum().backward()
+        torch.testing.assert_close(x.grad, 3 * buffer)
+        if handle is not None:
+            handle.unregister()
     kept = x.grad.clone()
     alone = torch.randn(5, 8, requires_grad=True)
     op(alone, sizes, grad_input=buffer).sum().backward()
@@ -223,3 +239,16 @@ def test_where_there_are_no_buffers():
         op(x, sizes, output=buffer)
     with pytest.raises(TypeError, match="does not take the keyword argument 'out'"):
         op(x, sizes, out=buffer)
+
+
+def test_a_compiled_call_with_buffers_runs_eagerly_or_is_refused():
+    torch._dynamo.reset()
+    op, sizes, buffer = ops.GroupedLinear(2, 8, 8), torch.tensor([2, 3]), torch.empty(5, 8)
+    x = torch.randn(5, 8)
+    compiled = torch.compile(lambda x: op(x, sizes, output=buffer), backend="aot_eager")
+    try:
+        y = compiled(x)
+    except RuntimeError as error:
+        assert "writes into no tensor of the caller" in str(error)
+    else:
+        assert torch.equal(y, op(x, sizes)) and torch.equal(buffer, y)

@@ -191,6 +191,26 @@ def test_a_module_with_two_products():
         fp8.from_te_extra_state({}, names={"fc": "0"})
 
 
+def test_groups_of_one_op():
+    """In Transformer Engine's order: input and weight of each group, then the gradient of each."""
+    layers = [trained(seed=seed) for seed in range(3)]
+    forward = [made[name].state for made in layers for name in ("input", "weight")]
+    extra = te_layout.op_2(forward, [made["grad_output"].state for made in layers], TE_RECIPE)
+    op = ops.GroupedLinear(3, 16, 32)
+    state = fp8.from_te_extra_state({**op.state_dict(), "_extra_state": extra})
+    assert not any(op.load_state_dict(state))
+    with opfuse.autocast(RECIPE), torch.no_grad():
+        op(torch.randn(4, 16), torch.tensor([1, 0, 3]))
+    found = op.state_dict()
+    for i, made in enumerate(layers):
+        for name, quantizer in made.items():
+            assert found[f"quantizers.0.{name}{i}.scale"].item() == quantizer.scale
+    for backward in ([1], [1, 2]):
+        bad = te_layout.op_2(forward, [layers[i]["grad_output"].state for i in backward], TE_RECIPE)
+        with pytest.raises(ValueError, match="as many for each group of one, got 6 and"):
+            fp8.from_te_extra_state({"_extra_state": bad})
+
+
 def test_a_checkpoint_of_one_layer():
     """Its keys have no prefix; a layer may get another name."""
     for layout, prefix in (("op 2", ""), ("module 2", "basic_ops.0.")):

@@ -65,6 +65,27 @@ def test_an_expert_without_tokens_gets_zeros(models):
         torch.testing.assert_close(getattr(part, name).grad, getattr(other, name).grad)
 
 
+@pytest.mark.parametrize(("name", "most"), [("fp8-current", 0.15), ("nvfp4", 0.6)])
+def test_experts_under_a_recipe(models, name, most):
+    """Each expert is quantized, whatever its number of tokens; they are skipped by name."""
+    pytest.importorskip("opfuse_fp8")
+    _, twin, _ = models.pair("mixtral")
+    part = experts(opfuse.prepare(twin))
+    x, index = torch.randn(7, 64), torch.tensor([[0, 2]] * 5 + [[1, 2]] * 2)
+    weights, found = torch.rand(7, 2), []
+    for skip in ([], ["model.layers.0.mlp.experts"]):
+        given = x.clone().requires_grad_()
+        with opfuse.watch_quantization() as seen, opfuse.autocast(name, skip=skip):
+            y = part(given, index, weights)
+        y.square().sum().backward()
+        found.append((y.detach(), given.grad))
+        casts = [record.casts for key, record in seen.tensors.items() if " weight" in key]
+        assert sum(casts) == (0 if skip else 2 * part.num_experts)
+    assert not opfuse.converted(twin)["model.layers.0.mlp.experts"]
+    for quantized, plain in zip(*found, strict=True):
+        assert 0 < (quantized - plain).norm() / plain.norm() < most
+
+
 @pytest.mark.parametrize(
     "change, why",
     [

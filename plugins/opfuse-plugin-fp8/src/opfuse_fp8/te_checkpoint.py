@@ -42,6 +42,10 @@ class _Column(NamedTuple):
     history: Tensor
 
 
+_Product = Mapping[str, _Column | None]
+"""The state of its tensors, by what a linear layer of opfuse calls them; None: it has none."""
+
+
 def from_te_extra_state(
     state_dict: Mapping[str, Any],
     *,
@@ -208,7 +212,7 @@ def _entries(
         if isinstance(saved, te_pickle.Value | None):
             return {}
         raise ValueError(f"{key}: expected a recipe, got {short(saved)}")
-    rows = len(products[0]["input"].history)
+    rows = next(len(column.history) for column in products[0].values() if column)
     recipe = _recipe(key, saved, rows) if recipe is None else recipe
     if recipe.amax_history_len != rows:
         raise ValueError(
@@ -228,7 +232,7 @@ def _entries(
     return made
 
 
-def _products(key: str, state: dict[str, Any]) -> list[dict[str, _Column]]:
+def _products(key: str, state: dict[str, Any]) -> list[_Product]:
     """The state of the tensors of each product, by what a linear layer of opfuse calls them."""
     forward, backward = _columns(key, state, "fwd"), _columns(key, state, "bwd")
     if not forward and not backward:
@@ -248,12 +252,17 @@ def _products(key: str, state: dict[str, Any]) -> list[dict[str, _Column]]:
             )
         columns = [(*forward[3 * i : 3 * i + 2], backward[2 * i]) for i in range(count)]
         return [dict(zip(_TENSORS, of_one, strict=True)) for of_one in columns]
-    if len(forward) != 2 or len(backward) > 1:
+    groups = len(forward) // 2
+    if not groups or len(forward) != 2 * groups or len(backward) not in (0, groups):
         raise ValueError(
-            f"{key}: expected the 2 forward scales and 1 backward scale of a linear op, "
-            f"got {len(forward)} and {len(backward)}: leave the key out if the op has no weight"
+            f"{key}: expected the 2 forward scales and 1 backward scale of a linear op, or as many "
+            f"for each group of one, got {len(forward)} and {len(backward)}: leave the key out if "
+            f"the op has no weight"
         )
-    return [dict(zip(_TENSORS, [*forward, *backward], strict=False))]
+    numbers = range(groups) if groups > 1 else [""]
+    in_order = [f"{name}{i}" for i in numbers for name in _TENSORS[:2]]
+    in_order += [f"{_TENSORS[2]}{i}" for i in numbers]
+    return [dict(zip(in_order, [*forward, *(backward or [None] * groups)], strict=True))]
 
 
 def _columns(key: str, state: dict[str, Any], way: str) -> list[_Column]:
@@ -348,7 +357,7 @@ def _format(value: Any) -> Format:
 
 
 def _saved(
-    prefix: str, tensors: Mapping[str, _Column], recipe: DelayedScaling, found: Mapping[str, Any]
+    prefix: str, tensors: _Product, recipe: DelayedScaling, found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The entries of one op, under a number that is free."""
     number = 0
@@ -357,11 +366,11 @@ def _saved(
     root = f"{prefix}quantizers.{number}."
     text = recipe.to_json(_NAME).encode()
     made = {f"{root}recipe": torch.tensor(list(text), dtype=torch.uint8)}
-    device = next(iter(tensors.values())).scale.device
+    device = next(column.scale.device for column in tensors.values() if column)
     history = torch.zeros(recipe.amax_history_len, dtype=torch.float32)
     nothing = _Column(torch.ones(1, dtype=torch.float32), history)
-    for name in _TENSORS:
-        scale, history = tensors.get(name, nothing)
+    for name, column in tensors.items():
+        scale, history = column or nothing
         pending = history[:1].clone()  # row 0 is the step that has not ended
         done = torch.cat([torch.zeros_like(pending), history[1:]])
         made[f"{root}{name}.scale"] = scale.clone().to(device)
