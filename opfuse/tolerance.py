@@ -19,12 +19,12 @@ The relative one is held against the largest value, since most results are sums.
 """
 
 ROWS: tuple[tuple[int, ...], ...] = (
-    *((3,), (), (1,), (63,), (65,), (127,), (129,), (255,), (257,)),
+    *((3,), (), (1,), (63,), (64,), (65,), (127,), (129,), (192,), (255,), (257,)),
     *((2, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
 )
 """Leading dimensions worth testing.
 
-They are of inputs of one to four dimensions, with row counts beside those of tiles, and no rows.
+They are of inputs of one to four dimensions, with row counts of tiles and beside them, and no rows.
 """
 
 MORE_ROWS: tuple[tuple[int, ...], ...] = (
@@ -54,6 +54,7 @@ def difference(
     dtype: torch.dtype | None = None,
     gemm: bool = False,
     roundings: int = 1,
+    atol: float | None = None,
 ) -> str | None:
     """What is wrong with ``got``, as a sentence, or None.
 
@@ -65,6 +66,7 @@ def difference(
         dtype: The dtype it was computed in; default: that of ``got``.
         gemm: Whether it comes out of a matrix product.
         roundings: How many roundings the relative tolerance is for.
+        atol: The absolute tolerance; default: that of the dtype.
     """
     if got.shape != expected.shape:
         return f"has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
@@ -79,9 +81,9 @@ def difference(
             return f"is {kind} in {int(here.sum())} places instead of {int(there.sum())}"
     finite = got.isfinite() & expected.isfinite()
     got, expected = torch.where(finite, got, 0.0), torch.where(finite, expected, 0.0)
-    rtol, atol = tolerance(dtype or torch.float64, gemm=gemm)
+    rtol, usual = tolerance(dtype or torch.float64, gemm=gemm)
     largest = expected.abs().max().item()
-    allowed = atol + rtol * largest * roundings
+    allowed = (usual if atol is None else atol) + rtol * largest * roundings
     if rounded is not None:
         own = torch.where(finite, rounded.detach().cpu().double(), 0.0) - expected
         allowed = max(allowed, 2 * own.abs().max().item())
@@ -96,6 +98,56 @@ def difference(
         f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: "
         f"{value:.6g} instead of {truth:.6g} at {place}"
     )
+
+
+ENOUGH = 256
+"""How many errors say something together."""
+
+
+def skew(got: Tensor, expected: Tensor, rounded: Tensor) -> str | None:
+    """What is wrong with the errors of half precision taken together, as a sentence, or None.
+
+    Each may be as small as the dtype's tolerance, and yet all be of one sign, as where a kernel
+    truncates, or those of small numbers as large as those of large ones. Errors are measured in
+    units of the separate ops', and of the roundings to the dtype: by their mean, with their sign
+    and towards zero, and by their root mean square in each eighth of the numbers by magnitude.
+
+    Args:
+        got: The tensor to judge, in half precision.
+        expected: The truth, in fp64.
+        rounded: The same from the separate ops.
+    """
+    got, expected, own = (t.detach().cpu().double().flatten() for t in (got, expected, rounded))
+    finite = got.isfinite() & own.isfinite() & (expected.abs() < torch.finfo(rounded.dtype).max)
+    got, expected, own = got[finite], expected[finite], own[finite]
+    if got.numel() < ENOUGH:
+        return None
+    # a rounding is off by 0.29 of a last place at random, which is 0.72 eps of a number on average
+    rounding = 0.2 * torch.finfo(rounded.dtype).eps
+    least = torch.finfo(rounded.dtype).smallest_normal * rounding
+    got, own = got - expected, own - expected
+    unit = max(_rms(own), rounding * _rms(expected), least)
+    for what, sign in (("too large", 1.0), ("away from zero", expected.sign())):
+        mean, other = ((sign * errors).mean().item() for errors in (got, own))
+        if abs(mean) > 2 * abs(other) + (0.5 + 5 / got.numel() ** 0.5) * unit:
+            return (
+                f"is {what} by {mean:.3g} on average, where errors of the separate ops are "
+                f"{other:.3g} on average and {_rms(own):.3g} in size: truncated?"
+            )
+    order = expected.abs().argsort()
+    for number, part in enumerate(order.tensor_split(8)):
+        allowed = 4 * max(_rms(own[part]), rounding * _rms(expected[part]), 0.05 * unit)
+        if (error := _rms(got[part])) > allowed:
+            return (
+                f"has errors of {error:.3g} in the numbers up to "
+                f"{expected[part[-1]].abs().item():.3g}, eighth {number + 1} by magnitude, "
+                f"{allowed:.3g} is allowed: the separate ops' are {_rms(own[part]):.3g}"
+            )
+    return None
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
 
 
 def code_steps(got: Tensor, expected: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ MOST = {
     "engine": 2760,
     "ops": 3030,
     "report": 540,
-    "testing": 3400,
+    "testing": 3800,
     "tuning": 820,
     "conversion": 2340,
 }

@@ -7,7 +7,7 @@ Not imported by opfuse itself. Needs pytest.
 """
 
 from ..tolerance import ROWS, TOLERANCES, assert_close, tolerance
-from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, lay_out, subjects
+from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
@@ -16,6 +16,7 @@ from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
 from .running import Declined, Failure
 from .suite import FusionSuite
+from .tensors import lay_out
 
 # fmt: off
 __all__ = [

@@ -29,8 +29,7 @@ from ..op import BasicOperation
 from ..plugins import manager, using
 from ..quantization import Recipe
 from ..sequential import Sequential
-
-LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
+from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
 
 
 class CubicActivation(built_in.Activation):
@@ -242,6 +241,10 @@ class Case:
             the gradients alone.
         params: The layout of the parameters.
         scale: By which input and extra inputs are larger than around 1.
+        mean: What the input is around.
+        mixed: Their magnitudes, and those of the incoming gradients, go down to a thousandth.
+        gradient: By which incoming gradients are larger than around 1.
+        positive: Incoming gradients have one sign.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
         prefer: The option of this name: "speed" or "memory".
@@ -249,8 +252,10 @@ class Case:
         residual: Extra inputs come out of a channel, from the first extra output.
         shared: Split sizes of several ops are one tensor, by name.
         hidden: Extra outputs go into channels that nobody reads.
+        crossing: Extra outputs go into channels, and extra inputs come out of them in that order.
         device: Where it runs.
         training: The mode of the chain.
+        switched: Ops of the other mode, by number.
         recipe: What it is quantized by.
     """
 
@@ -263,6 +268,10 @@ class Case:
     layout: str = "contiguous"
     params: str = "contiguous"
     scale: float = 1.0
+    mean: float = 0.0
+    mixed: bool = False
+    gradient: float = 1.0
+    positive: bool = False
     frozen: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     prefer: str = "speed"
@@ -270,8 +279,10 @@ class Case:
     residual: bool = False
     shared: bool = True
     hidden: bool = False
+    crossing: bool = False
     device: str = "cpu"
     training: bool = True
+    switched: tuple[int, ...] = ()
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
@@ -325,8 +336,7 @@ class Case:
         """
         if self.recipe is not None:
             return None
-        draws = self.training and any(issubclass(op.cls, built_in.Dropout) for op in self.ops)
-        return None if draws and self.device != "cpu" else torch.float64
+        return None if self.draws and self.device != "cpu" else torch.float64
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -336,19 +346,23 @@ class Case:
     @property
     def draws(self) -> bool:
         """Whether an op draws random numbers: a dropout that drops."""
-        return self.training and any(
-            isinstance(op, built_in.Dropout) and op.p for op in self.basic_ops()
+        return any(op.cls is built_in.Dropout for op in self.chain_ops) and any(
+            isinstance(op, built_in.Dropout) and op.training and op.p for op in self.basic_ops()
         )
 
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
         with torch.random.fork_rng([]):
             basic = [op() for op in self.chain_ops]
+        for number, op in enumerate(basic):
+            op.train(self.training is not (number in self.switched))
         for op in basic if self.residual or self.hidden else ():
             for k in range(op.num_extra_outputs):
                 op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
             for k, kind in enumerate(kinds_of(op) if self.residual else ()):
                 op.set_extra_input_channel(k, "residual" if kind == "floating" else None)
+        if self.crossing:
+            _cross(basic)
         grouped = [op for op in basic if isinstance(op, built_in.GroupedLinear)]
         for op in grouped if self.shared and len(grouped) > 1 else ():
             op.set_extra_input_name(0, "split_sizes")
@@ -370,22 +384,27 @@ class Case:
             dtype: What to compute in: fp64 for the truth; default: as the case says.
         """
         basic = self.basic_ops()
-        chain = Sequential(*basic).train(self.training)
+        chain = Sequential(*basic)
+        chain.training = self.training
         half = self.dtype.itemsize < 4
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}
 
-        def draw(shape: Sequence[int], own: torch.dtype, scale: float = 1.0) -> Tensor:
-            values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale
+        def draw(
+            shape: Sequence[int], own: torch.dtype, scale: float, mixed: bool = False
+        ) -> Tensor:
+            values = normal(tuple(shape), generator, mixed) * scale
+            values += self.mean if "input" not in leaves else 0.0
             return values.to(own).to(dtype or own).to(self.device)
 
         width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
-        leaves["input"] = lay_out(draw((*self.rows, width), self.dtype, self.scale), layout)
+        shape, numbers = (*self.rows, width), (self.dtype, self.scale, self.mixed)
+        leaves["input"] = lay_out(draw(shape, *numbers), layout)
         extra_dtype = self.autocast if self.autocast and not self.wide else self.dtype
-        structure, shapes = Chain(basic), input_shapes(basic, (*self.rows, width))
+        structure, shapes = Chain(basic), input_shapes(basic, shape)
         for number, (i, k) in enumerate(structure.external_inputs):
             if structure.kinds[i, k] == "floating":
-                extra = draw(extra_shape(basic[i], shapes[i], k), extra_dtype, self.scale)
+                extra = draw(extra_shape(basic[i], shapes[i], k), extra_dtype, *numbers[1:])
             else:
                 extra = whole_numbers(basic[i], shapes[i], k, generator).to(self.device)
             leaves[f"extra {number}"] = lay_out(extra, layout)
@@ -415,11 +434,19 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         result = []
         for y in outputs:
-            values = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(
-                self.compute_dtype
-            )
+            values = normal(y.shape, generator, self.mixed) * self.gradient
+            values = (values.abs() if self.positive else values).to(self.compute_dtype)
             result.append(lay_out(values.to(y.dtype).to(y.device), self.layout))
         return result
+
+
+def _cross(basic: Sequence[BasicOperation]) -> None:
+    """Let extra inputs read the channels of the extra outputs, the first that of the first."""
+    forks = [(op, k) for op in basic for k in range(op.num_extra_outputs)]
+    joins = [(op, k) for op in basic for k, kind in enumerate(kinds_of(op)) if kind == "floating"]
+    for number, ((fork, k), (join, slot)) in enumerate(zip(forks, joins, strict=False)):
+        fork.set_extra_output_channel(k, f"channel {number}", output_to_caller=False)
+        join.set_extra_input_channel(slot, f"channel {number}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -443,83 +470,3 @@ def params_of(op: BasicOperation) -> dict[str, Tensor]:
 
 def _tuple(items: Sequence[Op]) -> str:
     return "(" + ", ".join(map(repr, items)) + ("," if len(items) == 1 else "") + ")"
-
-
-def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """A tensor of the same values in another memory layout.
-
-    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the
-    gradient of a sum.
-    """
-    if not tensor.ndim or layout == "contiguous":
-        return tensor
-    if layout == "strided":
-        return torch.stack((tensor, tensor), -1)[..., 0]
-    if layout == "transposed":
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "permuted":  # (rows, batch, features) in memory
-        return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.ndim > 2 else tensor
-    if layout == "summed":
-        return (
-            tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape)
-            if tensor.numel()
-            else tensor
-        )
-    if layout == "expanded":
-        return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
-    fill = math.nan if tensor.is_floating_point() else 1
-    around = tensor.new_full([size + 2 for size in tensor.shape], fill)
-    part = around[tuple(slice(1, size + 1) for size in tensor.shape)]
-    return part.copy_(tensor)
-
-
-def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shape of each op's input, if that of the first op is ``shape``."""
-    shapes = []
-    for op in basic:
-        shapes.append(shape)
-        if isinstance(op, built_in.Reshape):
-            shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
-        if isinstance(op, built_in.CrossEntropy):
-            shape = shape[:-1] if op.reduction == "none" else ()
-        elif shape:
-            shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
-    return shapes
-
-
-def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-    """The shape of an extra input of an op, for an input of ``shape``.
-
-    Scales and whole numbers have one per row, split sizes one per group, all others have the shape
-    of the op's input.
-    """
-    if isinstance(op, built_in.GroupedLinear):
-        return shape[:-1] if index else (op.num_groups,)
-    if isinstance(op, (built_in.RoPE, built_in.ApplyRoPE)):  # one for all heads
-        return (*shape[:-2], *([op.rotary_dim] if op.num_extra_inputs == 2 else []))
-    per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"
-    return shape[:-1] if per_row else shape
-
-
-def whole_numbers(
-    op: BasicOperation, shape: tuple[int, ...], index: int, generator: torch.Generator
-) -> Tensor:
-    """An extra input of integers or bools, for an input of ``shape``.
-
-    Split sizes sum up to the rows; other integers are below the number of features, as targets are.
-    """
-    size = extra_shape(op, shape, index)
-    if isinstance(op, built_in.GroupedLinear):
-        cuts = torch.randint(0, shape[0] + 1, (op.num_groups - 1,), generator=generator)
-        ends = torch.tensor([0, *sorted(cuts.tolist()), shape[0]])
-        return ends.diff()
-    if kinds_of(op)[index] == "bool":
-        return torch.randint(0, 2, size, generator=generator).bool()
-    return torch.randint(0, max(1, shape[-1]), size, generator=generator)
-
-
-def next_width(op: BasicOperation, width: int) -> int | None:
-    """Features that an op gives for ``width`` features, or None if it does not take that many."""
-    if op.in_features not in (None, width) or width % (op.feature_ratio or 1):
-        return None
-    return width // (op.feature_ratio or 1) if op.out_features is None else op.out_features

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,29 +17,23 @@ from .. import ops as built_in
 from ..engine.chain import Chain
 from ..engine.planner import rows_of
 from ..extra_inputs import kinds_of
-from ..fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
-from ..op import BasicOperation
+from ..fusion import Fusion, OneOrMore, Optional
 from ..quantization import Recipe, Usage
-from .cases import (
-    CAST,
-    Case,
-    CubicActivation,
-    CubicGLU,
-    Op,
-    Subject,
-    extra_shape,
-    input_shapes,
-    is_cast,
-)
-from .placing import DEEP, environment, matched, next_width_behind, placed, width_behind
+from .cases import Case, Op, Subject, is_cast
+from .makers import Makers, classes_of, variants_of
+from .placing import environment, matched, next_width_behind, placed, width_behind
 from .recipes import recipes_for
 from .running import Declined, separate
+from .tensors import extra_shape, input_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Which dtypes to try, the first that a fusion takes being the usual one."""
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
 """Which widths to try, the first that a fusion takes being the usual one."""
+
+TILES = (64, 192)
+"""Rows and widths that are whole tiles, beside whose neighbours kernels are tested too."""
 
 WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
@@ -51,124 +44,6 @@ SHAPES = tuple(itertools.product(((3,), (16,)), WIDTHS))
 
 SHAPES_OF_RECIPES = (((3,), 8), ((3,), 64), ((32,), 64), ((128,), 128), ((128,), 512))
 """Rows and widths to try under a recipe, whose blocks may have to be whole."""
-
-Makers = Mapping[type, Callable[[int], Any]]
-
-
-def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    others = ("AllGather", "AllReduce", "ReduceScatter", "Cast")
-    found = [getattr(built_in, name) for name in built_in.__all__ if name not in others]
-    classes = [
-        cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
-    ]
-    # first what stands for the others
-    classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))
-    return (*classes, CubicActivation, CubicGLU)
-
-
-def classes_of(element: Any) -> list[type]:
-    """The classes of ops to try for a pattern element.
-
-    An abstract class stands for what is built in.
-    """
-    if isinstance(element, OneOf):
-        return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
-    if isinstance(element, Subclasses):
-        found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
-        own = (
-            []
-            if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation)
-            else [element.cls]
-        )
-        return list(dict.fromkeys([*own, *found]))
-    return [element]
-
-
-def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
-    """How to make an op of a class for an input of ``width`` features."""
-    for known in (makers, _MAKERS):
-        if cls in known:
-            made = known[cls](width)
-            return [made] if isinstance(made, Op) else list(made)
-    return _by_constructor(cls, width)
-
-
-@functools.lru_cache(maxsize=4096)
-def _by_constructor(cls: type, width: int) -> list[Op]:
-    found = []
-    for op in (Op(cls), Op(cls, width)):
-        try:
-            op()
-        except Exception:  # whatever its constructor wants, it is not this
-            continue
-        found.append(op)
-        break
-    takes = inspect.signature(cls).parameters if issubclass(cls, _GATED) else ()
-    found += [Op(cls, glu_interleave_size=2)] if "glu_interleave_size" in takes else []
-    if cls in _ARGUMENTS:
-        found.append(Op(cls, **_ARGUMENTS[cls]))
-    return found
-
-
-_GATED = (built_in.GatedActivation, built_in.ScaledActivation)
-_CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
-_BOUNDED = {"beta1": 2.0, "beta2": 3.0}
-_LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}
-_LOSSES: Any = {}, _LOSS, {"reduction": "sum"}, {"reduction": "none"}
-_ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
-    built_in.ClampedSwiGLU: _CLAMPED,
-    built_in.ScaledClampedQGeGLU: _CLAMPED,
-    built_in.SiTUGLU: _BOUNDED,
-    built_in.ScaledSiTUGLU: _BOUNDED,
-    built_in.L2Normalization: {"eps": 0.1},
-}
-"""Arguments that are not the default, and matter for inputs around 1."""
-
-
-def _norms(cls: type, width: int) -> list[Op]:
-    plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
-    read = Op(cls, Op(cls, width, eps=0.1), via="reading")
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read]
-
-
-def _linears(width: int) -> list[Op]:
-    turned = Op(built_in.BasicLinear, width + width // 2, width)  # as GPT-2's Conv1D
-    read = Op(built_in.BasicLinear, turned, via="reading", transposed=True)
-    return [Op(built_in.BasicLinear, width, width + width // 2), read]
-
-
-def _parallel(width: int) -> list[Op]:
-    """With and without biases, of one width and of two."""
-    sizes = width - width // 4, width // 4 + width % 2
-    cls, plain = built_in.ParallelLinear, [Op(built_in.BasicLinear, width, size) for size in sizes]
-    biased = Op(built_in.Linear, width, sizes[0])
-    return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
-
-
-_MAKERS: Makers = {
-    built_in.Cast: lambda width: CAST,
-    built_in.BasicLinear: _linears,
-    built_in.Bias: lambda width: [
-        Op(built_in.Bias, width),
-        Op(built_in.Bias, Op(built_in.Bias, width), via="reading"),
-    ],
-    built_in.ParallelLinear: _parallel,
-    built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
-    built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
-    built_in.ConstantScale: lambda width: Op(built_in.ConstantScale, -0.75),
-    built_in.AddExtraInput: lambda width: [
-        Op(built_in.AddExtraInput),
-        Op(built_in.AddExtraInput, in_place=True),
-    ],
-    built_in.GroupedLinear: lambda width: [
-        Op(built_in.GroupedLinear, 3, width, width + width // 2),
-        Op(built_in.GroupedLinear, 1, width, width, bias=False),
-    ],
-    built_in.Dropout: lambda width: [Op(built_in.Dropout, 0.0), Op(built_in.Dropout, 0.5)],
-    built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
-    built_in.CrossEntropy: lambda width: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],
-    built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
-}
 
 
 def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
@@ -239,6 +114,7 @@ class Chains:
         plain: One case per structure.
         all: These, and one for every other class and variant.
         models: One case per structure and width of real models.
+        tiles: One case per structure and size of tiles, with as many rows as features.
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
         declined: Why the fusion is not used for the structures that are left out, by structure.
@@ -250,6 +126,7 @@ class Chains:
     plain: tuple[Case, ...]
     all: tuple[Case, ...]
     models: tuple[Case, ...]
+    tiles: tuple[Case, ...]
     residual: tuple[Case, ...]
     quantized: tuple[Case, ...]
     declined: dict[str, str]
@@ -287,6 +164,7 @@ def make_chains(
     plain, every, declined = list(given), list(given), {}
     residual: list[Case] = []
     models: list[Case] = []
+    tiles: list[Case] = []
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
     quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
@@ -318,11 +196,12 @@ def make_chains(
                 every += accepted[:1] if again else accepted
                 every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
-                models += [
-                    case
-                    for width in (() if again else widths)
-                    for case in _as_in_models(accepted[0], elements, makers, width)
-                ]
+                for width in () if again else (*TILES, *widths):
+                    for case in _as_in_models(accepted[0], elements, makers, width):
+                        if width in TILES:
+                            tiles.append(case.with_(rows=(width,)))
+                        else:
+                            models.append(case)
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
@@ -330,8 +209,9 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
-    every, models = list(dict.fromkeys(every)), list(dict.fromkeys(models))
-    found = [tuple(cases) for cases in (plain, every, models, residual, quantized)]
+    found = [
+        tuple(dict.fromkeys(cases)) for cases in (plain, every, models, tiles, residual, quantized)
+    ]
     return Chains(subject, *found, declined, thorough)  # type: ignore[call-arg,arg-type]
 
 

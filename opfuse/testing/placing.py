@@ -15,8 +15,9 @@ from ..engine.planner import _ask_ops
 from ..environment import Environment
 from ..op import BasicOperation
 from ..settings import EVERYTHING, current
-from .cases import Case, Op, is_cast, next_width
+from .cases import Case, Op, is_cast
 from .running import Declined, only
+from .tensors import next_width
 
 DEEP = (4, 4)
 """Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""

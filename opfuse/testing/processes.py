@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..hookspecs import GROUP
+from ..plugins import manager
 from .cases import Case
 from .running import Failure
 
@@ -20,7 +22,10 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import opfuse, torch
     from opfuse.plugins import manager, using
-    name, chains = sys.argv[1], json.loads(sys.argv[2])
+    name, chains, module = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    if module:
+        import importlib
+        opfuse.plugins.register(importlib.import_module(module), name=name)
     with using(name):
         rows = [row for row in opfuse.plugins.listing() if row["name"] == name]
         groups = [record.group for record in manager.records if record.name == name]
@@ -39,6 +44,15 @@ for code in chains:
 messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
 print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
 """
+
+
+def registered_module(plugin: str) -> str | None:
+    """The module that a plugin registered in code is, "" for an object; None: it is installed."""
+    for record in manager.records:
+        if record.answers_to(plugin) and record.load is not None and not record.module:
+            registered = record.load()
+            return registered.__name__ if isinstance(registered, types.ModuleType) else ""
+    return None
 
 
 @functools.lru_cache(maxsize=16)
@@ -68,6 +82,7 @@ def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, An
         _REPORT,
         plugin,
         json.dumps([repr(case.with_(subject=None)) for case in cases]),
+        registered_module(plugin) or "",
     ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 from ..quantization.formats import BlockScaledTensor
-from ..tolerance import code_steps, difference
+from ..tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
 from .running import Failure, Result
 
@@ -82,9 +82,13 @@ def compare(
     roundings = 2 if dtype is torch.float16 or (dtype is torch.bfloat16 and around) else 1
     if case.recipe is not None and (case.subject.inexact or dtype.itemsize < 4):
         dtype = torch.float8_e4m3fn  # a last bit that differs may have become a code
+    # tiny numbers are not as good as 0
+    atol = min(torch.finfo(dtype).tiny, TOLERANCES[dtype][1]) if case.mixed else None
     problem = difference(
-        got, truth, rounded=expected, dtype=dtype, gemm=case.gemm, roundings=roundings
+        got, truth, rounded=expected, dtype=dtype, gemm=case.gemm, roundings=roundings, atol=atol
     )
+    if problem is None and got.dtype.itemsize == 2 and truth.dtype is torch.float64:
+        problem = skew(got, truth, expected)
     if problem is not None:
         raise Failure(f"{what} {problem}")
 

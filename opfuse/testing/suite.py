@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,10 +14,10 @@ import torch
 
 from ..quantization import Recipe
 from .cases import Op, Subject, subjects
-from .checks import CHECKS
+from .checks import CHECKS, DEPENDENT, ROOTS
 from .generate import Chains, make_chains
 from .machine import Tier, is_interpreting, prepare, tiers
-from .processes import PLUGIN_CHECKS
+from .processes import PLUGIN_CHECKS, registered_module
 from .report import Outcome, run_all
 from .running import Failure
 
@@ -32,9 +33,12 @@ class FusionSuite:
             plugin = "linear"
 
     Attributes:
-        plugin: Name of the plugin's entry point.
+        plugin: Name of the plugin's entry point, or the name it is registered by in code before
+            tests are collected: ``opfuse.plugins.register(my_fusions, name="mine")``.
         limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` ->
-            reason. A limit that is not one, because the check passes, is a failure. Dropout is
+            reason. Checks are the names in ``testing.CHECKS``, and of the plugin as a whole
+            ``"entry_point"``, ``"imports"`` and ``"processes"``; a fusion's is that in a report. A
+            limit that is not one, because the check passes, is a failure. Dropout is
             compared for the same seed: a fusion that draws otherwise than torch declares that here.
         inexact: Fusions that cast, and whose kernels compute to the last bit but one: name ->
             reason. Of what they cast, one code in 1000 may be one step off; all others give the
@@ -48,7 +52,8 @@ class FusionSuite:
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
         thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
-            which takes minutes; default: whether the environment has ``OPFUSE_THOROUGH=1``.
+            which takes many times as long; default: whether the environment has
+            ``OPFUSE_THOROUGH=1``.
     """
 
     plugin: ClassVar[str] = ""
@@ -89,7 +94,11 @@ class FusionSuite:
         torch.set_num_threads(threads)
 
     def test_plugin(self, plugin_check: str) -> None:
-        """The plugin as it is installed, in fresh processes."""
+        """The plugin as it is installed, in fresh processes; registered in code, it has less."""
+        module = registered_module(self.plugin)
+        if module is not None and (plugin_check == "entry_point" or not module):
+            what = "is registered in code" + ("" if module else ", and no module")
+            pytest.skip(f"plugin {self.plugin!r} {what}: no other process finds it")
         cases = [
             case for subject in subjects(self.plugin) for case in self.chains(subject, "cpu").plain
         ]
@@ -128,14 +137,44 @@ class FusionSuite:
                 pytest.fail(f"inexact names {name!r}, which is no fusion", pytrace=False)
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
-        """One check on every case it is for."""
+        """One check on every case it is for; skipped where what it rests on fails already."""
         prepare(tier)
-        outcome = self.check(subject, fusion_check, tier.device)
-        problem = None if outcome.failure is None else str(outcome)
         names = (fusion_check, f"{subject.name}: {fusion_check}")
+        alone = fusion_check not in DEPENDENT or any(name in self.limits for name in names)
+        if not alone and (root := self._failing(tier, subject, fusion_check, known=True)):
+            pytest.skip(f"not checked, since {root!r} fails: mend that first")
+        outcome = self.check(subject, fusion_check, tier.device)
+        type(self)._failed[tier.name, subject, fusion_check] = outcome.failure is not None
+        problem = None if outcome.failure is None else str(outcome)
+        if problem and not alone and (root := self._failing(tier, subject, fusion_check)):
+            pytest.skip(f"it fails, and so does {root!r}: mend that first")
         self._judge(names, problem, passed=problem is None and outcome.ran > 0)
         if not outcome.ran:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
+
+    _failed: ClassVar[dict[tuple[str, Subject, str], bool]] = {}
+    """Which checks of this process failed; a suite of its own for each class."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        cls._failed = {}
+
+    def _failing(self, tier: Tier, subject: Subject, name: str, known: bool = False) -> str | None:
+        """Which check fails that another rests on, unless that is declared as a limit.
+
+        With ``known``, of those that ran in this process; else the others run now.
+        """
+        for root in itertools.takewhile(lambda root: root != name, ROOTS):
+            if {root, f"{subject.name}: {root}"} & {*self.limits}:
+                continue
+            if subject.passes not in CHECKS[root].passes:
+                continue
+            if (tier.name, subject, root) not in self._failed and not known:
+                outcome = self.check(subject, root, tier.device)
+                self._failed[tier.name, subject, root] = outcome.failure is not None
+            if self._failed.get((tier.name, subject, root)):
+                return root
+        return None
 
     def check(self, subject: Subject, name: str, device: str = "cpu") -> Outcome:
         """Run one check on one fusion."""

@@ -97,7 +97,7 @@ def test_rounding_is_that_of_separate_linears(dtype):
 @pytest.mark.parametrize("layout", ["strided", "transposed", "expanded"])
 @pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)], ids=str)
 def test_inputs_and_gradients_that_are_not_contiguous(make, compare, layout, shape):
-    from opfuse.testing.cases import lay_out
+    from opfuse.testing import lay_out
 
     op = make("some", torch.float64)
     x = lay_out(torch.randn(shape, dtype=torch.float64), layout).requires_grad_()

@@ -11,11 +11,19 @@ saved_state unmodified_gradients output recompute
 gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
-refusals saved_bytes released versions generator threads host_reads
+refusals saved_bytes released versions generator settings threads host_reads
 without_grad gradcheck main_grad recipe deepcopy checkpoint
 opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 """Every check of a fusion, by name."""
 
-__all__ = ["CHECKS", "Check"]
+ROOTS = ("runs", "output", "gradients")
+DEPENDENT = frozenset(
+    """output recompute gradients requires_grad autocast repeatable interleaved growing
+follows_values keeps_numbers nan_and_inf magnitude together versions neighbours subclasses threads
+without_grad gradcheck main_grad recipe deepcopy checkpoint compile""".split()
+)
+"""What fails for the same cause where one of ``ROOTS`` before it fails."""
+
+__all__ = ["CHECKS", "DEPENDENT", "ROOTS", "Check"]

@@ -148,8 +148,8 @@ def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     found: list[tuple[nn.Module, str, Any]] = []
     for op in chain.modules():
         for name, value in vars(op).items():
-            if isinstance(value, float) and value:
-                found.append((op, name, 0.5 if name == "eps" else value / 2))
+            if isinstance(value, float):
+                found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
             elif name == "zero_centered_gamma":
                 found.append((op, name, not value))
     return found
@@ -169,21 +169,30 @@ def _values_followed(chains: Chains) -> Iterator[Case]:
 
 @check(_values_followed)
 def follows_values(case: Case) -> None:
-    """Parameters, and numbers on the ops, are read at every call: a change is seen."""
+    """Tensors, and numbers on the ops, are read at every call: a change of any one is seen."""
 
     def step() -> list[Result]:
         built, results = case.build(), list[Result]()
-        changes: tuple[Callable[[Tensor], Tensor], ...]
-        changes = (lambda data: data, lambda data: data.mul_(-1.5), lambda data: data * 0.75)
-        # as fused optimizers do, where no version moves; then to another address
-        for change in changes:
-            for param in built.params().values():
-                param.data = change(param.data)
-            if len(results) == 2:
-                _renumber(built.chain)
+
+        def call() -> None:
             with torch.no_grad():
                 results.append(forward(case, built=built))
             results.append(backward(case, forward(case, built=built)))
+
+        call()
+        changes: tuple[Callable[[Tensor], Tensor], ...]
+        changes = (lambda data: data.mul_(-1.5), lambda data: data * 0.75)
+        # as fused optimizers do, where no version moves; then to another address
+        for change in changes:
+            for leaf in {**built.leaves, **built.params()}.values():
+                if leaf.is_floating_point():
+                    leaf.data = change(leaf.data)
+                else:
+                    leaf.copy_(leaf.flip(tuple(range(leaf.ndim))))
+            call()
+        for op, name, value in _numbers(built.chain):
+            setattr(op, name, value)
+            call()
         return results
 
     got, expected = both(case, step)
@@ -191,7 +200,7 @@ def follows_values(case: Case) -> None:
         try:
             compare_results(case, one, expected[number], expected[number])
         except Failure as failure:
-            where = "after its parameters and numbers were changed, "
+            where = "after its tensors or numbers were changed, "
             raise Failure(f"{where}{'' if number % 2 else 'under no_grad, '}{failure}") from failure
 
 
@@ -301,6 +310,59 @@ def generator(case: Case) -> None:
                 f"its {when} leaves torch's generator in another state than the separate ops do: "
                 "draw what they draw, nothing where they draw nothing, and never seed it"
             )
+
+
+_BACKENDS: Any = torch.backends
+_PRECISIONS = _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul, _BACKENDS.cudnn.conv
+
+
+def _set_precisions(was: list[str]) -> None:
+    for backend, value in zip(_PRECISIONS, was, strict=True):
+        backend.fp32_precision = value
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the precision of fp32 products": (
+        lambda: [backend.fp32_precision for backend in _PRECISIONS],
+        _set_precisions,
+    ),
+    "the deterministic flag": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (torch.is_autocast_enabled, lambda was: torch.set_autocast_enabled("cpu", was)),
+}
+"""What a process has one of: how it is read, and how it is put back."""
+
+
+@check(plain)
+def settings(case: Case) -> None:
+    """A forward and a backward leave torch's settings as they were, whatever those were."""
+    fused(case, grads=False)
+    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    try:
+        for threads, precision in ((before["the number of threads"], None), (3, "tf32")):
+            torch.set_num_threads(threads)
+            if precision:
+                torch.backends.cuda.matmul.fp32_precision = precision
+            with only(case.subject):
+                was = {name: read() for name, (read, _) in _SETTINGS.items()}
+                result = forward(case)
+                _settings_are(was, "forward")
+                backward(case, result)
+                _settings_are(was, "backward")
+    finally:
+        for name, (_, put_back) in _SETTINGS.items():
+            put_back(before[name])
+
+
+def _settings_are(was: dict[str, Any], who: str) -> None:
+    for name, (read, _) in _SETTINGS.items():
+        if read() != was[name]:
+            raise Failure(f"its {who} leaves {name} at {read()} instead of {was[name]}")
 
 
 # Threads

@@ -37,18 +37,32 @@ from .registry import check, decline_state, first, joined, keeping_weights, plai
 
 @check(plain, passes=("forward", "joint"))
 def without_grad(case: Case) -> None:
-    """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved."""
+    """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved.
+
+    A second call leaves the output of the first as it was.
+    """
     saved: list[Any] = []
 
     def keep(op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
         saved.extend(tensor for ctx in ctxs for tensor in ctx.to_save or () if tensor is not None)
 
+    def step() -> Result:
+        first = forward(case)
+        copies, leaves = [y.clone() for y in first.outputs], first.built.leaves
+        given = [name for name in leaves if "." not in name and leaves[name].is_floating_point()]
+        others = {name: -2.5 * leaves[name] for name in given}
+        forward(case, built=first.built._replace(leaves={**leaves, **others}))
+        for number, (y, copy_) in enumerate(zip(first.outputs, copies, strict=True)):
+            if not torch.equal(y, copy_):
+                raise Failure(f"a second call writes into output {number} of the first")
+        return first
+
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            got, expected = both(watched(case, keep), lambda: forward(case))
-        if saved:
-            raise Failure(f"under {mode.__name__} it saves tensors for a backward that never comes")
         try:
+            with mode():
+                got, expected = both(watched(case, keep), step)
+            if saved:
+                raise Failure("it saves tensors for a backward that never comes")
             compare_outputs(case, got, expected, separate(case, torch.float64))
         except Failure as failure:
             raise Failure(f"under {mode.__name__}, {failure}") from failure

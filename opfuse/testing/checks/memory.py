@@ -20,7 +20,7 @@ from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import describe
 from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
-from .registry import check, plain, surrounded
+from .registry import check, numbered, plain, surrounded
 from .values import aliases
 
 
@@ -41,13 +41,18 @@ def _with_residuals(chains: Chains) -> Iterator[Case]:
 
 @check(_with_residuals)
 def unmodified_inputs(case: Case) -> None:
-    """The forward leaves inputs and parameters as they are, unless the op says in-place."""
+    """The forward leaves inputs and parameters as they are, unless the op says in-place.
+
+    That holds where no gradient is needed, too.
+    """
     fused(case, grads=False)
-    with only(case.subject):
-        built = case.build()
-        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
-        forward(case, built=built)
-    _unchanged(before, "forward")
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with only(case.subject):
+            built = case.build()
+            before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
+            with mode():
+                forward(case, built=built)
+        _unchanged(before, "forward" if mode is torch.enable_grad else f"{mode.__name__} forward")
 
 
 @check(_with_residuals)
@@ -100,6 +105,7 @@ def _few_rows(chains: Chains) -> Iterator[Case]:
     yield from surrounded(chains)
     yield from (case.with_(rows=rows) for case in chains.plain for rows in ((), (1,), (1, 1)))
     yield from chains.residual
+    yield from numbered(chains)
 
 
 @check(_few_rows)

@@ -20,6 +20,7 @@ from ...quantization import Recipe
 from ..cases import Case, Op, is_cast
 from ..generate import WIDTHS, chains, structures
 from ..placing import environment, matched, placed
+from ..recipes import recipes_for
 from ..reference import compare_results
 from ..running import Declined, Failure, Plans, backward, blamed, forward, fused, only, separate
 from .registry import check, every, first, plain
@@ -89,14 +90,14 @@ def refusals(case: Case) -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        envs = environments(case.device, case.recipe)
-        for ops, env in itertools.product(_any_chains(case), envs):
-            if seen and all(seen.intersection(lines) for _, lines in wanted):
-                break
-            try:
-                fusion.when(ops, env)
-            except Exception:  # the check of the condition is there for that
-                continue
+        recipes = (None, *recipes_for(case.subject.plugin), case.recipe)
+        for recipe in dict.fromkeys(reversed(recipes) if case.edges else (case.recipe,)):
+            envs = list(environments(case.device, recipe))
+            for ops, env in itertools.product(_any_chains(case.with_(recipe=recipe)), envs):
+                if seen and all(seen.intersection(lines) for _, lines in wanted):
+                    break
+                with contextlib.suppress(Exception):  # the check of the condition is for that
+                    fusion.when(ops, env)
     finally:
         sys.settrace(before)
     for text, lines in wanted:
@@ -112,14 +113,29 @@ def refusals(case: Case) -> None:
 
 
 def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
-    """Chains of every structure, class and width."""
+    """Chains of every structure, class and width, and with each flag of an op the other way."""
     assert isinstance(case.subject.fusion, Fusion)
     with torch.random.fork_rng([]):
         for elements in structures(case.subject.fusion.pattern):
             for width in (*WIDTHS[:4], 7):
-                for made in chains(elements, width, dict(case.subject.makers)):
-                    with contextlib.suppress(Declined):
-                        yield matched(placed(case, made, width))
+                for number, made in enumerate(chains(elements, width, dict(case.subject.makers))):
+                    for ops in (made, *(() if number else _flagged(made))):
+                        with contextlib.suppress(Declined):
+                            yield matched(placed(case, ops, width))
+
+
+def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
+    """The ops with one argument that is True or False set to the other, where an op takes that."""
+    for place, op in enumerate(ops):
+        for name, parameter in inspect.signature(op.cls).parameters.items():
+            if isinstance(parameter.default, bool) and not op.via and name not in dict(op.kwargs):
+                kwargs = {**dict(op.kwargs), name: not parameter.default}
+                other = Op(op.cls, *op.args, **kwargs)
+                try:
+                    other()
+                except Exception:  # it says why not
+                    continue
+                yield (*ops[:place], other, *ops[place + 1 :])
 
 
 def _refusing_returns(when: Any) -> list[tuple[str, range]]:

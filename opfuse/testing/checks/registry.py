@@ -11,9 +11,10 @@ import torch
 from ...fusion import PASSES
 from ...quantization import Recipe
 from ...tolerance import MORE_ROWS, ROWS
-from ..cases import LAYOUTS, Case, Op
+from ..cases import Case, Op
 from ..generate import Chains, neighbours
 from ..running import Declined
+from ..tensors import LAYOUTS
 
 
 class Check(NamedTuple):
@@ -56,6 +57,9 @@ def check(
 
 
 # Which cases
+
+TINY = ((torch.float32, 2.0**-122), (torch.bfloat16, 2.0**-122), (torch.float16, 2.0**-8))
+"""Scales whose reciprocal leaves the range of the dtype."""
 
 MANY_ROWS = (2048,)
 """Enough for a kernel that only takes large tensors."""
@@ -107,6 +111,9 @@ def numeric(chains: Chains) -> Iterator[Case]:
         if case.before or case.after:
             yield case
     for case in chains.plain:
+        yield case.with_(mean=100.0)
+        for dtype, scale in TINY:
+            yield case.with_(dtype=dtype, scale=scale, gradient=scale, mixed=True)
         yield from (case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if chains.thorough else ()))
         yield from (case.with_(rows=(5,), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
@@ -114,7 +121,9 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield from (case.with_(rows=rows, dtype=torch.bfloat16) for rows in ((127,), MANY_ROWS))
         yield case.with_(rows=MANY_ROWS)
         yield case.with_(wide=True, dtype=torch.bfloat16)
-    yield from chains.models
+    yield from (*chains.tiles, *chains.models)
+    yield from map(crossed, chains.residual or chains.plain)
+    yield from switched(chains)
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
     if chains.thorough:
         yield from (
@@ -123,6 +132,35 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
     yield from evaluating(chains)
     yield from chains.residual
+
+
+def switched(chains: Chains) -> Iterator[Case]:
+    """With one op in evaluation inside a chain that trains, and the other way round."""
+    for case in chains.all:
+        if case in chains.plain or case.has_modes:
+            before, after = neighbours(case)
+            case = case.with_(before=(*before, *case.before), after=(*case.after, *after))
+            for number, op in enumerate(case.chain_ops):
+                if op in case.ops:
+                    yield from (case.with_(training=t, switched=(number,)) for t in (True, False))
+
+
+def numbered(chains: Chains) -> Iterator[Case]:
+    """Chains of which an op has a number that is 0 or 1."""
+    for case in chains.all:
+        given = [(*op.args, *dict(op.kwargs).values()) for op in case.ops]
+        if any(isinstance(value, float) and value in (0, 1) for value in sum(given, ())):
+            yield case
+
+
+def crossed(case: Case) -> Case:
+    """The case inside two channels, of which the first to begin is the first to end."""
+    from ...ops import AddExtraInput, MakeExtraOutput
+
+    rest = (op for op in case.before if op.cls is not MakeExtraOutput)
+    before = (*(Op(MakeExtraOutput),) * 2, *rest)
+    after = (*case.after, *(Op(AddExtraInput),) * 2)
+    return case.with_(before=before, after=after, residual=False, crossing=True)
 
 
 def decline_state(case: Case) -> None:

@@ -34,8 +34,8 @@ from .registry import (
     frozen,
     joined,
     keeping_weights,
+    numbered,
     numeric,
-    plain,
     surrounded,
 )
 
@@ -173,7 +173,7 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
         if isinstance(other, QuantizedTensor):
             compare_codes(case, what, mine, other)
         else:
-            compare(case, what, mine, other, other.double())
+            compare(case, what, mine, other, other)
     for name, value in expected["context"].items():
         if got["context"][name] != value:
             raise Failure(
@@ -184,6 +184,10 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
 
 def _differentiable(chains: Chains) -> Iterator[Case]:
     yield from numeric(chains)
+    for case in chains.plain:
+        half = case.with_(dtype=torch.bfloat16)
+        yield from (one.with_(gradient=1e6) for one in (case, half))
+        yield from (one.with_(rows=MANY_ROWS, positive=True) for one in (case, half))
     yield from map(joined, chains.plain)
     yield from (
         case.with_(hidden=True)
@@ -243,7 +247,12 @@ def together(case: Case) -> None:
             compare_results(case, backward(case, forward(case)), expected, truth)
 
 
-@check(plain)
+def _plain_and_numbered(chains: Chains) -> Iterator[Case]:
+    yield from chains.plain
+    yield from numbered(chains)
+
+
+@check(_plain_and_numbered)
 def nan_and_inf(case: Case) -> None:
     """NaN and inf come out where they come out of the separate ops."""
     case = case.with_(rows=(4,))

@@ -1,0 +1,107 @@
+"""The tensors of a case: their values, shapes and memory layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops as built_in
+from ..extra_inputs import kinds_of
+from ..op import BasicOperation
+
+LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator, mixed: bool) -> Tensor:
+    """Numbers around 1; ``mixed``: down to a thousandth of that."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if mixed:
+        values *= 2.0 ** -torch.randint(0, 11, shape, generator=generator)
+    return values
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """A tensor of the same values in another memory layout.
+
+    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the
+    gradient of a sum.
+    """
+    if not tensor.ndim or layout == "contiguous":
+        return tensor
+    if layout == "strided":
+        return torch.stack((tensor, tensor), -1)[..., 0]
+    if layout == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "permuted":  # (rows, batch, features) in memory
+        return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.ndim > 2 else tensor
+    if layout == "summed":
+        return (
+            tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape)
+            if tensor.numel()
+            else tensor
+        )
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
+    fill = math.nan if tensor.is_floating_point() else 1
+    around = tensor.new_full([size + 2 for size in tensor.shape], fill)
+    part = around[tuple(slice(1, size + 1) for size in tensor.shape)]
+    return part.copy_(tensor)
+
+
+def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shape of each op's input, if that of the first op is ``shape``."""
+    shapes = []
+    for op in basic:
+        shapes.append(shape)
+        if isinstance(op, built_in.Reshape):
+            shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
+        if isinstance(op, built_in.CrossEntropy):
+            shape = shape[:-1] if op.reduction == "none" else ()
+        elif shape:
+            shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
+    return shapes
+
+
+def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """The shape of an extra input of an op, for an input of ``shape``.
+
+    Scales and whole numbers have one per row, split sizes one per group, all others have the shape
+    of the op's input.
+    """
+    if isinstance(op, built_in.GroupedLinear):
+        return shape[:-1] if index else (op.num_groups,)
+    if isinstance(op, (built_in.RoPE, built_in.ApplyRoPE)):  # one for all heads
+        return (*shape[:-2], *([op.rotary_dim] if op.num_extra_inputs == 2 else []))
+    per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"
+    return shape[:-1] if per_row else shape
+
+
+def whole_numbers(
+    op: BasicOperation, shape: tuple[int, ...], index: int, generator: torch.Generator
+) -> Tensor:
+    """An extra input of integers or bools, for an input of ``shape``.
+
+    Split sizes sum up to the rows; other integers are below the number of features, as targets are.
+    The first third of the targets is to be ignored, but for a sum.
+    """
+    size = extra_shape(op, shape, index)
+    if isinstance(op, built_in.GroupedLinear):
+        cuts = torch.randint(0, shape[0] + 1, (op.num_groups - 1,), generator=generator)
+        ends = torch.tensor([0, *sorted(cuts.tolist()), shape[0]])
+        return ends.diff()
+    if kinds_of(op)[index] == "bool":
+        return torch.randint(0, 2, size, generator=generator).bool()
+    numbers = torch.randint(0, max(1, shape[-1]), size, generator=generator)
+    if isinstance(op, built_in.CrossEntropy) and op.reduction != "sum":
+        numbers.view(-1)[: numbers.numel() // 3] = op.ignore_index
+    return numbers
+
+
+def next_width(op: BasicOperation, width: int) -> int | None:
+    """Features that an op gives for ``width`` features, or None if it does not take that many."""
+    if op.in_features not in (None, width) or width % (op.feature_ratio or 1):
+        return None
+    return width // (op.feature_ratio or 1) if op.out_features is None else op.out_features
