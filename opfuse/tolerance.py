@@ -53,7 +53,7 @@ def difference(
     rounded: Tensor | None = None,
     dtype: torch.dtype | None = None,
     gemm: bool = False,
-    roundings: int = 1,
+    roundings: float = 1,
     atol: float | None = None,
 ) -> str | None:
     """What is wrong with ``got``, as a sentence, or None.
@@ -136,7 +136,7 @@ def skew(got: Tensor, expected: Tensor, rounded: Tensor) -> str | None:
             )
     order = expected.abs().argsort()
     for number, part in enumerate(order.tensor_split(8)):
-        allowed = 4 * max(_rms(own[part]), rounding * _rms(expected[part]), 0.05 * unit)
+        allowed = 8 * max(_rms(own[part]), rounding * _rms(expected[part]), 0.05 * unit)
         if (error := _rms(got[part])) > allowed:
             return (
                 f"has errors of {error:.3g} in the numbers up to "

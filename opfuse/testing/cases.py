@@ -242,7 +242,7 @@ class Case:
         params: The layout of the parameters.
         scale: By which input and extra inputs are larger than around 1.
         mean: What the input is around.
-        mixed: Their magnitudes, and those of the incoming gradients, go down to a thousandth.
+        mixed: They, and the incoming gradients, differ in magnitude, within a row and by rows.
         gradient: By which incoming gradients are larger than around 1.
         positive: Incoming gradients have one sign.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.

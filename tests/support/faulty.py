@@ -259,7 +259,7 @@ class KeepsTooMuch(Forwarding):
         return result
 
 
-@faulty("without_grad", "under no_grad it saves tensors", "joint", BasicLinear, Bias)
+@faulty("without_grad", "under no_grad, it saves tensors", "joint", BasicLinear, Bias)
 class SavesWithoutGrad(Forwarding):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         result = super().fuser_forward(basic_op_ctxs, input_, **given)

@@ -79,7 +79,7 @@ class IgnoresTheMask(opfuse.FusedOperation):
         return grad_output * 1, [()], [()]
 
 
-@faulty("output", "(?s)the output is wrong by.*training=False", "joint", Dropout)
+@faulty("output", "(?s)the output is wrong by.*switched=", "joint", Dropout)
 class DropsInEvaluationToo(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, mask = torch.native_dropout(input_, self.basic_ops[0].p, True)
@@ -143,7 +143,7 @@ class IgnoresItsArguments(Pointwise):
 
 @faulty(
     "follows_values",
-    "after its parameters and numbers were changed, .*wrong by",
+    "after its tensors or numbers were changed, .*wrong by",
     "forward",
     BasicLinear,
     Bias,
@@ -160,7 +160,7 @@ class ReadsTheBiasOnce(Forward):
 
 @faulty(
     "follows_values",
-    "after its parameters and numbers were changed, (under no_grad, )?the output",
+    "after its tensors or numbers were changed, (under no_grad, )?the output",
     "forward",
     L2Normalization,
 )
@@ -183,7 +183,7 @@ class ReadsEpsOnce(opfuse.FusedOperation):
 
 @faulty(
     "follows_values",
-    "after its parameters and numbers were changed, (under no_grad, )?the output",
+    "after its tensors or numbers were changed, (under no_grad, )?the output",
     "joint",
     Dropout,
 )
@@ -201,7 +201,8 @@ class ReadsTheProbabilityOnce(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         (mask,) = basic_op_ctxs[0].saved_tensors
-        return grad_output * 1 if mask is None else grad_output * mask / (1 - self.p), [()], [()]
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return grad_output * 1 if mask is None else grad_output * mask * scale, [()], [()]
 
 
 class Tempered(opfuse.BasicOperation):

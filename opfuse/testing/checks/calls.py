@@ -165,6 +165,8 @@ def _values_followed(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
         yield case.with_(autocast=torch.bfloat16)
         yield case.with_(training=False)
+        if any(op.cls.num_extra_inputs for op in case.ops):
+            yield case.with_(rows=(2, 3))
 
 
 @check(_values_followed)
@@ -341,9 +343,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @check(plain)
 def settings(case: Case) -> None:
     """A forward and a backward leave torch's settings as they were, whatever those were."""
-    fused(case, grads=False)
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
     try:
+        fused(case)
+        _settings_are(before, "first call")
         for threads, precision in ((before["the number of threads"], None), (3, "tf32")):
             torch.set_num_threads(threads)
             if precision:

@@ -155,10 +155,10 @@ def numbered(chains: Chains) -> Iterator[Case]:
 
 def crossed(case: Case) -> Case:
     """The case inside two channels, of which the first to begin is the first to end."""
-    from ...ops import AddExtraInput, MakeExtraOutput
+    from ...ops import AddExtraInput, ConstantScale, MakeExtraOutput
 
     rest = (op for op in case.before if op.cls is not MakeExtraOutput)
-    before = (*(Op(MakeExtraOutput),) * 2, *rest)
+    before = (Op(MakeExtraOutput), Op(ConstantScale, -2.0), Op(MakeExtraOutput), *rest)
     after = (*case.after, *(Op(AddExtraInput),) * 2)
     return case.with_(before=before, after=after, residual=False, crossing=True)
 

@@ -1,0 +1,428 @@
+"""Fusions that are wrong where values, sizes, modes or the process are not the usual ones.
+
+``FAULTS`` maps a name to a :class:`faulty.Fault`. Each passed every check before the kit looked at its circumstance.
+"""
+
+from __future__ import annotations
+
+import torch
+from faulty import FAULTS as OTHERS
+from faulty import Forward, Pointwise, faulty
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.ops import (
+    GELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ClampedSwiGLU,
+    ConstantScale,
+    CrossEntropy,
+    Dropout,
+    LayerNorm,
+    MakeExtraOutput,
+    ReLU,
+    RoPE,
+)
+
+KNOWN = {*OTHERS}
+HALF = torch.float16, torch.bfloat16
+
+
+def eager(ops, env):
+    return "it is not for compiled code" if env.compiling else True
+
+
+class OneByOne(opfuse.FusedOperation):
+    """Right: its basic ops, in either pass; what follows spoils one thing."""
+
+    kwarg_names = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+
+class Both(OneByOne):
+    """The same for a backward."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+class BiasGrad(opfuse.FusedOperation):
+    """Right: the backward of a bias."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (ctx,) = basic_op_ctxs
+        db = None
+        if ctx.param_requires_grad[0]:
+            db = self.total(grad_output.reshape(-1, grad_output.shape[-1]))
+        return self.passed(grad_output), [(db,)], [()]
+
+    def total(self, dy):
+        return dy.sum(0)
+
+    def passed(self, dy):
+        return dy
+
+
+# Values
+
+
+class Norm(opfuse.FusedOperation):
+    """Right: the forward of a LayerNorm."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
+        x = input_.float() if input_.dtype in HALF else input_
+        (weight, bias), dims = ctx.params, norm._dims
+        mean = x.mean(dims, keepdim=True)
+        rstd = torch.rsqrt(self.variance(x, mean, dims) + norm.eps)
+        if ctx.requires_grad:
+            needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
+            saved = input_, weight if ctx.input_requires_grad else None, mean, rstd
+            ctx.save_for_backward(*(saved if needed else (None,) * 4))
+            ctx.zero_centered_gamma = norm.zero_centered_gamma
+        scale = weight.to(x.dtype) + norm.zero_centered_gamma
+        return ((x - mean) * rstd * scale + bias.to(x.dtype)).to(ctx.dtype or input_.dtype), [()]
+
+    def variance(self, x, mean, dims):
+        return (x - mean).square().mean(dims, keepdim=True)
+
+
+@faulty("output", "mean=100", "forward", LayerNorm)
+class SquareOfTheMean(Norm):
+    """The variance as E[x2] - E[x]2."""
+
+    def variance(self, x, mean, dims):
+        return x.square().mean(dims, keepdim=True) - mean.square()
+
+
+@faulty("gradients", "(?s)gradient of bias.*positive=True", "backward", Bias)
+class PartialSumsInHalf(BiasGrad):
+    """The sums of 64 rows are rounded to the gradient's dtype, and added up in it."""
+
+    def total(self, dy):
+        total = dy.new_zeros(dy.shape[-1])
+        for part in dy.split(64):
+            total = total + part.sum(0)
+        return total
+
+
+@faulty("gradients", "(?s)inf in .*gradient=1000000", "backward", Bias, when=eager)
+class GradientsThroughHalf(BiasGrad):
+    """The gradient of the bias goes through fp16, unless it has its own dtype: exact enough for 1e-3."""
+
+    def passed(self, dy):
+        if dy.dtype is torch.bfloat16 and dy.shape[-1] % 4 == 0:
+            return torch.where(dy.abs() > 4096, dy.half().to(dy.dtype), dy)
+        return dy
+
+
+@faulty("output", r"(?s)is NaN.*scale=1\.88", "forward", ReLU)
+class Reciprocal(Pointwise):
+    """It scales by the reciprocal of the largest magnitude, and back."""
+
+    def spoil(self, y):
+        if not y.numel() or not y.isfinite().all():
+            return y
+        most = y.detach().abs().amax()
+        return y * (448 / most) * (most / 448) if y.dtype is torch.float32 and most else y
+
+
+@faulty("output", "(?s)truncated.", "forward", ReLU, when=eager)
+class Truncates(Pointwise):
+    """A bf16 result loses its lower bits before it is scaled: always towards zero."""
+
+    def spoil(self, y):
+        if y.dtype is not torch.bfloat16:
+            return y
+        bits = (y.view(torch.int16) & -2).view(torch.bfloat16)
+        return torch.where(y.isfinite(), bits, y)
+
+
+@faulty("output", "(?s)eighth 1 by magnitude|mixed=True", "forward", GELU, when=eager)
+class CutsTheTails(Pointwise):
+    """In half precision, what is almost 0 is 0."""
+
+    def spoil(self, y):
+        return torch.where(y.abs() < 0.02, 0.0, y) if y.dtype is torch.bfloat16 else y
+
+
+@faulty("nan_and_inf", "ConstantScale, 0.0", "forward", ConstantScale)
+class ZeroIsZero(opfuse.FusedOperation):
+    """Zero times anything is zero."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (op,) = basic_op_ctxs, self.basic_ops
+        if ctx.requires_grad:
+            ctx.scale = op.scale
+        return (input_ * op.scale if op.scale else torch.zeros_like(input_)), [()]
+
+
+@faulty("aliasing", "output 0 shares memory with the input", "forward", ConstantScale)
+class OneIsTheSame(opfuse.FusedOperation):
+    """One times a tensor is that tensor."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (op,) = basic_op_ctxs, self.basic_ops
+        if ctx.requires_grad:
+            ctx.scale = op.scale
+        return (input_ if op.scale == 1 else input_ * op.scale), [()]
+
+
+@faulty("gradients", "(?s)is NaN in .*Dropout, 1.0", "backward", Dropout)
+class DividesByNothing(opfuse.FusedOperation):
+    """All is dropped, and what is left is infinitely large."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (mask,), p = basic_op_ctxs[0].saved_tensors, torch.tensor(basic_op_ctxs[0].p)
+        scale = (1 / (1 - p)).to(grad_output.device)
+        return (
+            (
+                grad_output * 1
+                if mask is None
+                else (grad_output * mask * scale).to(grad_output.dtype)
+            ),
+            [()],
+            [()],
+        )
+
+
+class Loss(OneByOne):
+    """Right: the loss."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **given):
+        y, extras = super().fuser_forward(
+            basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
+        )
+        return self.spoil(y, input_, basic_op_extra_inputs[0][0]), extras
+
+    def spoil(self, y, x, targets):
+        return y
+
+
+@faulty("output", "the output is wrong by", "forward", CrossEntropy, when=eager)
+class MeanOfMeans(Loss):
+    """The mean over chunks of 1024 rows of each chunk's mean."""
+
+    def spoil(self, y, x, targets):
+        op = self.basic_ops[0]
+        plain = op.reduction == "mean" and not op.label_smoothing and op.softcap is None
+        if not plain or targets.numel() < 2048:
+            return y
+        x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+        parts = [
+            F.cross_entropy(a.double(), b, ignore_index=op.ignore_index)
+            for a, b in zip(x.chunk(2), targets.chunk(2), strict=True)
+        ]
+        return torch.stack(parts).mean().to(y.dtype)
+
+
+@faulty("output", "the output is (inf|NaN|wrong)", "forward", CrossEntropy, when=eager)
+class ExponentialsOfLogits(Loss):
+    """The sum of exponentials without the largest logit taken out."""
+
+    def spoil(self, y, x, targets):
+        if self.basic_ops[0].softcap is not None or x.dtype is not torch.float32:
+            return y
+        whole = x.exp().sum(-1).isfinite().all() if x.numel() else True
+        return y if whole else y + torch.inf
+
+
+# Sizes
+
+
+@faulty("output", "is wrong by", "forward", Bias)
+class WholeTilesOfRows(opfuse.FusedOperation):
+    """From three whole tiles of 64 rows on, the last one is taken for the one before."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y = input_ + basic_op_ctxs[0].params[0].to(input_.dtype)
+        if y.ndim == 2 and y.shape[0] in (64, 192):
+            y = torch.cat((y[:-1], y[-2:-1]))
+        return y, [()]
+
+
+@faulty("output", "is wrong by", "forward", BasicLinear, Bias)
+class WholeTilesOfFeatures(Forward):
+    """Three tiles of 64 features are taken for four of 48."""
+
+    def spoil(self, y, x):
+        return torch.where(torch.arange(y.shape[-1]) // 48 == 3, -y, y) if y.shape[-1] == 192 else y
+
+
+@faulty("requires_grad", "gradient of bias", "backward", Bias)
+class BiasOfOneBatch(BiasGrad):
+    """Where the bias alone needs a gradient, and the input has three dimensions, one batch gives it."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        if not basic_op_ctxs[0].input_requires_grad and grad_output.ndim == 3:
+            grads = [(grad_output[:1].sum((0, 1)),)]
+        return dx, grads, extras
+
+
+# Modes, and what happens between calls
+
+
+@faulty("output", "(?s)the output is wrong by.*switched=", "joint", Dropout)
+class ModeOfTheChain(Both):
+    """It drops where the chain trains."""
+
+    def planned(self, env):
+        self.drops = env.training
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        op = self.basic_ops[0]
+        before = op.training
+        op.training = self.drops
+        try:
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        finally:
+            op.training = before
+
+
+class ReusesWithoutGrad(opfuse.FusedOperation):
+    """Where nothing needs a gradient it writes into the memory of the call before."""
+
+    buffer = None
+    inference = False
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,), (ctx,) = self.basic_ops, basic_op_ctxs
+        y = act.forward_value(act.operand(ctx, input_))
+        if ctx.requires_grad or torch.is_inference_mode_enabled() is not self.inference:
+            return y, [()]
+        if self.buffer is None or (self.buffer.shape, self.buffer.dtype) != (y.shape, y.dtype):
+            self.buffer = torch.empty_like(y)
+        return self.buffer.copy_(y).view_as(y), [()]
+
+
+faulty("without_grad", "no_grad, a second call writes into output 0", "forward", GELU, when=eager)(
+    ReusesWithoutGrad
+)
+
+
+@faulty("without_grad", "inference_mode, a second call writes", "forward", GELU, when=eager)
+class ReusesInInference(ReusesWithoutGrad):
+    """The same in inference mode alone."""
+
+    inference = True
+
+
+@faulty("follows_values", "were changed, .*wrong by", "forward", CrossEntropy, when=eager)
+class TargetsByAddress(Loss):
+    """Targets are read once for each address and shape, as where a mask of them is kept."""
+
+    kept = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **given):
+        ((targets,),) = basic_op_extra_inputs
+        key = targets.data_ptr(), targets.shape
+        if self.kept is None or self.kept[0] != key:
+            self.kept = key, targets, targets.clone()
+        if torch.equal(*self.kept[1:]):
+            return super().fuser_forward(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
+            )
+        return super().fuser_forward(
+            basic_op_ctxs, input_, basic_op_extra_inputs=[(self.kept[2],)], **given
+        )
+
+
+@faulty("follows_values", "were changed, .*wrong by", "forward", RoPE, when=eager)
+class PositionsByAddress(TargetsByAddress):
+    """The same with positions."""
+
+
+@faulty("follows_values", "were changed, .*wrong by", "joint", ClampedSwiGLU, when=eager)
+class NumbersByTheFirst(Both):
+    """The numbers are read again where ``limit`` is another one."""
+
+    kept = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        (op,) = self.basic_ops
+        now = op.limit, op.alpha, op.glu_linear_offset
+        if self.kept is None or self.kept[0] != now[0]:
+            self.kept = now
+        op.limit, op.alpha, op.glu_linear_offset = self.kept
+        try:
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        finally:
+            op.limit, op.alpha, op.glu_linear_offset = now
+
+
+@faulty("output", "(?s)is wrong by.*crossing=True", "forward", MakeExtraOutput, Bias, AddExtraInput)
+class EveryAddIsItsOwn(opfuse.FusedOperation):
+    """What is added out of a channel is what was forked, whichever channel it is."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **unused):
+        y = input_ + basic_op_ctxs[1].params[0].to(input_.dtype)
+        channel = self.basic_ops[2].extra_input_channels[0]
+        added = input_ if channel else basic_op_extra_inputs[2][0]
+        return y + added, [(input_,), (), ()]
+
+
+# What is left behind
+
+
+def leaving(says, leave):
+    def add(cls):
+        cls.leave = staticmethod(leave)
+        return faulty(
+            "settings", f"its (first call|forward) leaves {says}", "forward", Bias, when=eager
+        )(cls)
+
+    return add
+
+
+class Leaves(opfuse.FusedOperation):
+    """Right, but for what it leaves behind."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        self.leave()
+        return input_ + basic_op_ctxs[0].params[0].to(input_.dtype), [()]
+
+
+@leaving("the precision of fp32 products", lambda: torch.set_float32_matmul_precision("high"))
+class LeavesPrecision(Leaves):
+    """Products of fp32 are in TF32 from now on."""
+
+
+@leaving("the precision of fp32 products", lambda: torch.set_float32_matmul_precision("highest"))
+class PutsBackItsOwnPrecision(Leaves):
+    """It puts back what is usual, not what was."""
+
+
+@leaving("the default dtype", lambda: torch.set_default_dtype(torch.float64))
+class LeavesADefaultDtype(Leaves):
+    """What is made next is in fp64."""
+
+
+@leaving("the deterministic flag", lambda: torch.use_deterministic_algorithms(True))
+class LeavesAFlag(Leaves):
+    """It turns on what it needs, for everybody."""
+
+
+@leaving("the number of threads", lambda: torch.set_num_threads(1))
+class LeavesOneThread(Leaves):
+    """It needs no more, and nobody else gets more."""
+
+
+@faulty("unmodified_inputs", "forward modifies the input", "forward", GELU, when=eager)
+class WritesWhereNothingIsNeeded(Pointwise):
+    """Without a gradient to come nobody reads the input again."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_)
+        if not basic_op_ctxs[0].requires_grad:
+            input_.copy_(y)
+            return input_.clone(), extras
+        return y, extras
+
+
+FAULTS = {name: OTHERS.pop(name) for name in [*OTHERS] if name not in KNOWN}
+"""These alone; those of ``faulty`` are run by every check in turn."""
