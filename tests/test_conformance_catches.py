@@ -10,6 +10,7 @@ import sys
 import faulty
 import faulty_axes
 import faulty_casts  # adds to the faults
+import faulty_circumstances
 import faulty_distributions
 import faulty_fresh
 import faulty_values  # noqa: F401  # adds to the faults
@@ -41,6 +42,14 @@ def first_failure(subject, **given):
         if outcome is not None and outcome.failure is not None:
             return outcome
     return None
+
+
+@pytest.mark.parametrize("name", faulty_circumstances.FAULTS)
+def test_wrong_in_some_circumstances(name, no_plugins):
+    fault = faulty_circumstances.FAULTS[name]
+    subject = testing.Subject("faulty", fault.kind, fault.make())
+    outcome = testing.run_all(testing.CHECKS[fault.check], testing.make_chains(subject))
+    assert re.search(fault.says, str(outcome)) and outcome.failure, str(outcome)
 
 
 @pytest.mark.parametrize("name", faulty.FAULTS)
@@ -147,6 +156,7 @@ def test_how_many_faults_are_caught():
 
 def test_every_check_is_seen_to_fail():
     seen = {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together", "threads"}
+    seen |= {fault.check for fault in faulty_circumstances.FAULTS.values()}
     seen |= {entry["caught by"] for entry in CAUGHT["after"]["found"].values()}
     assert seen == set(testing.CHECKS)
     assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(
@@ -210,6 +220,8 @@ def test_a_sound_distribution_passes(tmp_path, monkeypatch):
 # The suite as pytest runs it
 
 SUITES = """
+import coded
+import opfuse
 from opfuse import ops
 from opfuse.testing import FusionSuite, Op
 
@@ -234,6 +246,26 @@ class TestAbsent(FusionSuite):
 
 class TestFunction(FusionSuite):
     plugin = "function"
+
+
+opfuse.plugins.register(coded, name="coded")
+opfuse.plugins.register(coded.Offers(), name="object")
+
+
+class TestCoded(FusionSuite):
+    plugin = "coded"
+
+
+class TestObject(FusionSuite):
+    plugin = "object"
+"""
+
+OFFERS = """
+
+class Offers:
+    @opfuse.hookimpl
+    def opfuse_forward_fusions(self):
+        return opfuse_forward_fusions()
 """
 
 
@@ -246,6 +278,7 @@ def test_the_suite_under_pytest(tmp_path):
         faulty_distributions.SOUND.replace("act.forward_value(", "2 * torch.nan_to_num("),
     )
     install(tmp_path, "function", "opfuse.v1", faulty_distributions.FUNCTION)
+    (tmp_path / "coded.py").write_text(faulty_distributions.SOUND + OFFERS)
     (tmp_path / "test_suites.py").write_text(SUITES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     environ = {
@@ -254,7 +287,7 @@ def test_the_suite_under_pytest(tmp_path):
     }
     environ["OPFUSE_FUSION_LIMIT"] = "0"  # no check is about that
     # the checks of a plugin start many processes
-    once = "not test_plugin or TestSound or TestAbsent"
+    once = "not test_plugin or TestSound or TestAbsent or TestCoded or TestObject"
     command = [
         sys.executable,
         "-m",
@@ -283,7 +316,11 @@ def test_the_suite_under_pytest(tmp_path):
     failed = set(
         re.findall(r"^FAILED test_suites.py::(Test\w+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     )
-    assert not [name for name in failed if name.startswith("TestSound")], done.stdout
+    well = ("TestSound", "TestCoded", "TestObject")
+    assert not [name for name in failed if name.startswith(well)], done.stdout
+    assert state("TestCoded::test_plugin[processes]").group(1) == "PASSED"
+    assert "'coded' is registered in code: no other process finds it" in done.stdout
+    assert "'object' is registered in code, and no module: no other" in done.stdout
     assert {name for name in failed if name.startswith("TestLimits")} == {
         f"TestLimits::{fusion}gradients]",
         f"TestLimits::{fusion}output]",
@@ -296,6 +333,10 @@ def test_the_suite_under_pytest(tmp_path):
         and f"TestFaulty::{fusion}nan_and_inf]" not in failed
     )
     assert "declared limit: it clears NaN away" in done.stdout
+    assert {name for name in failed if name.startswith("TestFaulty")} == {
+        f"TestFaulty::{fusion}output]"  # one cause, one failure
+    }
+    assert "not checked, since 'output' fails: mend that first" in done.stdout
     assert [name for name in failed if name.startswith("TestFunction")] == [
         "TestFunction::test_fusion[reference-forward nothing-condition]"
     ]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from faulty import FAULTS as OTHERS
 from faulty import Forward, Pointwise, faulty
@@ -31,6 +33,8 @@ HALF = torch.float16, torch.bfloat16
 
 
 def eager(ops, env):
+    if env.recipe is not None:
+        return "it does not quantize"
     return "it is not for compiled code" if env.compiling else True
 
 
@@ -125,10 +129,10 @@ class Reciprocal(Pointwise):
     """It scales by the reciprocal of the largest magnitude, and back."""
 
     def spoil(self, y):
-        if not y.numel() or not y.isfinite().all():
+        if y.dtype is not torch.float32 or not y.numel():
             return y
         most = y.detach().abs().amax()
-        return y * (448 / most) * (most / 448) if y.dtype is torch.float32 and most else y
+        return torch.where(most.isfinite() & (most > 0), y * (448 / most) * (most / 448), y)
 
 
 @faulty("output", "(?s)truncated.", "forward", ReLU, when=eager)
@@ -147,7 +151,9 @@ class CutsTheTails(Pointwise):
     """In half precision, what is almost 0 is 0."""
 
     def spoil(self, y):
-        return torch.where(y.abs() < 0.02, 0.0, y) if y.dtype is torch.bfloat16 else y
+        if y.dtype is not torch.bfloat16 or y.numel() < 1000:
+            return y
+        return torch.where((y.abs() < 0.02) & (y.abs().amax() > 1), 0.0, y)
 
 
 @faulty("nan_and_inf", "ConstantScale, 0.0", "forward", ConstantScale)
@@ -220,15 +226,15 @@ class MeanOfMeans(Loss):
         return torch.stack(parts).mean().to(y.dtype)
 
 
-@faulty("output", "the output is (inf|NaN|wrong)", "forward", CrossEntropy, when=eager)
-class ExponentialsOfLogits(Loss):
-    """The sum of exponentials without the largest logit taken out."""
+@faulty("output", "the output is wrong by", "forward", CrossEntropy, when=eager)
+class CountsWhatIsIgnored(Loss):
+    """Where there are many rows, the sum is divided by all of them."""
 
     def spoil(self, y, x, targets):
-        if self.basic_ops[0].softcap is not None or x.dtype is not torch.float32:
+        op = self.basic_ops[0]
+        if op.reduction != "mean" or targets.numel() < 64 or op.label_smoothing:
             return y
-        whole = x.exp().sum(-1).isfinite().all() if x.numel() else True
-        return y if whole else y + torch.inf
+        return y * (targets != op.ignore_index).sum() / targets.numel()
 
 
 # Sizes
@@ -259,9 +265,20 @@ class BiasOfOneBatch(BiasGrad):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
-        if not basic_op_ctxs[0].input_requires_grad and grad_output.ndim == 3:
+        half = grad_output.dtype is torch.bfloat16
+        if half and not basic_op_ctxs[0].input_requires_grad and grad_output.ndim == 3:
             grads = [(grad_output[:1].sum((0, 1)),)]
         return dx, grads, extras
+
+
+@faulty("gradients", "(?s)inf in .*gradient=1000000", "backward", Bias, when=eager)
+class SingleThroughHalf(BiasGrad):
+    """Large gradients in fp32 go through fp16 where a row is whole blocks of 8."""
+
+    def passed(self, dy):
+        if dy.dtype is torch.float32 and dy.shape[-1] % 8 == 0:
+            return torch.where(dy.abs() > 4096, dy.half().to(dy.dtype), dy)
+        return dy
 
 
 # Modes, and what happens between calls
@@ -320,16 +337,15 @@ class TargetsByAddress(Loss):
 
     def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **given):
         ((targets,),) = basic_op_extra_inputs
-        key = targets.data_ptr(), targets.shape
+        key = targets.data_ptr(), targets.shape, targets.stride()
         if self.kept is None or self.kept[0] != key:
-            self.kept = key, targets, targets.clone()
-        if torch.equal(*self.kept[1:]):
-            return super().fuser_forward(
-                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
-            )
-        return super().fuser_forward(
-            basic_op_ctxs, input_, basic_op_extra_inputs=[(self.kept[2],)], **given
+            self.kept = key, targets.clone()
+        twin = [copy.copy(ctx) for ctx in basic_op_ctxs]
+        y, _ = super().fuser_forward(twin, input_, basic_op_extra_inputs=[(self.kept[1],)], **given)
+        _, extras = super().fuser_forward(
+            basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
         )
+        return y, extras
 
 
 @faulty("follows_values", "were changed, .*wrong by", "forward", RoPE, when=eager)
@@ -363,6 +379,8 @@ class EveryAddIsItsOwn(opfuse.FusedOperation):
         y = input_ + basic_op_ctxs[1].params[0].to(input_.dtype)
         channel = self.basic_ops[2].extra_input_channels[0]
         added = input_ if channel else basic_op_extra_inputs[2][0]
+        if added.shape != y.shape:
+            raise ValueError("it adds tensors of one shape")
         return y + added, [(input_,), (), ()]
 
 
@@ -412,6 +430,21 @@ class LeavesOneThread(Leaves):
     """It needs no more, and nobody else gets more."""
 
 
+@faulty(
+    "settings",
+    "its (first call|backward) leaves the number of threads",
+    "backward",
+    Bias,
+    when=eager,
+)
+class LeavesThreadsInItsBackward(BiasGrad):
+    """Its sums are made by two threads, and so is everything after them."""
+
+    def total(self, dy):
+        torch.set_num_threads(2)
+        return super().total(dy)
+
+
 @faulty("unmodified_inputs", "forward modifies the input", "forward", GELU, when=eager)
 class WritesWhereNothingIsNeeded(Pointwise):
     """Without a gradient to come nobody reads the input again."""
@@ -420,7 +453,6 @@ class WritesWhereNothingIsNeeded(Pointwise):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)
         if not basic_op_ctxs[0].requires_grad:
             input_.copy_(y)
-            return input_.clone(), extras
         return y, extras
 
 

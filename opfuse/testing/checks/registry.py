@@ -179,7 +179,12 @@ def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
     The frozen ones are each leaf, all but one, and all before the last.
     """
     ranks = ((), (2, 3), (2, 1, 3)) if chains.thorough else ((), (2, 3)) if every_rank else ()
-    dimensions = (case.with_(rows=rows) for case in chains.plain for rows in ranks)
+    dimensions = [case.with_(rows=rows) for case in chains.plain for rows in ranks]
+    for case in dimensions:  # one parameter alone, as where biases are tuned
+        names = case.leaf_names()
+        kept = (name for name in names if "." in name and len(case.rows) > 1)
+        half = case.with_(dtype=torch.bfloat16)
+        yield from (half.with_(frozen=tuple(n for n in names if n != k)) for k in kept)
     for case in itertools.chain(surrounded(chains), dimensions):
         names = case.leaf_names()
         sets = [
