@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
+from opfuse.tolerance import skew
 
 pytestmark = pytest.mark.alone
 
@@ -280,7 +282,88 @@ def test_what_a_check_counts(register):
         testing.find("counts", "joint", "counts")
 
 
+# Errors of half precision, taken together
+
+
+def half_errors(change):
+    """What ``skew`` says of exact numbers that ``change`` makes bf16, beside those rounded to nearest."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(4096, generator=generator, dtype=torch.float64)
+    return skew(change(truth), truth, truth.bfloat16())
+
+
+def cut(truth):
+    """To bf16 without rounding."""
+    return (truth.float().view(torch.int32) & -65536).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (torch.Tensor.bfloat16, None),
+        (lambda truth: truth.float().bfloat16().half().bfloat16(), None),
+        (lambda truth: (truth * (1 + 2.0**-12)).bfloat16(), None),
+        (cut, "away from zero by -.* on average"),
+        (lambda truth: truth.bfloat16() + 2.0**-8, "too large by .* on average"),
+        (
+            lambda truth: torch.where(truth.abs() < 0.05, 0.0, truth).bfloat16(),
+            "has errors of .* eighth 1 by magnitude",
+        ),
+    ],
+)
+def test_errors_that_are_small_but_all_alike(change, says):
+    found = half_errors(change)
+    assert found is None if says is None else re.search(says, found)
+
+
+def test_few_errors_say_nothing_together():
+    truth = torch.ones(100, dtype=torch.float64)
+    assert skew((truth * 0.99).bfloat16(), truth, truth.bfloat16()) is None
+
+
 # Conditions, and what is set around the tests
+
+
+def not_the_kits(ops, env):
+    if type(ops[1].quantizer).__name__ == "_PerBlock":
+        return "it knows no blocks"
+    return True
+
+
+def affine(ops, env):
+    if ops[0].weight is None:
+        return "it has no weight"
+    return True
+
+
+def not_cached(ops, env):
+    if ops[0].cache_quantized_input:
+        return "it keeps its input as it is"
+    return True
+
+
+@pytest.mark.parametrize(
+    "pattern, when",
+    [((ops.GELU, ops.Cast), not_the_kits), ((ops.LayerNorm,), affine), ((ops.GELU,), not_cached)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals_that_the_docs_recommend_are_shown(no_plugins, pattern, when):
+    found = testing.make_chains(subject(*pattern, build=OneByOne, when=when))
+    outcome = testing.run_all(testing.CHECKS["refusals"], found)
+    assert outcome.failure is None and outcome.ran == 1
+
+
+def test_a_refusal_that_nothing_shows_is_still_told(no_plugins):
+    def never(ops, env):
+        if type(ops[0].bias).__name__ == "Nothing":
+            return "it takes another kind of bias"
+        if env.dtype is torch.float64:
+            return "it has no fp64"
+        return True
+
+    found = testing.make_chains(subject(ops.LayerNorm, build=OneByOne, when=never))
+    outcome = testing.run_all(testing.CHECKS["refusals"], found)
+    assert "no case shows the refusal" in outcome.failure
 
 
 def _decorated(when=None):

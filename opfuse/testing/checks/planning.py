@@ -120,8 +120,11 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
             for width in (*WIDTHS[:4], 7):
                 for number, made in enumerate(chains(elements, width, dict(case.subject.makers))):
                     for ops in (made, *(() if number else _flagged(made))):
-                        with contextlib.suppress(Declined):
-                            yield matched(placed(case, ops, width))
+                        try:
+                            found = matched(placed(case, ops, width))
+                        except Exception:  # a flag that needs more than a flag
+                            continue
+                        yield found
 
 
 def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:

@@ -811,3 +811,9 @@ def test_the_product_with_a_gelu_in_its_epilogue(shape, dtype):
     check([got], [torch.nn.functional.gelu(product, approximate=form)], dtype)
     strided = torch.stack([x, x], dim=-1)[..., 0]
     assert torch.equal(opfuse_linear.kernels.linear_gelu(strided, weight, bias), got)
+
+
+def test_zero_times_nan_is_nan_in_every_product():
+    x, weight, addend = torch.full((2, 3), torch.nan), torch.ones(4, 3), torch.ones(2, 4)
+    assert opfuse_linear.kernels.linear_add(x, weight, None, addend, 0.0).isnan().all()
+    assert opfuse_linear.kernels.linear_dgrad(x, torch.ones(3, 4), 0.0).isnan().all()

@@ -137,6 +137,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if not scale:  # a library does not multiply then, and NaN becomes 0
+        return a.mm(b) * scale
     return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
@@ -347,7 +349,8 @@ def linear_add(
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
-    if not direct and bias is None and addend.ndim == 2 and not _adds_afterwards(x):
+    added_inside = bias is None and addend.ndim == 2 and not _adds_afterwards(x)
+    if not direct and added_inside and scale:  # 0 times NaN is NaN, but not to a library
         return torch.addmm(addend, x, weight.t(), alpha=scale)
     product = linear(x, weight, bias, onednn)
     if scale == 1.0:
