@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (  # the lowest first; a module knows those of its own floor and of the floors below
     ("errors", "precision", "settings"),
+    ("grammar",),
     ("quantization",),
     ("environment",),
     ("debug", "op_context"),

@@ -1,0 +1,146 @@
+"""What a reading depends on: where each value was found, so that it can be asked for again."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .source import Unreadable
+from .table import is_same
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+"""Stands for what is not there."""
+
+
+_GETTERS = [cls.__getattribute__ for cls in (object, types.ModuleType, types.SimpleNamespace)]
+
+
+class Place(NamedTuple):
+    """Where something was looked up.
+
+    Attributes:
+        where: A dictionary, or what has ``get`` like one.
+        name: The name in it.
+        value: What was there; :data:`MISSING`: nothing.
+        what: What people call it.
+    """
+
+    where: Any
+    name: str
+    value: Any
+    what: str
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the same is there now."""
+        return is_same(self.where.get(self.name, MISSING), self.value)
+
+    def change(self) -> str:
+        """What is another one now, as a sentence; ``""``: nothing."""
+        now = self.where.get(self.name, MISSING)
+        if is_same(now, self.value):
+            return ""
+        return f"{self.what} was {self.value!r} and is {now!r}"
+
+
+class Attributes:
+    """The attributes of an object that has no dictionary: a function, or a closure's cell."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def get(self, name: str, default: Any) -> Any:
+        """The attribute, or ``default``."""
+        try:
+            return getattr(self._of, name, default)
+        except ValueError:  # an empty cell
+            return default
+
+
+def function_places(function: types.FunctionType) -> list[Place]:
+    """What makes a function what it is, beside what its code reads."""
+    of, name = Attributes(function), function.__qualname__
+    parts = {"__code__": "code", "__defaults__": "defaults", "__kwdefaults__": "defaults"}
+    places = [
+        Place(of, key, getattr(function, key), f"the {of_} of {name}") for key, of_ in parts.items()
+    ]
+    kwdefaults: Mapping[str, Any] = function.__kwdefaults__ or {}
+    return places + [Place(kwdefaults, k, v, f"the default of {k}") for k, v in kwdefaults.items()]
+
+
+def global_places(function: types.FunctionType, name: str) -> tuple[Any, list[Place]]:
+    """The value of a global or built-in name of a function, and where it was found.
+
+    Raises:
+        Unreadable: There is none.
+    """
+    own: Any = function.__globals__
+    if name in own:
+        return own[name], [Place(own, name, own[name], name)]
+    built_in: Any = own.get("__builtins__", {})
+    built_in = vars(built_in) if isinstance(built_in, types.ModuleType) else built_in
+    if name not in built_in:
+        raise Unreadable(f"there is no {name}")
+    found = built_in[name]
+    return found, [Place(own, name, MISSING, name), Place(built_in, name, found, name)]
+
+
+def class_places(cls: type, name: str, what: str) -> tuple[Any, list[Place]]:
+    """What a class has under a name, as it was written there, and where, or :data:`MISSING`."""
+    places = []
+    for base in cls.__mro__:
+        found = vars(base).get(name, MISSING)
+        places.append(Place(vars(base), name, found, what))
+        if found is not MISSING:
+            return found, places
+    return MISSING, places
+
+
+def is_property(value: Any) -> bool:
+    """Whether what a class has under a name computes what its instances have there."""
+    plain = types.FunctionType, staticmethod, classmethod
+    return value is not MISSING and not isinstance(value, plain) and hasattr(type(value), "__get__")
+
+
+def attribute_places(owner: Any, name: str, what: str) -> tuple[Any, list[Place]]:
+    """The attribute of an object, found without running anybody's code, and where.
+
+    What a module has as parameter, buffer or child is found like an attribute.
+
+    Raises:
+        Unreadable: It is computed when it is asked for, or not there.
+    """
+    cls = type(owner)
+    on_class, places = class_places(cls, name, what)
+    if is_property(on_class):
+        raise Unreadable(f"{what} is a property")
+    getter, of_getter = class_places(cls, "__getattribute__", what)
+    if getter not in _GETTERS:
+        raise Unreadable(f"{cls.__name__} has a __getattribute__ of its own")
+    places += of_getter
+    own: Any = getattr(owner, "__dict__", {})
+    places.append(Place(own, name, own.get(name, MISSING), what))
+    if name in own:
+        return own[name], places
+    if on_class is not MISSING:
+        return on_class, places
+    if isinstance(owner, nn.Module):
+        fallback, of_fallback = class_places(cls, "__getattr__", what)
+        if fallback is not nn.Module.__getattr__:
+            raise Unreadable(f"{cls.__name__} has a __getattr__ of its own")
+        places += of_fallback
+        for kind in ("_parameters", "_buffers", "_modules"):
+            held = own.get(kind, {})
+            places.append(Place(held, name, held.get(name, MISSING), what))
+            if name in held:
+                return held[name], places
+    raise Unreadable(f"{what} is not found where attributes are kept")
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter]:
+    """The parameters of a function."""
+    return list(inspect.signature(function, follow_wrapped=False).parameters.values())

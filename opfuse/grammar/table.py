@@ -1,0 +1,106 @@
+"""The functions, methods and properties that the grammar knows.
+
+Each gives a new value of its arguments, or a view of them. None writes into an argument, draws
+random numbers, or reads anything but its arguments and PyTorch's modes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_TORCH = """
+abs add addmm bmm cat chunk clamp clamp_max clamp_min concat cos div eq erf exp exp2 expm1 flatten
+full_like ge gelu gt isfinite isinf isnan layer_norm le log log1p lt matmul max maximum mean min
+minimum mm movedim mul multiply ne neg ones_like permute pow reciprocal relu reshape rms_norm roll
+rsqrt select sigmoid sign sin softmax split sqrt square squeeze stack sub subtract sum tan tanh
+transpose true_divide unbind unflatten unsqueeze var where zeros_like
+"""
+_FUNCTIONAL = """
+celu elu gelu hardsigmoid hardswish hardtanh layer_norm leaky_relu linear logsigmoid mish normalize
+relu relu6 rms_norm selu sigmoid silu softmax softplus softsign tanh
+"""
+_METHODS = """
+abs add bfloat16 chunk clamp clamp_max clamp_min contiguous cos detach dim div double erf exp
+expand expand_as eq flatten float ge gt half le log lt masked_fill matmul max mean min movedim mul
+narrow ne neg new_ones new_zeros numel permute pow reciprocal repeat reshape rsqrt select sigmoid
+sign sin size softmax split sqrt square squeeze sub sum t tanh to transpose type_as unbind unflatten
+unsqueeze var view view_as where
+"""
+_MATH = """
+acos asin atan ceil cos erf exp floor fabs log log10 log2 pow sin sqrt tan tanh
+"""
+_BINARY = """
+Add:add Sub:sub Mult:mul Div:truediv FloorDiv:floordiv Mod:mod Pow:pow MatMult:matmul
+"""
+_COMPARED = "Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge"
+
+
+def _named(home: Any, names: str) -> dict[Any, str]:
+    """Those functions of a module that this PyTorch has, and what they are called."""
+    found = {name: getattr(home, name) for name in names.split() if hasattr(home, name)}
+    return {function: f"{home.__name__}.{name}" for name, function in found.items()}
+
+
+def _operators(pairs: str) -> dict[str, Callable[[Any, Any], Any]]:
+    split = [pair.split(":") for pair in pairs.split()]
+    return {node: getattr(operator, name) for node, name in split}
+
+
+FUNCTIONS: Mapping[Any, str] = {**_named(F, _FUNCTIONAL), **_named(torch, _TORCH)}
+"""Functions of tensors, and the names under which people know them."""
+
+WRITES: Mapping[Any, int] = {
+    function: list(inspect.signature(function).parameters).index("inplace")
+    for function in FUNCTIONS
+    if isinstance(function, types.FunctionType)
+    and "inplace" in inspect.signature(function).parameters
+}
+"""At which place functions are told to write into their input."""
+
+RANDOM: Mapping[Any, str] = {F.dropout: "torch.nn.functional.dropout"}
+"""Functions that draw random numbers: an op may stand for one, nothing else may be done with it."""
+
+NUMBERS: Mapping[Any, str] = {
+    **_named(math, _MATH),
+    **{each: each.__name__ for each in (abs, bool, float, int, len, max, min, round)},
+}
+"""Functions of numbers."""
+
+METHODS = frozenset(_METHODS.split())
+"""Methods of tensors."""
+
+PROPERTIES = frozenset("device dtype is_cuda mT ndim shape T".split())
+"""Properties of tensors."""
+
+BINARY = _operators(_BINARY)
+COMPARED = _operators(_COMPARED)
+UNARY = {"USub": operator.neg, "UAdd": operator.pos}
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, type(Ellipsis))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a name, or something else that cannot change."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in PLAIN
+
+
+def is_same(now: Any, then: Any) -> bool:
+    """Whether a value is what it was: one object, or plain and of one type and value."""
+    if now is then:
+        return True
+    if type(now) is not type(then) or not is_plain(now):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(then) and all(map(is_same, now, then))
+    # 0.0 and -0.0 are equal, and NaN is not
+    return repr(now) == repr(then) if isinstance(now, float) else bool(now == then)
