@@ -74,6 +74,24 @@ def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
             sys.modules.pop(name.removesuffix(".py"), None)
 
 
+KERNEL = """
+x = torch.randn(6, 10)
+for same in (x, x[1:5, 2:9], x[:1].expand(6, 10), x.t(), x[:, ::2], x[:0]):
+    torch.testing.assert_close(activate(opfuse.ops.SiLU(), same), torch.nn.functional.silu(same))
+"""
+
+
+def test_the_kernel_of_the_page_takes_any_layout(tmp_path):
+    pytest.importorskip("triton")
+    code = BLOCK.search((ROOT / "docs" / "triton.md").read_text(encoding="utf-8"))[2]
+    code = code.replace("target.multiprocessors", "1")
+    (tmp_path / "kernel.py").write_text(code + KERNEL, encoding="utf-8")
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "kernel.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environ)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_tests_of_a_recipe_pass_without_an_installed_plugin(tmp_path):
     """As a reader runs them who made the two files of the page."""
     for name, code in files(ROOT / "docs" / "write-a-recipe.md").items():

@@ -25,18 +25,36 @@ def module(name):
     return made
 
 
+delayed = module("opfuse_delayed_int8")
 int8 = module("opfuse_int8")
 suite = module("test_int8").TestInt8
-del sys.modules["opfuse_int8"], sys.modules["test_int8"]
+del sys.modules["opfuse_delayed_int8"], sys.modules["opfuse_int8"], sys.modules["test_int8"]
 
 
 @pytest.fixture(autouse=True)
 def installed(register):
     register(int8, name="int8")
+    register(delayed, name="delayed-int8")
 
 
 class TestInt8(suite):
     """The page's own test, without limits and with the tolerances of the kit."""
+
+
+class TestDelayedInt8(suite):
+    """The page's quantizer with state."""
+
+    recipes = (delayed.DelayedInt8(), delayed.DelayedInt8(steps=1))
+
+
+def test_a_delayed_scale_follows_the_steps_before():
+    quantizer = delayed.DelayedInt8Quantizer(2, False, None)
+    scales = []
+    for largest in (127.0, 254.0, torch.inf, 63.5, 63.5):
+        quantizer.quantize(torch.tensor([[largest, 1.0]]), opfuse.quantization.BOTH)
+        delayed.DelayedInt8().update([quantizer], None)
+        scales.append(quantizer.scale.item())
+    assert scales == [1.0, 2.0, 2.0, 0.5, 0.5]
 
 
 def test_it_is_40_lines():
