@@ -1,0 +1,326 @@
+"""Random forwards, converted and as they are, before and after something that they read changes: both give the same.
+
+``python tests/support/fuzz_convert.py --seconds 60 --seed 1`` says how many forwards were tried, how many ran as chains, how many
+changes altered the original's answer, and prints the source of each in which the converted copy gave another one than the
+original. ``--replay 1:42`` runs one of them again.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import importlib.util
+import linecache
+import pathlib
+import random
+import sys
+import tempfile
+import time
+import typing
+import warnings
+from unittest import mock
+
+import random_forwards
+import torch
+import twins
+from torch import nn
+
+import opfuse
+
+WIDTH = random_forwards.WIDTH
+
+
+class Twice(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Tripled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight * 3
+
+
+class Case(typing.NamedTuple):
+    """What was seen of one forward.
+
+    Attributes:
+        index: Its number.
+        grammar: Whether it has only what the grammar names.
+        chained: Whether its chain ran at the first call.
+        reason: Why not.
+        changes: Pairs of a kind of change, and whether it altered what the original gives.
+        mismatch: What the copy gave other than the original; ``""``: nothing.
+        text: The source, and the changes that were made.
+    """
+
+    index: int
+    grammar: bool
+    chained: bool
+    reason: str
+    changes: list
+    mismatch: str
+    text: str
+
+
+@contextlib.contextmanager
+def imported(source, name, folder):
+    """A module with this source, from a file of its own."""
+    path = pathlib.Path(folder, f"{name}.py")
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
+        linecache.cache.pop(str(path), None)
+        path.unlink()
+
+
+class Twins:
+    """A drawn model and its converted copy.
+
+    Args:
+        d: The draft.
+        g: The module that was drawn.
+        rng: Says which changes are made.
+        stack: Takes back what changes do to the world.
+    """
+
+    def __init__(self, d, g, rng, stack):
+        self._d, self._g, self._rng, self._stack = d, g, rng, stack
+        torch.manual_seed(0)
+        self.model = g.make()
+        self.copy = copy.deepcopy(self.model)
+        self.told, self.call = [], "{}"
+
+    def convert(self):
+        """Convert the copy; what it draws and counts is none of a call."""
+        twins.seed(2)
+        left = opfuse.convert(self.copy).left
+        self.reason = next((row.reason for row in left if not row.path), "it is no chain")
+        if self._rng.random() < 0.1:
+            self.copy = copy.deepcopy(self.copy)
+
+    def run(self):
+        """What the copy gives, and what the original does."""
+        before = {name: saved(getattr(self._g, name)) for name in self._d.state}
+        found = []
+        for each in (self.model, self.copy):
+            for name, state in before.items():
+                restore(getattr(self._g, name), state)
+            x, kwargs = self._given(each)
+            found.append(twins.outcome(each, [x], kwargs, self._observed))
+        return found[1], found[0]
+
+    def _given(self, model):
+        torch.manual_seed(3)
+        dtypes = [p.dtype for p in model.parameters() if p is not None] or [torch.float32]
+        x = torch.randn(*self._g.ROWS, WIDTH).to(dtypes[0])
+        if self._g.TRANSPOSED:
+            x = x.transpose(0, -2).contiguous().transpose(0, -2)
+        x = nn.Parameter(x) if self._g.AS_PARAMETER else x
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            x.requires_grad_()
+        kwargs = eval(self.call, {"torch": torch})
+        return x, {
+            k: v.to(x.dtype) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()
+        }
+
+    def _observed(self, model):
+        return model.calls, {name: saved(getattr(self._g, name)) for name in self._d.state}
+
+    def change(self):
+        """Make one change to both; its kind."""
+        if len(self._d.calls) > 1 and self._rng.random() < 0.25:
+            self.call = self._rng.choice([each for each in self._d.calls if each != self.call])
+            self.told.append(f"called with {self.call}")
+            return "arguments"
+        own = self._d.changes and self._rng.random() < 0.85
+        change = self._rng.choice(self._d.changes if own else random_forwards.ANY)
+        self.told.append(change.code)
+        for each in [None] if change.shared else [self.model, self.copy]:
+            torch.manual_seed(4)
+            scope = {
+                "m": each,
+                "g": self._g,
+                "stack": self._stack,
+                "mock": mock,
+                "Twice": Twice,
+                "Tripled": Tripled,
+            }
+            with contextlib.suppress(Exception):  # both fail alike, or a call tells
+                exec(HEAD, scope)
+                exec(change.code, scope)
+        return change.kind
+
+
+HEAD = compile(
+    "import contextlib, functools, math, operator, os, random, types\nimport numpy as np\nimport torch\nfrom torch import nn\n"
+    "from torch.nn import functional as F\nfrom torch.nn.utils import parametrize",
+    "head",
+    "exec",
+)
+
+
+def saved(value):
+    """The state of a global that calls change."""
+    if isinstance(value, list):
+        return [*value]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if hasattr(value, "bit_generator"):
+        return copy.deepcopy(value.bit_generator.state)
+    return dict(vars(value))
+
+
+def restore(value, state):
+    """Let a global have a state again, and be what it is."""
+    if isinstance(value, list):
+        value[:] = state
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = copy.deepcopy(state)
+    else:
+        vars(value).update(state)
+
+
+def tried(seed, index, folder):
+    """One forward, converted, run, and run again after each of a few changes."""
+    d = random_forwards.drawn(seed, index)
+    source, rng = d.source(), random.Random(f"changes {seed}:{index}")
+    changes, chained, reason = [], False, ""
+    with contextlib.ExitStack() as stack:
+        g = stack.enter_context(imported(source, f"drawn_{seed}_{index}", folder))
+        both = Twins(d, g, rng, stack)
+        both.convert()
+        why, before, rtol = "", None, 0.15 if "bfloat16" in source else 1e-4
+        if d.grammar or rng.random() < 0.9:  # else the first call comes after the first change
+            mine, before = both.run()
+            why = twins.difference(mine, before, rtol)
+            standing = opfuse.converted(both.copy)
+            chained, reason = standing.get("") == "", standing.get("", both.reason)
+        for _ in range(2):
+            if why:
+                break
+            kind = both.change()
+            mine, now = both.run()
+            why = twins.difference(mine, now, rtol)
+            changes.append((kind, before is not None and bool(twins.difference(before, now, 1e-6))))
+            before = now
+    text = f"{source}\n# changes: {'; '.join(both.told)}"
+    return Case(index, not d.beyond, chained, reason, changes, why, text)
+
+
+class Tally:
+    """What was seen of many forwards."""
+
+    def __init__(self, seed):
+        self.seed, self.cases, self.mismatches = seed, 0, []
+        self.grammar, self.beyond = collections.Counter(), collections.Counter()
+        self.kinds, self.altering = collections.Counter(), collections.Counter()
+        self.reasons = collections.Counter()
+
+    def add(self, case):
+        """Count one more."""
+        self.cases += 1
+        of = self.grammar if case.grammar else self.beyond
+        of[case.chained] += 1
+        if case.grammar and not case.chained:
+            self.reasons[case.reason] += 1
+        for kind, altered in case.changes:
+            self.kinds[kind] += 1
+            self.altering[kind] += altered
+        if case.mismatch:
+            self.mismatches.append(case)
+
+    @property
+    def chained(self):
+        """The share of the forwards that are all grammar that ran as chains."""
+        return self.grammar[True] / max(self.grammar.total(), 1)
+
+    @property
+    def altered(self):
+        """The share of the changes that altered what the original gives."""
+        return self.altering.total() / max(self.kinds.total(), 1)
+
+    def __str__(self):
+        beyond = self.beyond[True] / max(self.beyond.total(), 1)
+        return (
+            f"seed {self.seed}: {self.cases} forwards\n"
+            f"all grammar: {self.grammar.total()}, {self.chained:.0%} of them ran as chains\n"
+            f"beyond: {self.beyond.total()}, {beyond:.0%} of them ran as chains\n"
+            f"changes: {self.kinds.total()}, {self.altered:.0%} of them altered the original's answer\n"
+            f"mismatches: {len(self.mismatches)}"
+        )
+
+
+def fuzz(seed, indices, sabotage=None, until=lambda tally: False):
+    """Try forwards until there are no more, or enough.
+
+    Args:
+        seed: Says which they are.
+        indices: The numbers of those to try.
+        sabotage: A function that gives a context for each of them, such as one without a guard.
+        until: Asked after each; whether this is enough.
+    """
+    tally = Tally(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for index in indices:
+                with sabotage() if sabotage is not None else contextlib.nullcontext():
+                    tally.add(tried(seed, index, folder))
+                if until(tally):
+                    break
+    finally:
+        torch.set_num_threads(threads)
+    return tally
+
+
+def told(tally):
+    """Each mismatch: how to run it again, what differs, and the source."""
+    lines = []
+    for case in tally.mismatches:
+        lines += [f"{'=' * 30} --replay {tally.seed}:{case.index}"]
+        lines += [case.text.partition("Pair = ")[2] or case.text, case.mismatch]
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replay", metavar="SEED:INDEX")
+    parser.add_argument("--kinds", action="store_true", help="what changed, how often")
+    parser.add_argument("--quiet", action="store_true", help="mismatches in one line each")
+    given = parser.parse_args()
+    if given.replay:
+        seed, index = map(int, given.replay.split(":"))
+        tally = fuzz(seed, [index])
+    else:
+        end = time.monotonic() + given.seconds
+        numbers = iter(range(10**9))
+        tally = fuzz(given.seed, numbers, until=lambda tally: time.monotonic() > end)
+    if given.quiet:
+        for case in tally.mismatches:
+            last = case.text.rpartition("# changes: ")[2]
+            print(f"{tally.seed}:{case.index} {last[:90]!r}: {case.mismatch[:150]}")
+    else:
+        print(told(tally))
+    if given.kinds:
+        for kind, count in sorted(tally.kinds.items()):
+            print(f"  {kind}: {count}, {tally.altering[kind]} altered the answer")
+        for reason, count in tally.reasons.most_common(30):
+            print(f"  {count} x {reason}")
+    print(tally)
+    sys.exit(bool(tally.mismatches))
+
+
+if __name__ == "__main__":
+    main()
