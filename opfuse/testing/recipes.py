@@ -94,7 +94,7 @@ class _Delayed(_PerTensor):
 
     def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
         super().__init__(role, device)
-        made = {"dtype": torch.float32, "device": device}
+        made: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.scale, self.history = torch.ones(1, **made), torch.zeros(2, **made)
         self.count = torch.zeros(1, **made)
         self.seen, self.casts = nothing_recorded(device), nothing_recorded(device)
