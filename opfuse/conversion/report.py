@@ -77,9 +77,9 @@ class ConversionReport:
     def __str__(self) -> str:
         lines = []
         if self.converted:
-            done = Counter((row.cls, row.ops) for row in self.converted)
+            done = Counter((row.cls, row.ops, _by_whom(row)) for row in self.converted)
             lines.append(f"converted: {_modules(len(self.converted))}")
-            lines += [f"  {cls} x {n} -> {' '.join(ops)}" for (cls, ops), n in done.items()]
+            lines += [f"  {cls} x {n} -> {' '.join(ops)}{by}" for (cls, ops, by), n in done.items()]
         else:
             lines.append("converted: nothing")
         told = [row for row in self.left if row.reason != NOTHING]
@@ -107,6 +107,11 @@ class ConversionReport:
             "before": self.before and self.before._asdict(),
             "after": self.after and self.after._asdict(),
         }
+
+
+def _by_whom(row: Converted) -> str:
+    """What a plugin's converter calls what it recognised."""
+    return f" ({row.converter})" if row.distribution else ""
 
 
 def _size(count: int) -> str:

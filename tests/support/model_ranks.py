@@ -67,8 +67,11 @@ def half(family, rank):
 def train(rank, family, order, least):
     reference = family.make()
     model = copy.deepcopy(reference)
+    logits = []
     for part in (0, 1):
-        (reference(**half(family, part)).loss / 2).backward()
+        out = reference(**half(family, part))
+        logits.append(out.logits)
+        (out.loss / 2).backward()
     wrapped = model
     for how in order:
         wrapped = wrap(wrapped, family, how)
@@ -76,9 +79,12 @@ def train(rank, family, order, least):
     if "fsdp" in order:
         assert all(hasattr(param, "full_tensor") for param in wrapped.parameters()), "gathered"
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
-    for _ in range(2):
+    for read in (True, False):
         optimizer.zero_grad()
-        wrapped(**half(family, rank)).loss.backward()
+        out = wrapped(**half(family, rank))
+        if read:
+            torch.testing.assert_close(out.logits, logits[rank], rtol=1e-4, atol=1e-4)
+        out.loss.backward()
     expected = {name: param.grad for name, param in reference.named_parameters()}
     there = max(grad.norm() for grad in expected.values() if grad is not None)
     for name, param in wrapped.named_parameters():

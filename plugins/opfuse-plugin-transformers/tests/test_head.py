@@ -71,9 +71,10 @@ def test_a_training_step(models, family, how):
     if how == "tuple":
         torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
     else:
-        assert type(got) is type(expected) and got.logits is None and "logits" not in got
+        assert isinstance(got, type(expected)) and got.keys() == expected.keys()
+        assert type(got).__name__ == type(expected).__name__
         kept = {f.name for f in dataclasses.fields(expected)} - {"logits"}
-        assert all((got[n] is None) == (expected[n] is None) for n in kept & {*expected, *got})
+        assert all((getattr(got, n) is None) == (getattr(expected, n) is None) for n in kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,7 +135,8 @@ def test_logits_to_keep(models):
     given["labels"] = given["labels"][:, -3:]
     expected, got = (each(**given, logits_to_keep=3) for each in (model, twin))
     torch.testing.assert_close(got.loss, expected.loss)
-    assert of(twin) == "" and got.logits is None
+    assert of(twin) == ""
+    torch.testing.assert_close(got.logits, expected.logits)
 
 
 def test_logits_kept_by_skipping_the_head(models):
@@ -294,14 +296,29 @@ def test_verified(models):
     assert opfuse.convert(model, verify=True).converted[0].ops == ("BasicLinear", "CrossEntropy")
 
 
-@pytest.mark.parametrize("change", ["hook", "loss", "replaced", "frozen"])
-def test_changes(models, change):
+@pytest.mark.parametrize(
+    "change", ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen"]
+)
+def test_changes(models, change, monkeypatch):
+    from transformers.loss import loss_utils
+
     model, twin, _ = models.pair("llama")
     for each in (model, twin):
         if change == "hook":
             each.lm_head.register_forward_hook(lambda module, args, output: output * 2)
         elif change == "loss":
             each.loss_function = lambda logits, labels, **unused: logits.square().mean()
+        elif change == "loss_type":
+            each.loss_type = "ForMaskedLM"
+        elif change == "mapping":
+            monkeypatch.setitem(
+                loss_utils.LOSS_MAPPING,
+                "ForCausalLM",
+                lambda logits, labels, **unused: logits.mean(),
+            )
+        elif change == "resized":
+            torch.manual_seed(5)
+            each.resize_token_embeddings(140, mean_resizing=False)
         elif change == "replaced":
             torch.manual_seed(5)
             each.lm_head = nn.Sequential(nn.Linear(64, 128))
@@ -311,7 +328,10 @@ def test_changes(models, change):
     expected = {
         "hook": "lm_head has forward hooks",
         "loss": "its loss is test_changes.<locals>.<lambda>",
+        "loss_type": "its loss is ForMaskedLMLoss",
+        "mapping": "its loss is test_changes.<locals>.<lambda>",
         "replaced": "lm_head was replaced by Sequential",
+        "resized": "lm_head was replaced by Linear",
     }
     assert of(twin) == expected.get(change, "")
 
@@ -324,6 +344,25 @@ def test_a_head_with_a_bias_and_tied_weights(models):
     assert opfuse.convert(twin).converted[0].ops == ("BasicLinear", "Bias", "CrossEntropy")
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+
+
+def test_the_report_says_when_there_are_logits(models):
+    report = str(opfuse.convert(models.make("llama")))
+    assert (
+        "LlamaForCausalLM x 1 -> BasicLinear CrossEntropy (loss; logits when they are read)"
+        in report
+    )
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_soft_targets_are_refused_as_by_the_library(models, name):
+    model, twin, _ = models.pair("llama")
+    given = {**models.inputs(model), name: torch.rand(2, 24, 128)}
+    for each in (model, twin):
+        with pytest.raises(ValueError, match=r"input batch_size \(48\) to match target batch_size"):
+            each(**given)
+    with pytest.raises(TypeError, match="expected an integer tensor, got torch.float32"):
+        twin(**{**models.inputs(model), name: torch.rand(2, 24)})
 
 
 def test_it_keeps_less(models):

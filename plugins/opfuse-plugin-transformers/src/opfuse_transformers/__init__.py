@@ -24,6 +24,6 @@ def opfuse_converters() -> list[Converter]:
     return [
         Converter(attention.is_attention, attention.build, "projections of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
-        Converter(head.is_causal, head.build, "loss of a causal language model"),
+        Converter(head.is_causal, head.build, "loss; logits when they are read"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
     ]

@@ -1,9 +1,9 @@
 """The head of a causal language model and its loss, which needs no logits for it.
 
 In a training step with labels the model runs its own forward, on a stand-in for it whose head gives
-no logits but what they are computed from. The loss computes both in one chain. That is done for
-forwards of the library alone, and only for those that do nothing else with the logits: their source
-is read for it.
+no logits but what they are computed from. The loss computes both in one chain, and the output
+computes the logits if somebody reads them. That is done for forwards of the library alone, and only
+for those that do nothing else with the logits: their source is read for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 import sys
 import textwrap
 import types
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from opfuse.authoring import op_class
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 
 from . import standin
+from .logits import Logits, later
 
 IGNORED = -100
 
@@ -162,10 +162,12 @@ class _Call:
             return NotImplemented
         loss = _Loss(chain, module.loss_function)
         head = {"lm_head": _Head(module.lm_head)}
-        return _without_logits(standin.run(module, head, {"_loss_function": loss}, args, kwargs))
+        return _settled(standin.run(module, head, {"_loss_function": loss}, args, kwargs))
 
     def _refusal(self, module: Any, args: Any, kwargs: Any) -> str:
         """Why the module's own forward is to run, or ``""``."""
+        if torch.compiler.is_compiling():
+            return "under torch.compile it gives logits"
         if not (module.training and torch.is_grad_enabled()):
             return "outside of training it gives logits"
         try:
@@ -183,20 +185,7 @@ class _Head(standin.Part):
     """What stands for the head: it computes nothing yet."""
 
     def __call__(self, x: Any) -> Any:
-        return _Logits(self._child, x)
-
-
-class _Logits:
-    """What logits are computed from, if it comes to that."""
-
-    def __init__(self, linear: Any, hidden: Tensor) -> None:
-        self.linear, self.hidden = linear, hidden
-
-    @functools.cached_property
-    def value(self) -> Tensor:
-        """The logits."""
-        logits: Tensor = self.linear(self.hidden)
-        return logits
+        return Logits(self._child, x)
 
 
 class _Loss:
@@ -223,13 +212,12 @@ class _Loss:
         return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
 
 
-def _without_logits(result: Any) -> Any:
-    """What the forward gave, without what only stands for logits."""
+def _settled(result: Any) -> Any:
+    """What the forward gave; an output without logits computes them when they are read."""
     if isinstance(result, tuple):
-        return tuple(each.value if type(each) is _Logits else each for each in result)
-    if type(result.logits) is _Logits:
-        computed = result.logits.__dict__.get("value")
-        if computed is None:
-            OrderedDict.__delitem__(result, "logits")  # ModelOutput refuses it
-        result.logits = computed
+        return tuple(each.value if type(each) is Logits else each for each in result)
+    if type(result.logits) is Logits:
+        if "value" not in vars(result.logits):
+            return later(result)
+        result.logits = result.logits.value
     return result

@@ -1,0 +1,159 @@
+"""Logits that the loss did not need: an output computes them when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
+
+_steps = 0
+"""How many steps optimizers made: those that are fused change a parameter, and not its version."""
+
+
+class Logits:
+    """What stands for the logits, and what they are computed from.
+
+    They are those of the forward or none: once the head may have changed, to compute them raises.
+    Functions of torch, and what tensors have, compute them.
+
+    Args:
+        linear: The head.
+        hidden: What it was called with.
+
+    Attributes:
+        dtype: That of the logits.
+    """
+
+    def __init__(self, linear: Any, hidden: Tensor) -> None:
+        _count_steps()
+        self.linear, self.hidden, self.dtype = linear, hidden, hidden.dtype
+        kind = hidden.device.type
+        self._autocast: Any = contextlib.nullcontext
+        if torch.amp.is_autocast_available(kind):
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            self._autocast = functools.partial(torch.autocast, kind, dtype, enabled)
+            self.dtype = dtype if enabled and hidden.dtype is not torch.float64 else hidden.dtype
+        self._trains = any(param.requires_grad for param in linear.parameters())
+        self._before, self._learned = self._state(), [False]
+
+    def _state(self) -> list[Any]:
+        tensors = [self.hidden, *self.linear.parameters()]
+        return [_steps if self._trains else 0, *[(id(t), t._version) for t in tensors]]
+
+    def watch(self, loss: Tensor) -> None:
+        """Note when a loss has had its backward, behind which the head may learn in any way."""
+        learned = self._learned
+        if self._trains and loss.requires_grad:
+            loss.register_hook(lambda grad: learned.__setitem__(0, True))
+
+    @functools.cached_property
+    def value(self) -> Tensor:
+        """The logits, with their gradient, under the autocast of the forward.
+
+        Raises:
+            RuntimeError: The head may have changed since.
+        """
+        if self._learned[0] or self._state() != self._before:
+            raise RuntimeError(
+                "opfuse-plugin-transformers computed the loss of this output without its logits, "
+                "and computes them when they are read; but a backward or an optimizer's step came "
+                "between, so its head may be another one now: read them before, or keep them with "
+                'opfuse.convert(model, skip="lm_head")'
+            )
+        with torch.inference_mode(False), torch.enable_grad(), self._autocast():
+            logits: Tensor = self.linear(self.hidden)
+        return logits.to(self.dtype)
+
+    def float(self) -> Logits:
+        """The same in fp32, as accelerate asks of every output; computes nothing."""
+        wide = copy.copy(self)
+        wide.dtype = torch.float32
+        return wide
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"logits have no {name!r}")
+        return getattr(self.value, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(cls, lambda each: each.value, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Count the steps of all optimizers from now on."""
+
+    def count(*unused: Any) -> None:
+        global _steps
+        _steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def later(output: Any) -> Any:
+    """An output of the library, whose logits are computed when they are read.
+
+    As an attribute, by name or index, in a slice or a tuple: then it is of its own class again.
+    ``items()`` and ``values()``, by which FSDP2 and accelerate look at outputs, have what stands
+    for them.
+
+    Args:
+        output: It has :class:`Logits` in the place of logits.
+    """
+    output.logits.watch(output.loss)
+    object.__setattr__(output, "__class__", _class_of(type(output)))
+    return output
+
+
+def _settle(output: Any) -> None:
+    """Compute the logits of an output."""
+    given = vars(output).get("logits")
+    value = given.value if type(given) is Logits else given
+    object.__setattr__(output, "__class__", type(output).__mro__[1])
+    output.logits = value
+
+
+@functools.cache
+def _class_of(cls: Any) -> Any:
+    """A class for the outputs of one class that are yet to compute their logits."""
+
+    class Output(cls):  # type: ignore[misc]
+        __doc__ = cls.__doc__
+        __module__ = cls.__module__
+
+        @property
+        def logits(self) -> Any:
+            _settle(self)
+            return self.logits  # the attribute of its own class
+
+        @logits.setter
+        def logits(self, value: Any) -> None:
+            vars(self)["logits"] = value
+
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, str):
+                if key == "logits":
+                    _settle(self)
+                return dict.__getitem__(self, key)
+            if isinstance(key, slice):
+                return tuple([self[name] for name in [*self.keys()][key]])
+            return self[next(itertools.islice(self.keys(), range(len(self))[key], None))]
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self[key] if key in self else default
+
+        def __reduce__(self) -> Any:
+            _settle(self)
+            return self.__reduce__()
+
+    Output.__name__, Output.__qualname__ = cls.__name__, cls.__qualname__
+    return Output

@@ -1,0 +1,218 @@
+"""Logits that the loss did not need: they are those of eager where they are read, and computed nowhere else."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from opfuse_transformers import logits
+from torch.utils import _pytree as pytree
+
+import opfuse
+
+
+@pytest.fixture
+def pair(models, monkeypatch):
+    """A model and its converted twin; ``computed`` has an item for each time that logits were computed late."""
+    model, twin, _ = models.pair("llama")
+    computed = []
+    value = logits.Logits.value.func
+    late = property(lambda self: computed.append(1) or value(self))
+    monkeypatch.setattr(logits.Logits, "value", late)
+    return model, twin, models.inputs(model), computed
+
+
+READING = {
+    "attribute": lambda out: out.logits,
+    "name": lambda out: out["logits"],
+    "index": lambda out: out[1],
+    "from the end": lambda out: out[1 - len(out)],
+    "slice": lambda out: out[:2][1],
+    "tuple": lambda out: out.to_tuple()[1],
+    "get": lambda out: out.get("logits"),
+    "as a dict": lambda out: dict(out)["logits"],
+    "by keywords": lambda out: (lambda **given: given["logits"])(**out),
+    "getattr": lambda out: getattr(out, "logits", None),
+    "copy": lambda out: copy.copy(out).logits,
+    "no grad": lambda out: torch.no_grad()(lambda: out.logits)(),
+    "inference mode": lambda out: torch.inference_mode()(lambda: out.logits)(),
+}
+
+
+@pytest.mark.parametrize("how", READING)
+def test_they_are_what_eager_gives(pair, how):
+    model, twin, given, computed = pair
+    expected, got = model(**given), twin(**given)
+    assert opfuse.converted(twin)[""] == "" and not computed
+    read = READING[how](got)
+    assert isinstance(read, torch.Tensor) and len(computed) == 1
+    torch.testing.assert_close(read, expected.logits)
+    assert type(got) is type(expected) and got.logits is READING["attribute"](got)
+    for out in (expected, got):  # a loss of the user's own
+        (out.loss + out.logits.square().mean()).backward()
+    assert len(computed) == 1
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_what_reads_no_logits_computes_none(pair):
+    *_, twin, given, computed = pair
+    out = twin(**given)
+    out.loss, out["loss"], out[0], out[:1], out.get("loss"), out.get("nothing")
+    assert "logits" in out and [*out][:2] == ["loss", "logits"] and len(out) == 3
+    assert out.past_key_values is out["past_key_values"] is out[-1]
+    leaves, spec = pytree.tree_flatten(out)  # as FSDP2 and DDP do
+    again = pytree.tree_unflatten(leaves, spec)
+    assert again.loss is out.loss and not computed
+    out.loss.backward()
+    assert not computed
+
+
+def test_what_was_taken_apart_and_put_together_has_them_still(pair):
+    model, twin, given, _ = pair
+    leaves, spec = pytree.tree_flatten(twin(**given))
+    torch.testing.assert_close(pytree.tree_unflatten(leaves, spec).logits, model(**given).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_autocast_is_that_of_the_forward(pair, dtype):
+    model, twin, given, _ = pair
+    with torch.autocast("cpu", dtype):
+        expected, got = model(**given), twin(**given)
+    assert got.logits.dtype is expected.logits.dtype is dtype
+    outside = twin(**given)
+    with torch.autocast("cpu", dtype):
+        assert outside.logits.dtype is torch.float32
+
+
+def sgd(params, grad=True):
+    for param in params:
+        param.data.add_(param.grad, alpha=-0.1)  # this changes no version
+        param.grad = None
+
+
+def stepping(optimizer, **options):
+    def step(params):
+        made = optimizer(params, **options)
+        made.step()
+        made.zero_grad()
+
+    return step
+
+
+STEPS = {
+    "a backward": lambda params: None,
+    "by hand": sgd,
+    "plain": stepping(torch.optim.SGD, lr=0.1),
+    "fused": stepping(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_head_that_may_have_learned_since_is_not_asked(pair, step):
+    _, twin, given, computed = pair
+    out = twin(**given)
+    out.loss.backward()
+    STEPS[step]([*twin.parameters()])
+    with pytest.raises(RuntimeError, match=r'read them before, or keep them with opfuse.convert\(model, skip="lm_head"\)'):  # fmt: skip
+        out.logits  # noqa: B018
+    assert out.loss.isfinite() and len(computed) == 1
+
+
+@pytest.mark.parametrize("step", [name for name in STEPS if name not in ("a backward", "by hand")])
+def test_nor_where_another_output_had_the_backward(pair, step):
+    _, twin, given, _ = pair
+    first, second = twin(**given), twin(**given)
+    second.loss.backward()
+    STEPS[step]([*twin.parameters()])
+    with pytest.raises(RuntimeError, match="an optimizer's step came between"):
+        first["logits"]
+
+
+def test_a_frozen_head_learns_nothing(pair):
+    model, twin, given, _ = pair
+    expected = model(**given).logits
+    twin.lm_head.weight.requires_grad_(False)
+    out = twin(**given)
+    out.loss.backward()
+    stepping(torch.optim.SGD, lr=0.1)([p for p in twin.parameters() if p.requires_grad])
+    torch.testing.assert_close(out.logits, expected)
+    out = twin(**given)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="its head may be another one now"):
+        out.logits  # noqa: B018
+
+
+def test_what_stands_for_them_is_used_as_they_are(pair):
+    """By way of items, say."""
+    model, twin, given, computed = pair
+    expected, got = model(**given).logits, dict(twin(**given).items())["logits"]
+    assert got.dtype is expected.dtype and not computed and not hasattr(got, "nothing")
+    torch.testing.assert_close(got.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(torch.softmax(got, -1), torch.softmax(expected, -1))
+    assert got.shape == expected.shape and computed
+
+
+@pytest.mark.parametrize("items", [False, True])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(models, precision, items):
+    """It accumulates gradients, and casts the outputs."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    rows = torch.randint(3, 128, (12, 16))
+    found = []
+    for convert in (False, True):
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=3, mixed_precision=precision
+        )
+        model, losses = models.make("llama"), []
+        if convert:
+            opfuse.convert(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader([*rows], batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                given = {"num_items_in_batch": torch.tensor(90)} if items else {}
+                out = model(input_ids=batch, labels=batch, **given)
+                raw = vars(out)["logits"]
+                assert (type(raw) is logits.Logits) is convert
+                assert "value" not in vars(raw) or not convert
+                if len(losses) % 2:
+                    losses.append(out.logits.detach().square().mean())
+                    assert out.logits.dtype is torch.float32
+                losses.append(out.loss.detach())
+                accelerator.backward(out.loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not convert or opfuse.converted(accelerator.unwrap_model(model))[""] == ""
+        found.append(losses)
+    AcceleratorState._reset_state(True)
+    tolerance = 1e-5 if precision == "no" else 1e-2
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=0)
+
+
+def test_logits_of_ones_own(pair):
+    *_, twin, given, computed = pair
+    out = twin(**given)
+    mine = torch.ones(2)
+    out.logits = mine
+    assert out.logits is mine and out["logits"] is mine and not computed
+
+
+def test_a_file_has_the_librarys_class(pair):
+    model, twin, given, _ = pair
+    for each in (model, twin):
+        each.config.use_cache = False
+    expected, out = model(**given), twin(**given)
+    with torch.no_grad():
+        out.loss, expected.loss = out.loss.detach(), expected.loss.detach()
+    out["logits"], expected["logits"] = out.logits.detach(), expected.logits.detach()
+    file = io.BytesIO(pickle.dumps(out))
+    loaded = pickle.load(file)
+    assert type(loaded) is type(expected)
+    torch.testing.assert_close(loaded.logits, expected.logits)
