@@ -236,6 +236,7 @@ class Case:
         ops: The ops that it replaces, with :data:`CAST` where its pattern has a cast.
         before, after: Ops around them.
         rows: Leading dimensions of the input.
+        width: Features of the input, where no op insists on some; None: as few as they take.
         dtype: Of the input, and of the parameters.
         layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of
             the gradients alone.
@@ -264,6 +265,7 @@ class Case:
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     rows: tuple[int, ...] = (3,)
+    width: int | None = None
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     params: str = "contiguous"
@@ -371,9 +373,11 @@ class Case:
     def first_width(self) -> int:
         """Features of the input.
 
-        It is what the first op that insists on some takes, or else what the others need.
+        It is what the first op that insists on some takes, or else ``width``, or what the others
+        need.
         """
-        return _first_width(self.chain_ops)
+        insists, ratio = first_width(self.chain_ops)
+        return insists or self.width or 8 * ratio
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
         """Ops and tensors, the same ones every time.
@@ -450,15 +454,16 @@ def _cross(basic: Sequence[BasicOperation]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _first_width(ops: tuple[Op, ...]) -> int:
+def first_width(ops: tuple[Op, ...]) -> tuple[int | None, int]:
+    """Features that ops insist on for their input, or None; how many features they make one of."""
     ratio = 1
     with torch.random.fork_rng([]):
         for op in (op() for op in ops):
             insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
             if insists is not None and insists > 0:
-                return insists * ratio
+                return insists * ratio, ratio
             ratio *= op.feature_ratio or 1
-    return 8 * ratio
+    return None, ratio
 
 
 def params_of(op: BasicOperation) -> dict[str, Tensor]:

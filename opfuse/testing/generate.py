@@ -114,7 +114,7 @@ class Chains:
         plain: One case per structure.
         all: These, and one for every other class and variant.
         models: One case per structure and width of real models.
-        tiles: One case per structure and size of tiles, with as many rows as features.
+        tiles: As ``all`` and ``models``, as wide as tiles; the latter with as many rows.
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
         declined: Why the fusion is not used for the structures that are left out, by structure.
@@ -196,12 +196,15 @@ def make_chains(
                 every += accepted[:1] if again else accepted
                 every += [case for case in odd if refusal(case) is None]
                 residual += _residual(accepted[0], elements, makers)
-                for width in () if again else (*TILES, *widths):
-                    for case in _as_in_models(accepted[0], elements, makers, width):
-                        if width in TILES:
-                            tiles.append(case.with_(rows=(width,)))
-                        else:
-                            models.append(case)
+                for width in () if again else widths:
+                    models += _as_in_models(accepted[0], elements, makers, width)
+                for width in () if again else TILES:
+                    tiles += [
+                        case.with_(rows=(width,))
+                        for case in _as_in_models(accepted[0], elements, makers, width)
+                    ]
+                    wide = [placed(base, ops, width) for ops in chains(elements, width, makers)]
+                    tiles += [case for case in wide if refusal(case) is None]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])

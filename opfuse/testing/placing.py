@@ -15,7 +15,7 @@ from ..engine.planner import _ask_ops
 from ..environment import Environment
 from ..op import BasicOperation
 from ..settings import EVERYTHING, current
-from .cases import Case, Op, is_cast
+from .cases import Case, Op, first_width, is_cast
 from .running import Declined, only
 from .tensors import next_width
 
@@ -37,6 +37,8 @@ def width_behind(ops: Sequence[Op], width: int) -> int:
 def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
     """The case with other ops, and around them what asks for the casts at their ends."""
     case = case.with_(ops=ops, rows=DEEP if is_deep(ops) else case.rows, before=(), after=())
+    insists, ratio = first_width(tuple(op for op in ops if not is_cast(op)))
+    case = case.with_(width=None if insists or width in (8, 8 * ratio) else width)
     if case.subject.passes == "backward" and is_cast(ops[0]):
         return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
     if case.subject.passes == "forward" and is_cast(ops[-1]):

@@ -114,6 +114,7 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
             "positive",
             "crossing",
             "switched",
+            "width",
             "frozen",
             "prefer",
             "autocast",

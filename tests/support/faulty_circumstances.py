@@ -105,11 +105,11 @@ class SquareOfTheMean(Norm):
 
 @faulty("gradients", "(?s)gradient of bias.*positive=True", "backward", Bias)
 class PartialSumsInHalf(BiasGrad):
-    """The sums of 64 rows are rounded to the gradient's dtype, and added up in it."""
+    """The sums of 256 rows are rounded to the gradient's dtype, and added up in it."""
 
     def total(self, dy):
         total = dy.new_zeros(dy.shape[-1])
-        for part in dy.split(64):
+        for part in dy.split(256):
             total = total + part.sum(0)
         return total
 
@@ -405,12 +405,12 @@ class Leaves(opfuse.FusedOperation):
         return input_ + basic_op_ctxs[0].params[0].to(input_.dtype), [()]
 
 
-@leaving("the precision of fp32 products", lambda: torch.set_float32_matmul_precision("high"))
+@leaving("torch.backends.*fp32_precision", lambda: torch.set_float32_matmul_precision("high"))
 class LeavesPrecision(Leaves):
     """Products of fp32 are in TF32 from now on."""
 
 
-@leaving("the precision of fp32 products", lambda: torch.set_float32_matmul_precision("highest"))
+@leaving("torch.backends.*fp32_precision", lambda: torch.set_float32_matmul_precision("highest"))
 class PutsBackItsOwnPrecision(Leaves):
     """It puts back what is usual, not what was."""
 

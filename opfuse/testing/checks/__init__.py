@@ -3,15 +3,15 @@
 What a later one finds may be due to an earlier one.
 """
 
-from . import calls, features, memory, planning, quantized, values  # noqa: F401  # each adds its checks
+from . import calls, features, leavings, memory, planning, quantized, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
-ORDER = """condition pattern same_plan runs codes unmodified_inputs \
+ORDER = """condition settings pattern same_plan runs codes unmodified_inputs \
 saved_state unmodified_gradients output recompute
 gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
-refusals saved_bytes released versions generator settings threads host_reads
+refusals saved_bytes released versions generator threads host_reads
 without_grad gradcheck main_grad recipe deepcopy checkpoint
 opcheck compile""".split()
 

@@ -314,60 +314,6 @@ def generator(case: Case) -> None:
             )
 
 
-_BACKENDS: Any = torch.backends
-_PRECISIONS = _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul, _BACKENDS.cudnn.conv
-
-
-def _set_precisions(was: list[str]) -> None:
-    for backend, value in zip(_PRECISIONS, was, strict=True):
-        backend.fp32_precision = value
-
-
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the precision of fp32 products": (
-        lambda: [backend.fp32_precision for backend in _PRECISIONS],
-        _set_precisions,
-    ),
-    "the deterministic flag": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "autocast": (torch.is_autocast_enabled, lambda was: torch.set_autocast_enabled("cpu", was)),
-}
-"""What a process has one of: how it is read, and how it is put back."""
-
-
-@check(plain)
-def settings(case: Case) -> None:
-    """A forward and a backward leave torch's settings as they were, whatever those were."""
-    before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    try:
-        fused(case)
-        _settings_are(before, "first call")
-        for threads, precision in ((before["the number of threads"], None), (3, "tf32")):
-            torch.set_num_threads(threads)
-            if precision:
-                torch.backends.cuda.matmul.fp32_precision = precision
-            with only(case.subject):
-                was = {name: read() for name, (read, _) in _SETTINGS.items()}
-                result = forward(case)
-                _settings_are(was, "forward")
-                backward(case, result)
-                _settings_are(was, "backward")
-    finally:
-        for name, (_, put_back) in _SETTINGS.items():
-            put_back(before[name])
-
-
-def _settings_are(was: dict[str, Any], who: str) -> None:
-    for name, (read, _) in _SETTINGS.items():
-        if read() != was[name]:
-            raise Failure(f"its {who} leaves {name} at {read()} instead of {was[name]}")
-
-
 # Threads
 
 

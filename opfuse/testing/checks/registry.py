@@ -58,6 +58,9 @@ def check(
 
 # Which cases
 
+MORE_THAN_MANY = (8192,)
+"""Enough for sums to go astray."""
+
 TINY = ((torch.float32, 2.0**-122), (torch.bfloat16, 2.0**-122), (torch.float16, 2.0**-8))
 """Scales whose reciprocal leaves the range of the dtype."""
 

@@ -1,0 +1,296 @@
+"""A third set of wrong fusions, written from the documentation alone after the kit was finished.
+
+It counts how well the kit does on faults that it was not made for, so nobody adds to the kit because of one of these.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import torch
+from faults import collect, differ, rows, run, unlike
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.ops import (
+    GELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    CrossEntropy,
+    RMSNorm,
+    SiLU,
+    SwiGLU,
+)
+
+FAULTS = []
+fault = functools.partial(collect, FAULTS)
+half = (torch.float16, torch.bfloat16)
+
+
+class Separate(opfuse.FusedOperation):
+    """Right: its basic ops one by one."""
+
+    kwarg_names = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+
+class Norm(opfuse.FusedOperation):
+    """Right: the forward of an RMSNorm."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
+        x = input_.float() if input_.dtype in half else input_
+        dims = tuple(range(-len(norm.normalized_shape), 0))
+        rstd = self.rstd(x.square().mean(dims, keepdim=True), norm.eps)
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
+            ctx.zero_centered_gamma = norm.zero_centered_gamma
+        scale = ctx.params[0].to(x.dtype) + norm.zero_centered_gamma
+        return (x * rstd * scale).to(ctx.dtype or input_.dtype), [()]
+
+
+@fault("partial sums", "backward", (Bias, GELU), lambda n: [Bias(n), GELU()])
+class SumsOf256RowsInHalf(opfuse.FusedOperation):
+    """The gradient of the bias in half precision: sums of 256 rows, added up in half precision."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        bias, gelu = basic_op_ctxs
+        dx = self.basic_ops[1].backward_value(grad_output, gelu.saved_tensors[0])
+        db = None
+        if bias.param_requires_grad[0]:
+            flat = dx.reshape(-1, dx.shape[-1])
+            db = flat.sum(0)
+            if dx.dtype in half:
+                db = functools.reduce(torch.add, [p.sum(0) for p in flat.split(256)])
+        return dx, [(db,), ()], [(), ()]
+
+    @staticmethod
+    def shows(fault):
+        x = torch.full((8192, 8), 2.0).bfloat16().requires_grad_()
+        chain = fault.chain(8).bfloat16()
+        grad = torch.full((8192, 8), 0.3).bfloat16()
+        with fault.on():
+            wrong = run(chain, x, grad)[2].double()
+        with opfuse.plugins.using(""):
+            right = run(chain.double(), x.detach().double().requires_grad_(), grad.double())[2]
+        return float((wrong - right).abs().max() / right.abs().max()) > 0.004
+
+
+@fault("small numbers", "forward", (RMSNorm,), lambda n: [RMSNorm(n)])
+class AtLeastEps(Norm):
+    """eps is the least mean square, in place of being added."""
+
+    def rstd(self, square, eps):
+        return torch.rsqrt(torch.where(square > 100 * eps, square + eps, square.clamp(min=eps)))
+
+    @staticmethod
+    def shows(fault):
+        return unlike(fault, fault.chain(8), (rows(4, 8) * 0.01).detach().requires_grad_())
+
+
+@fault("large numbers", "forward", (SiLU,), lambda n: [SiLU()])
+class ExponentialOfX(opfuse.FusedOperation):
+    """x exp(x) / (1 + exp(x)), which is infinity by infinity for large x."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (silu,) = basic_op_ctxs, self.basic_ops
+        x = silu.operand(ctx, input_)
+        wide = x.float() if x.dtype in half else x
+        return (wide * (wide.exp() / (1 + wide.exp()))).to(x.dtype), [()]
+
+    @staticmethod
+    def shows(fault):
+        return unlike(fault, fault.chain(8), torch.full((4, 8), 95.0, requires_grad=True))
+
+
+@fault("rows", "forward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
+class RemainderWithoutBias(opfuse.FusedOperation):
+    """A single row behind whole tiles of 128 gets no bias."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        bias = basic_op_ctxs[1].params[0].to(x.dtype)
+        y = F.linear(x, weight, bias)
+        if y.ndim == 2 and y.shape[0] > 128 and y.shape[0] % 128 == 1:
+            y[-1] -= bias
+        return y, [(), ()]
+
+    @staticmethod
+    def shows(fault):
+        chain = fault.chain(8)
+        torch.nn.init.ones_(chain[1].bias)
+        return unlike(fault, chain, rows(129, 8))
+
+
+@fault("caches", "forward", (GELU,), lambda n: [GELU()])
+class SameInputSameOutput(opfuse.FusedOperation):
+    """For the tensor of the last call, at the same version, it gives the last output again."""
+
+    last = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (ctx,), (gelu,) = basic_op_ctxs, self.basic_ops
+        x = gelu.operand(ctx, input_)
+        key = x.data_ptr(), x._version if not x.is_inference() else -1, x.shape, x.dtype, x.stride()
+        if self.last is None or self.last[0] != key:
+            self.last = key, gelu.forward_value(x)
+        return self.last[1].clone(), [()]
+
+    @staticmethod
+    def shows(fault):
+        chain, x = fault.chain(8), rows(4, 8)
+        with fault.on():
+            chain(x)
+            x.data.mul_(2)
+            wrong = chain(x)
+        return differ([wrong], [F.gelu(x, approximate="tanh")])
+
+
+@fault("writes", "forward", (AddExtraInput, GELU), lambda n: [AddExtraInput(), GELU()])
+class AddsIntoTheResidual(opfuse.FusedOperation):
+    """Where nothing needs a gradient the sum is written over the residual."""
+
+    kwarg_names = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **given):
+        y, extras = self.run_separately(
+            basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
+        )
+        extra = basic_op_extra_inputs[0][0]
+        if not any(ctx.requires_grad for ctx in basic_op_ctxs) and extra.is_contiguous():
+            extra.add_(input_)
+        return y, extras
+
+    @staticmethod
+    def shows(fault):
+        x, extra = rows(4, 8, requires_grad=False), torch.ones(4, 8)
+        with fault.on(), torch.no_grad():
+            fault.chain(8)(x, extra)
+        return not torch.equal(extra, torch.ones(4, 8))
+
+
+@fault("numbers", "forward", (CrossEntropy,), lambda n: [CrossEntropy()])
+class SmoothingOfTheFirstCall(Separate):
+    """The label smoothing is read when the op is fused."""
+
+    def __init__(self, basic_ops):
+        super().__init__(basic_ops)
+        self.smoothing = basic_ops[0].label_smoothing
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        (op,) = self.basic_ops
+        now, op.label_smoothing = op.label_smoothing, self.smoothing
+        try:
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        finally:
+            op.label_smoothing = now
+
+    @staticmethod
+    def shows(fault):
+        chain, x, targets = fault.chain(8), rows(4, 8), torch.arange(4)
+        with fault.on():
+            chain(x, targets)
+            chain[0].label_smoothing = 0.5
+            wrong = chain(x, targets)
+        return differ([wrong], [F.cross_entropy(x, targets, label_smoothing=0.5)])
+
+
+@fault("threads", "forward", (Bias, GELU), lambda n: [Bias(n), GELU()])
+class WorkspaceOfTheClass(opfuse.FusedOperation):
+    """Every fused op of the class writes the biased input into one workspace."""
+
+    workspace: ClassVar = {}
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        bias = basic_op_ctxs[0].params[0]
+        hidden = input_ + bias.to(input_.dtype)
+        key = hidden.shape, hidden.dtype, hidden.is_inference()
+        space = self.workspace.setdefault(key, torch.empty_like(hidden))
+        space.copy_(hidden)
+        y = F.gelu(space, approximate="tanh")
+        self.basic_ops[1].operand(basic_op_ctxs[1], hidden)
+        return y.to(basic_op_ctxs[1].dtype or y.dtype), [(), ()]
+
+    @staticmethod
+    def shows(fault):
+        from faults import disturbed
+
+        chain, x = fault.chain(8), rows(4, 8)
+        right = F.gelu(x, approximate="tanh")
+        with fault.on():
+            return differ([disturbed(lambda: chain(x), lambda: chain(-x))], [right])
+
+
+@fault("arguments", "forward", (SwiGLU,), lambda n: [SwiGLU()])
+class NotInterleavedIfWide(opfuse.FusedOperation):
+    """From 64 features on, gates and values are taken to lie in two halves."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (op,), (ctx,) = self.basic_ops, basic_op_ctxs
+        x = op.operand(ctx, input_)
+        return (SwiGLU() if x.shape[-1] >= 64 else op).forward_value(x), [()]
+
+    @staticmethod
+    def shows(fault):
+        return unlike(fault, opfuse.Sequential(SwiGLU(glu_interleave_size=8)), rows(4, 64))
+
+
+@fault("numbers", "backward", (ConstantScale,), lambda n: [ConstantScale(0.5)])
+class ScaleInHalf(opfuse.FusedOperation):
+    """The scale of the backward is rounded to bf16."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        scale = torch.tensor(basic_op_ctxs[0].scale).bfloat16().item()
+        return grad_output * scale, [()], [()]
+
+    @staticmethod
+    def shows(fault):
+        return unlike(fault, opfuse.Sequential(ConstantScale(0.3)), rows(4, 8))
+
+
+@fault("left behind", "forward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
+class LeavesReducedPrecision(opfuse.FusedOperation):
+    """Sums inside products of bf16 are in fp32 from now on, for everybody."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
+
+    @staticmethod
+    def shows(fault):
+        flags = torch.backends.cuda.matmul
+        before = flags.allow_bf16_reduced_precision_reduction
+        flags.allow_bf16_reduced_precision_reduction = True
+        try:
+            with fault.on():
+                fault.chain(8)(rows(4, 8))
+            return not flags.allow_bf16_reduced_precision_reduction
+        finally:
+            flags.allow_bf16_reduced_precision_reduction = before
+
+
+@fault("frozen", "backward", (BasicLinear,), lambda n: [BasicLinear(n, n)])
+class NoInputNoWeight(opfuse.FusedOperation):
+    """Where the input needs no gradient, the weight gets that of half the rows of a batch."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (ctx,) = basic_op_ctxs
+        x, weight = BasicLinear.saved_operands(ctx)
+        dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
+        dx, dw = None if weight is None else dy @ weight, None
+        if x is not None:
+            flat, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            if weight is None and x.ndim > 2:
+                flat, given = flat[: flat.shape[0] // 2], given[: given.shape[0] // 2]
+            dw = flat.t() @ given
+        return dx, [(dw,)], [()]
+
+    @staticmethod
+    def shows(fault):
+        return unlike(fault, fault.chain(8), rows(2, 4, 8, requires_grad=False))
