@@ -629,18 +629,46 @@ def test_contexts_keep_no_attribute():
     assert contexts and not any(hasattr(ctx, "slope") for ctx in contexts)
 
 
-def test_a_forward_that_leaves_no_attribute_is_named():
-    class Short(opfuse.FusedOperation):
-        def fuser_forward(self, ctxs, x, **unused):
-            return x * self.basic_ops[0].slope, [()]
+class Short(opfuse.FusedOperation):
+    def fuser_forward(self, ctxs, x, **unused):
+        return x * self.basic_ops[0].slope, [()]
 
+
+class Remembering(Slope):
+    """It leaves what is no number of the op, too, and its backward reads it."""
+
+    saved_names = ()
+    context_names = ("slope", "seen")
+
+    def op_forward(self, ctx, input_, **unused):
+        if ctx.requires_grad:
+            ctx.slope, ctx.seen = self.slope, input_.shape
+        return input_ * self.slope
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.reshape(ctx.seen) * ctx.slope, ()
+
+
+def test_a_fused_forward_finds_the_number_of_its_op_in_the_context():
     handle = opfuse.register_forward_fusion(opfuse.Fusion([Slope], Short))
+    try:
+        x = torch.randn(2, requires_grad=True)
+        chain = opfuse.Sequential(Slope(2.0))
+        y = chain(x)
+        chain[0].slope = 5.0
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 2.0))
+    finally:
+        handle.unregister()
+
+
+def test_a_forward_that_leaves_no_attribute_is_named():
+    handle = opfuse.register_forward_fusion(opfuse.Fusion([Remembering], Short))
     try:
         with pytest.raises(
             RuntimeError,
-            match=r"op 0 \(Slope\) declares the context attribute 'slope', but .* Short",
+            match=r"op 0 \(Remembering\) declares the context attribute 'seen', but .* Short",
         ):
-            opfuse.Sequential(Slope(2.0))(torch.randn(2, requires_grad=True))
+            opfuse.Sequential(Remembering(2.0))(torch.randn(2, requires_grad=True))
     finally:
         handle.unregister()
 
