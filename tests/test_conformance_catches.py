@@ -13,6 +13,7 @@ import faulty_casts  # adds to the faults
 import faulty_circumstances
 import faulty_distributions
 import faulty_fresh
+import faulty_unseen_again
 import faulty_values  # noqa: F401  # adds to the faults
 import pytest
 import sound
@@ -152,6 +153,8 @@ def test_how_many_faults_are_caught():
         counts["fresh"][1] == len(faulty_fresh.FAULTS) >= 12
         and counts["fresh"][0] >= 0.8 * counts["fresh"][1]
     )
+    assert counts["unseen again"][1] == len(faulty_unseen_again.FAULTS) == 12
+    assert counts["unseen again"][0] >= 10 and counts["unseen"] == (12, 12)
 
 
 def test_every_check_is_seen_to_fail():

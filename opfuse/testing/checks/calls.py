@@ -180,6 +180,8 @@ def follows_values(case: Case) -> None:
             with torch.no_grad():
                 results.append(forward(case, built=built))
             results.append(backward(case, forward(case, built=built)))
+            for result in results[-2:]:  # an output may be the input, which changes
+                result.outputs = tuple(y.clone() for y in result.outputs)
 
         call()
         changes: tuple[Callable[[Tensor], Tensor], ...]
