@@ -52,7 +52,7 @@ class FusionSuite:
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
         thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
-            which takes many times as long; default: whether the environment has
+            which takes about twice as long; default: whether the environment has
             ``OPFUSE_THOROUGH=1``.
     """
 
