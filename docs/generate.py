@@ -51,8 +51,10 @@ with None where no gradient
 |---|---|---|---|---|
 {rows}
 
-Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. The numbers of an op are
-there before a fused forward runs; it may leave others, and the backward uses what it left. Parameters are not saved: a
+Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. \
+The numbers of an op are
+there before a fused forward runs; it may leave others, \
+and the backward uses what it left. Parameters are not saved: a
 forward finds their values in `ctx.params`, \
 in the order of the op's `param_names`, and a backward returns one gradient,
 or None, for each.
