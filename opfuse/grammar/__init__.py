@@ -1,8 +1,27 @@
 """What of Python a graph may stand for, read from source; it knows nothing of who asks."""
 
+from . import table
+from .frame import Frame
 from .reader import Reader
-from .reads import MISSING, Place
-from .source import Unreadable, compiled_like, tree_of
-from .values import Held
+from .reads import MISSING, Attributes, Place, behind_places, function_places, parameters_of
+from .source import Unreadable, compiled_like, like, tree_of
+from .values import Callee, Held, Thing
 
-__all__ = ["MISSING", "Held", "Place", "Reader", "Unreadable", "compiled_like", "tree_of"]
+__all__ = [
+    "MISSING",
+    "Attributes",
+    "Callee",
+    "Frame",
+    "Held",
+    "Place",
+    "Reader",
+    "Thing",
+    "Unreadable",
+    "behind_places",
+    "compiled_like",
+    "function_places",
+    "like",
+    "parameters_of",
+    "table",
+    "tree_of",
+]

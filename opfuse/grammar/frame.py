@@ -7,7 +7,7 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Frame:
     def __init__(self, reader: Any, function: types.FunctionType, names: dict[str, Any]) -> None:
         self.reader, self.function, self.names = reader, function, names
         code = function.__code__
-        self._local = {*code.co_varnames, *code.co_cellvars}
+        self._local: Collection[str] = {*code.co_varnames, *code.co_cellvars}
         if code.co_cellvars:
             raise Unreadable("it has functions of its own")
 

@@ -4,20 +4,22 @@ The grammar is small. What is in it, a graph can stand for, while what was looke
 as it was:
 
 - local names, tuples, and taking tuples apart;
-- calls of a module's children, those in a list or a dictionary of modules by number or in a loop;
+- calls of a module's children, those in a list of modules by number or in a loop;
 - the functions, methods and properties of :mod:`opfuse.grammar.table`, with plain arguments, and
   arithmetic;
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
   where attributes are kept: no property, no ``__getattr__``;
 - globals, variables of functions around, and names in modules that are plain values or functions;
 - conditions on such values, and on whether an argument is None;
-- functions and methods that are in the grammar, and ``**kwargs`` that are passed on.
+- functions and methods that are in the grammar, bound ones and ``functools.partial`` too, and
+  ``**kwargs`` that are passed on.
 
 Branches that are not taken are not read.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,9 +29,9 @@ from torch import Tensor, fx, nn
 
 from . import table
 from .frame import Frame, bound
-from .reads import MISSING, Place, attribute_places, function_places
+from .reads import MISSING, Place, attribute_places, behind_places, function_places
 from .source import Unreadable, tree_of
-from .values import Callee, Held, Mode, Thing
+from .values import Bound, Callee, Held, Mode, Thing
 
 _DEEPEST = 16
 _LISTS = nn.ModuleList, nn.Sequential
@@ -42,19 +44,23 @@ class Reader:
         graph: Gets the nodes.
         is_leaf: Whether a call of a module stays one; what is none is read.
         known: Functions that somebody else reads: each gets the reader and the values given.
+        class_of: The class of a module as its author wrote it.
 
     Attributes:
         places: Where everything was looked up.
         modes: Nodes whose argument ``training`` is the mode of a module.
     """
 
+    frame = Frame
+
     def __init__(
         self,
         graph: fx.Graph,
         is_leaf: Callable[[nn.Module], bool],
         known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
+        class_of: Callable[[type], type] = lambda cls: cls,
     ) -> None:
-        self.graph, self.is_leaf, self.known = graph, is_leaf, known
+        self.graph, self.is_leaf, self.known, self.class_of = graph, is_leaf, known, class_of
         self.places: list[Place] = []
         self.modes: dict[fx.Node, Held] = {}
         self._depth = 0
@@ -69,6 +75,8 @@ class Reader:
         """
         if isinstance(callee, Held):
             return self._call_module(callee, args, kwargs)
+        if isinstance(callee, Bound):
+            return self.call(callee.function, [*callee.args, *args], {**callee.kwargs, **kwargs})
         if not isinstance(callee, Callee):
             raise Unreadable("it calls what is no known function")
         function, own = callee
@@ -79,6 +87,8 @@ class Reader:
         if function in self.known:
             return self.known[function](self, *args, **kwargs)
         if function in table.FUNCTIONS or function in table.RANDOM:
+            if isinstance(function, types.FunctionType):
+                self.places += behind_places(function)
             return self.node("call_function", function, args, kwargs)
         if function in table.NUMBERS:
             return self._number(function, args, kwargs)
@@ -92,7 +102,7 @@ class Reader:
             raise Unreadable("it calls itself, or goes too deep")
         tree = tree_of(function)
         self.places += function_places(function)
-        frame = Frame(self, function, bound(function, args, kwargs))
+        frame = self.frame(self, function, bound(function, args, kwargs))
         self._depth += 1
         try:
             result = frame.block(tree.body)
@@ -114,13 +124,16 @@ class Reader:
         """
         module = held.module
         for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
-            found, places = attribute_places(module, name, f"{name} of {held.path or 'it'}")
+            found, places = self._looked_up(module, name, f"{name} of {held.path or 'it'}")
             self.places += places
             if found is not vars(nn.Module)[name]:
                 raise Unreadable(f"{held.path or 'it'} has a {name} of its own")
-        found, places = attribute_places(module, "forward", f"the forward of {held.path or 'it'}")
+        found, places = self._looked_up(module, "forward", f"the forward of {held.path or 'it'}")
         self.places += places
         return found
+
+    def _looked_up(self, module: nn.Module, name: str, what: str) -> tuple[Any, list[Place]]:
+        return attribute_places(module, name, what, self.class_of(type(module)))
 
     def _number(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is len and len(args) == 1 and isinstance(args[0], Held):
@@ -138,7 +151,7 @@ class Reader:
         Raises:
             Unreadable: It is none, or goes through them in a way of its own.
         """
-        module, cls = held.module, type(held.module)
+        module, cls = held.module, self.class_of(type(held.module))
         kind = next((kind for kind in _LISTS if isinstance(module, kind)), None)
         if kind is None or any(
             getattr(cls, name) is not getattr(kind, name)
@@ -146,8 +159,9 @@ class Reader:
         ):
             raise Unreadable(f"{held.path or 'it'} is no list of modules")
         names = tuple(module._modules)
-        self.places.append(Place(_Names(module), "names", names, f"parts of {held.path or 'it'}"))
         found: Any = module._modules
+        self.places.append(Place(vars(module), "_modules", found, f"parts of {held.path or 'it'}"))
+        self.places.append(Place(_Keys(found), "names", names, f"parts of {held.path or 'it'}"))
         self.places += [Place(found, n, found[n], f"{held.path}.{n}".lstrip(".")) for n in names]
         return [held.child(name) for name in names]
 
@@ -161,9 +175,22 @@ class Reader:
             return self.value(found.__func__, what)
         if isinstance(found, types.FunctionType) and own is not MISSING:
             return Callee(found, own)
+        if type(found) is functools.partial and not vars(found):
+            return self._partial(found, what)
         if _is_function(found) or _is_listed(found) or self._is_known(found):
             return Callee(found)
         return Thing(found, what)
+
+    def _partial(self, found: Any, what: str) -> Bound:
+        """A function with some of its arguments; those by name may be set later."""
+        names = tuple(found.keywords)
+        values = [*found.args, *found.keywords.values()]
+        if not all(map(table.is_plain, values)):
+            raise Unreadable(f"{what} has arguments that are no plain values")
+        keywords = found.keywords
+        self.places.append(Place(_Keys(keywords), "names", names, f"arguments of {what}"))
+        self.places += [Place(keywords, n, keywords[n], f"{n} of {what}") for n in names]
+        return Bound(self.value(found.func, what), found.args, dict(keywords))
 
     def _is_known(self, found: Any) -> bool:
         try:
@@ -200,7 +227,7 @@ class Reader:
 
     def _of_module(self, held: Held, name: str) -> Any:
         what = f"{held.path}.{name}".lstrip(".")
-        found, places = attribute_places(held.module, name, what)
+        found, places = self._looked_up(held.module, name, what)
         if name == "training":
             self.places += places[:-1]  # its value may change
             return Mode(held)
@@ -215,6 +242,8 @@ class Reader:
                 return self.node("get_attr", what, [], {})
             raise Unreadable(f"{what} is a tensor that it does not own")
         on_class = name not in vars(held.module)
+        if type(found) is types.MethodType and found.__self__ is held.module:
+            return self.value(found.__func__, what, held)
         return self.value(found, what, held if on_class else MISSING)
 
     def decided(self, value: Any) -> bool:
@@ -259,14 +288,14 @@ class Reader:
             raise Unreadable(f"its arithmetic raises {type(error).__name__}") from error
 
 
-class _Names:
-    """The names of a module's children, as if they were one of its attributes."""
+class _Keys:
+    """The keys of a dictionary, as if they were one of its values."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, of: Mapping[str, Any]) -> None:
+        self._of = of
 
     def get(self, name: str, default: Any) -> tuple[str, ...]:
-        return tuple(self._module._modules)
+        return tuple(self._of)
 
 
 def _is_function(found: Any) -> bool:

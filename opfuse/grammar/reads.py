@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from .source import Unreadable
@@ -34,6 +36,14 @@ class Place(NamedTuple):
     value: Any
     what: str
 
+    def __repr__(self) -> str:
+        return f"Place({self.what})"
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What two places have in common that are one."""
+        return id(self.where.of if isinstance(self.where, Attributes) else self.where), self.name
+
     @property
     def is_same(self) -> bool:
         """Whether the same is there now."""
@@ -51,12 +61,12 @@ class Attributes:
     """The attributes of an object that has no dictionary: a function, or a closure's cell."""
 
     def __init__(self, of: Any) -> None:
-        self._of = of
+        self.of = of
 
     def get(self, name: str, default: Any) -> Any:
         """The attribute, or ``default``."""
         try:
-            return getattr(self._of, name, default)
+            return getattr(self.of, name, default)
         except ValueError:  # an empty cell
             return default
 
@@ -89,6 +99,14 @@ def global_places(function: types.FunctionType, name: str) -> tuple[Any, list[Pl
     return found, [Place(own, name, MISSING, name), Place(built_in, name, found, name)]
 
 
+@functools.cache
+def behind_places(function: types.FunctionType) -> list[Place]:
+    """What a function of PyTorch depends on that is written in Python: its code, and torch's."""
+    names = [name for name in function.__code__.co_names if name in vars(torch)]
+    own = [Place(vars(torch), name, getattr(torch, name), f"torch.{name}") for name in names]
+    return [*function_places(function), *own]
+
+
 def class_places(cls: type, name: str, what: str) -> tuple[Any, list[Place]]:
     """What a class has under a name, as it was written there, and where, or :data:`MISSING`."""
     places = []
@@ -106,15 +124,23 @@ def is_property(value: Any) -> bool:
     return value is not MISSING and not isinstance(value, plain) and hasattr(type(value), "__get__")
 
 
-def attribute_places(owner: Any, name: str, what: str) -> tuple[Any, list[Place]]:
+def attribute_places(
+    owner: Any, name: str, what: str, cls: type | None = None
+) -> tuple[Any, list[Place]]:
     """The attribute of an object, found without running anybody's code, and where.
 
     What a module has as parameter, buffer or child is found like an attribute.
 
+    Args:
+        owner: The object.
+        name: The name of the attribute.
+        what: What people call it.
+        cls: The class of the object as its author wrote it; None: its type.
+
     Raises:
         Unreadable: It is computed when it is asked for, or not there.
     """
-    cls = type(owner)
+    cls = cls or type(owner)
     on_class, places = class_places(cls, name, what)
     if is_property(on_class):
         raise Unreadable(f"{what} is a property")
@@ -123,6 +149,10 @@ def attribute_places(owner: Any, name: str, what: str) -> tuple[Any, list[Place]
         raise Unreadable(f"{cls.__name__} has a __getattribute__ of its own")
     places += of_getter
     own: Any = getattr(owner, "__dict__", {})
+    of = Attributes(owner)
+    places.append(Place(of, "__dict__", own if hasattr(owner, "__dict__") else MISSING, what))
+    if not isinstance(owner, nn.Module):
+        places.append(Place(of, "__class__", cls, what))
     places.append(Place(own, name, own.get(name, MISSING), what))
     if name in own:
         return own[name], places
@@ -135,6 +165,7 @@ def attribute_places(owner: Any, name: str, what: str) -> tuple[Any, list[Place]
         places += of_fallback
         for kind in ("_parameters", "_buffers", "_modules"):
             held = own.get(kind, {})
+            places.append(Place(own, kind, held, what))
             places.append(Place(held, name, held.get(name, MISSING), what))
             if name in held:
                 return held[name], places

@@ -136,7 +136,10 @@ def _compiled(
 def _imported(path: str) -> tuple[str, ...]:
     """The names that a file imports outside of its functions and classes."""
     names: dict[str, None] = {}
-    waiting: list[Any] = [*ast.parse("".join(linecache.getlines(path))).body]
+    try:
+        waiting: list[Any] = [*ast.parse("".join(linecache.getlines(path))).body]
+    except SyntaxError:  # code in a page of text
+        return ()
     while waiting:
         node = waiting.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):

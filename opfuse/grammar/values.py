@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,6 +32,14 @@ class Thing(NamedTuple):
 
     value: Any
     what: str
+
+
+class Bound(NamedTuple):
+    """A function with some of its arguments, as ``functools.partial`` has it."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
 
 
 class Callee(NamedTuple):

@@ -1,0 +1,133 @@
+"""A function in which a chain stands for some of the statements; all others are as written."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from . import statements
+from .reads import Attributes, Place
+from .source import compiled_like, like
+from .statements import TEMP
+
+_SITE, _RESULT = f"{TEMP}site", f"{TEMP}result"
+
+
+def rewritten(
+    function: types.FunctionType, tree: ast.FunctionDef, found: Any, own: str, site: Any
+) -> Any:
+    """The function, which asks a site in place of some statements.
+
+    ``site(self, *assumed, *same, *entering)`` gives the results as a tuple, or None; then the
+    statements run.
+
+    Args:
+        function: The function.
+        tree: Its tree, which is changed.
+        found: What the site is for. It has ``body``, a list of statements of the tree; ``parts``,
+            these as steps, each with the number of its statement; ``first`` and ``last``, the steps
+            that the site is for; the names ``assumed`` and ``entering``, lists of names ``same``,
+            and the names ``results`` that are set.
+        own: The name of ``self``.
+        site: The site.
+    """
+    body, parts, first, last = found.body, found.parts, found.first, found.last
+    begin, end = parts[first][1], parts[last][1]
+    numbers = [n for n, (_, origin) in enumerate(parts) if begin <= origin <= end]
+    ahead = [parts[n][0] for n in numbers if n < first]
+    inside = [parts[n][0] for n in range(first, last + 1)]
+    behind = [parts[n][0] for n in numbers if n > last]
+    if not ahead and not behind:
+        written: Sequence[ast.stmt] = body[begin : end + 1]
+    else:
+        written = _freeing(inside)
+    new = [*_freeing(ahead), *_asking(found, own, written, inside), *_freeing(behind)]
+    for made in new:
+        ast.copy_location(made, inside[0])
+    body[begin : end + 1] = new
+    return compiled_like(function, tree, **{_SITE: site})
+
+
+def _freeing(steps: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """Steps, which let go of what was computed for them alone."""
+    found: list[ast.stmt] = []
+    for step in steps:
+        found.append(step)
+        if not isinstance(step, ast.Return):
+            found += _deleting(_temps(statements.loads(step)), step)
+    return found
+
+
+def _temps(names: Any) -> list[str]:
+    return sorted(name for name in names if name.startswith(TEMP))
+
+
+def _deleting(names: Sequence[str], at: ast.stmt) -> list[ast.stmt]:
+    if not names:
+        return []
+    made = ast.Delete([ast.Name(name, ast.Del()) for name in names])
+    return [ast.copy_location(made, at)]
+
+
+def _asking(
+    found: Any, own: str, written: Sequence[ast.stmt], inside: Sequence[ast.stmt]
+) -> list[ast.stmt]:
+    given = [own, *found.assumed, *[n for names in found.same for n in names], *found.entering]
+    call = ast.Call(_read(_SITE), [_read(name) for name in given], [])
+    names: list[ast.expr] = [ast.Name(name, ast.Store()) for name in found.results]
+    made = {name for step in inside for name in statements.stores(step)}
+    used = {name for step in inside for name in statements.loads(step)}
+    freed = _temps(used - made)
+    taken = ast.Assign([ast.Tuple(names, ast.Store())], _read(_RESULT))
+    refused = ast.Compare(_read(_RESULT), [ast.Is()], [ast.Constant(None)])
+    return [
+        ast.Assign([ast.Name(_RESULT, ast.Store())], call),
+        ast.If(refused, [*written], [taken, *_deleting(freed, inside[0])]),
+        ast.Delete([ast.Name(_RESULT, ast.Del())]),
+    ]
+
+
+def _read(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def unwrapped(function: Any) -> tuple[Any, list[Any], list[Place]]:
+    """The function that decorators are around, these from the outside, and where they have it."""
+    around: list[Any] = []
+    places = []
+    while (inner := vars(function).get("__wrapped__")) is not None:
+        cells = [c for c in function.__closure__ or () if _content(c) is inner]
+        if len(cells) != 1 or not isinstance(inner, types.FunctionType):
+            break
+        places.append(Place(Attributes(cells[0]), "cell_contents", inner, "what is decorated"))
+        around.append(function)
+        function = inner
+    return function, around, places
+
+
+def wrapped(function: Any, around: Sequence[Any]) -> Any:
+    """Another function in the place of the one that decorators are around."""
+    for outer in reversed(around):
+        inner = outer.__wrapped__
+        cells = outer.__closure__
+        closure = [types.CellType(function) if _content(c) is inner else c for c in cells]
+        made = types.FunctionType(
+            outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(closure)
+        )
+        function = like(made, outer)
+    return function
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def own_tree(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """A tree that may be changed."""
+    return copy.deepcopy(tree)

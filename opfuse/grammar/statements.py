@@ -1,0 +1,257 @@
+"""A function's statements as small steps, in the order in which Python runs them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+TEMP = "_opfuse_"
+"""How the local names begin that only a rewritten function has."""
+
+_ENDS = ast.Return, ast.Raise, ast.Continue, ast.Break
+
+
+class Loop(NamedTuple):
+    """What is read after ``continue``, and after ``break``."""
+
+    again: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+
+
+NO_LOOP = Loop()
+
+
+def loads(node: ast.AST) -> frozenset[str]:
+    """The names that are read somewhere in a statement."""
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_load(n)}
+    written = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
+    return frozenset(found | {n.id for n in written if isinstance(n, ast.Name)})
+
+
+def _is_load(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
+
+
+def stores(node: ast.AST) -> frozenset[str]:
+    """The names that are set, or deleted, somewhere in a statement."""
+    found = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and not _is_load(each):
+            found.add(each.id)
+        elif isinstance(each, ast.alias):
+            found.add((each.asname or each.name).partition(".")[0])
+        elif isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)) and each.name:
+            found.add(each.name)
+    return frozenset(found)
+
+
+def read_later(node: ast.AST) -> frozenset[str]:
+    """The names that functions inside of a statement read whenever they are called."""
+    kinds = ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp
+    return frozenset().union(*[loads(n) for n in ast.walk(node) if isinstance(n, kinds)])
+
+
+def deletes(node: ast.AST) -> frozenset[str]:
+    """The names that are deleted somewhere in a statement, or may be gone behind it."""
+    deleted = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_del(n)}
+    handlers = [n for n in ast.walk(node) if isinstance(n, ast.ExceptHandler)]
+    return frozenset(deleted | {n.name for n in handlers if n.name})
+
+
+def _is_del(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Del)
+
+
+def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
+    """The names that statements set whatever happens; None: what follows them is not reached."""
+    found: frozenset[str] = frozenset()
+    for node in body:
+        if isinstance(node, _ENDS):
+            return None
+        if isinstance(node, ast.If):
+            both = [of for of in (surely(node.body), surely(node.orelse)) if of is not None]
+            if not both:
+                return None
+            found |= frozenset.intersection(*both)
+        elif isinstance(node, ast.With):
+            found |= surely(node.body) or frozenset()
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Assert)):
+            found |= stores(node)
+    return found
+
+
+def live_before(
+    body: Sequence[ast.stmt], after: frozenset[str], loop: Loop = NO_LOOP
+) -> list[frozenset[str]]:
+    """What may still be read of the names that there are before each statement, and at the end."""
+    found = [after]
+    for node in reversed(body):
+        found.append(_live(node, found[-1], loop))
+    return found[::-1]
+
+
+def _live(node: ast.stmt, after: frozenset[str], loop: Loop) -> frozenset[str]:
+    if isinstance(node, (ast.Return, ast.Raise)):
+        return loads(node)
+    if isinstance(node, ast.Continue):
+        return loop.again
+    if isinstance(node, ast.Break):
+        return loop.after
+    if isinstance(node, ast.If):
+        either = [live_before(body, after, loop)[0] for body in (node.body, node.orelse)]
+        return loads(node.test) | either[0] | either[1]
+    if isinstance(node, (ast.For, ast.While)):
+        return live_at_loop(node, after).again | after | loads(_head(node))
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Delete)):
+        return (after - stores(node)) | loads(node)
+    return after | loads(node)
+
+
+def _head(node: ast.For | ast.While) -> ast.expr:
+    return node.iter if isinstance(node, ast.For) else node.test
+
+
+def live_at_loop(node: ast.For | ast.While, after: frozenset[str]) -> Loop:
+    """What may be read when a loop goes on, and behind it."""
+    behind = after | live_before(node.orelse, after)[0]
+    head = behind | loads(_head(node))
+    for _ in range(2):
+        head |= live_before(node.body, head, Loop(head, after))[0]
+    return Loop(head, after)
+
+
+class _Whole(Exception):
+    """An expression is better left as it is."""
+
+
+class Flattener:
+    """Takes expressions apart, so that each call and each sum is a statement of its own.
+
+    What is taken apart computes the same, in the same order. A part is one of these names, which
+    is read once.
+
+    Args:
+        local: The local names of the function.
+    """
+
+    def __init__(self, local: frozenset[str]) -> None:
+        self._local, self._count = local, 0
+        self._out: list[ast.stmt] = []
+
+    def steps(self, node: ast.stmt) -> list[ast.stmt]:
+        """A statement as steps; one that is not taken apart is the only one."""
+        if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):
+            return [node]
+        self._out, made = [], copy.copy(node)
+        try:
+            if isinstance(made, ast.Return) and made.value is not None:
+                made.value = self._inert(made.value)
+            elif isinstance(made, ast.Expr):
+                made.value = self._operation(made.value)
+            elif isinstance(made, ast.AugAssign) and isinstance(made.target, ast.Name):
+                made.value = self._inert(made.value)
+            elif isinstance(made, ast.Assign):
+                simple = len(made.targets) == 1 and isinstance(made.targets[0], ast.Name)
+                made.value = (self._operation if simple else self._inert)(made.value)
+            elif isinstance(made, ast.AnnAssign) and isinstance(made.target, ast.Name):
+                if made.value is not None:
+                    made.value = self._operation(made.value)
+            else:
+                return [node]
+        except _Whole:
+            return [node]
+        return [*(ast.copy_location(step, node) for step in self._out), made]
+
+    def _temp(self, node: ast.expr) -> ast.expr:
+        value = self._operation(node)
+        name = f"{TEMP}{self._count}"
+        self._count += 1
+        target = ast.copy_location(ast.Name(name, ast.Store()), node)
+        self._out.append(ast.copy_location(ast.Assign([target], value), node))
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def _inert(self, node: ast.expr) -> ast.expr:
+        """An expression that computes nothing, with what was computed before in it."""
+        if _is_inert(node):
+            return node
+        if isinstance(node, (ast.Attribute, ast.Tuple, ast.List)):
+            return self._operation(node)
+        return self._temp(node)
+
+    def _in_order(self, nodes: Sequence[ast.expr]) -> list[ast.expr]:
+        """Several, computed one after the other."""
+        last = max((i for i, node in enumerate(nodes) if not _is_inert(node)), default=-1)
+        found = []
+        for number, node in enumerate(nodes):
+            if number < last and not self._is_fixed(node):
+                if isinstance(node, (ast.Starred, ast.Slice)):
+                    raise _Whole
+                node = self._temp(node)
+            elif number == last:
+                if isinstance(node, (ast.Starred, ast.Slice)):
+                    raise _Whole
+                node = self._inert(node)
+            found.append(node)
+        return found
+
+    def _is_fixed(self, node: ast.expr) -> bool:
+        """Whether an expression gives the same, whatever is called before it is read."""
+        own = isinstance(node, ast.Name) and (node.id in self._local or node.id.startswith(TEMP))
+        return own or isinstance(node, ast.Constant)
+
+    def _operation(self, node: ast.expr) -> ast.expr:
+        """One operation on what was computed before."""
+        made: Any = copy.copy(node)
+        if isinstance(made, ast.Attribute):
+            made.value = self._inert(made.value)
+        elif isinstance(made, (ast.Tuple, ast.List)):
+            made.elts = self._in_order(made.elts)
+        elif isinstance(made, ast.BinOp):
+            made.left, made.right = self._in_order([made.left, made.right])
+        elif isinstance(made, ast.UnaryOp):
+            made.operand = self._inert(made.operand)
+        elif isinstance(made, ast.Compare) and len(made.ops) == 1:
+            made.left, *made.comparators = self._in_order([made.left, *made.comparators])
+        elif isinstance(made, ast.Subscript):
+            made.value, made.slice = self._in_order([made.value, made.slice])
+        elif isinstance(made, ast.Call):
+            self._of_call(made)
+        return made  # type: ignore[no-any-return]
+
+    def _of_call(self, made: ast.Call) -> None:
+        if any(k.arg is None and not self._is_fixed(k.value) for k in made.keywords):
+            raise _Whole
+        func = made.func
+        if isinstance(func, ast.Attribute) and not _is_inert(func):
+            func = self._operation(func)
+        values = self._in_order([func, *made.args, *[k.value for k in made.keywords]])
+        count = 1 + len(made.args)
+        made.func, made.args = values[0], values[1:count]
+        pairs = zip(made.keywords, values[count:], strict=True)
+        made.keywords = [ast.keyword(k.arg, value) for k, value in pairs]
+
+
+def _is_inert(node: ast.expr) -> bool:
+    """Whether an expression only looks values up."""
+    if isinstance(node, (ast.Constant, ast.Name)):
+        return True
+    if isinstance(node, (ast.Attribute, ast.Starred)):
+        return _is_inert(node.value)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.operand, ast.Constant)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return all(map(_is_inert, node.elts))
+    if isinstance(node, ast.Slice):
+        return all(map(_is_inert, filter(None, (node.lower, node.upper, node.step))))
+    return False
+
+
+def blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The bodies of a statement in which a chain may stand for some of it."""
+    if isinstance(node, (ast.If, ast.For, ast.While)):
+        yield node.body
+        yield node.orelse
+    elif isinstance(node, ast.With):
+        yield node.body
