@@ -520,3 +520,15 @@ def test_functorch_names_an_op_it_cannot_differentiate():
 
     with pytest.raises(RuntimeError, match=r"op 0 \(Opaque\)"):
         torch.func.grad(lambda x: opfuse.Sequential(Opaque())(x).sum())(data())
+
+
+def test_gradients_switched_on_inside_of_inference_mode():
+    chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU())
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():
+        y = chain(x * 2)
+        expected = torch.nn.functional.gelu(
+            torch.nn.functional.linear(x * 2, chain[0].weight, chain[0].bias), approximate="tanh"
+        )
+    assert not y.requires_grad
+    torch.testing.assert_close(y, expected)

@@ -207,7 +207,7 @@ class OperationFuser:
         if _functorch_active() or forward_ad._current_level >= 0:
             settings = _settings_of(input, tensors)
         grads: tuple[bool, ...] | None = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             # a comprehension over nothing takes longer than to see that there is nothing
             others = [t.requires_grad for t in tensors] if tensors else ()
             grads = (input.requires_grad, *others)
