@@ -1,6 +1,6 @@
 """Writes what comes from the code.
 
-These are the pages on hooks and contracts, a table in from-te-ops, and plan.svg.
+These are the pages on hooks, contracts and the grammar, a table in from-te-ops, and plan.svg.
 
     python docs/generate.py
 
@@ -18,6 +18,7 @@ import torch
 
 import opfuse
 from opfuse import hookspecs, ops
+from opfuse.grammar import reader, table
 
 HERE = pathlib.Path(__file__).parent
 DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
@@ -133,6 +134,66 @@ def contracts():
         for contract, names in rows.items()
     ]
     return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
+
+
+GRAMMAR = """# What is read of a forward
+
+`opfuse.convert` reads the source of a `forward`. {text}
+
+Whatever is not in here stays your own code. \
+It runs where you wrote it, and reads what it reads at that time.
+What a chain stands for lies between two such statements. \
+What was looked up for it is asked again at each call, where the
+chain begins: every link of `F.silu`, the parts of a `ModuleList` in their order, \
+a number in a config, the code and defaults
+of a helper. Where one is another one now, your statements run.
+
+Source counts only if compiling it gives the very code of the function. \
+So a function that was given to `exec` is left alone,
+and so is one whose file was edited after it was imported. \
+Decorators that keep `__wrapped__` stay around the function.
+
+## Functions
+
+| Where | Which |
+|---|---|
+| `torch.nn.functional` | {functional} |
+| `torch` | {torch} |
+| numbers | {numbers} |
+| dropout, by a chain alone | {random} |
+
+## Methods and properties of tensors
+
+| | Which |
+|---|---|
+| methods | {methods} |
+| properties | {properties} |
+
+## Operators
+
+{operators}
+
+A value of these types counts as plain: {plain}.
+"""
+
+
+def grammar():
+    homes = {}
+    for name in table.FUNCTIONS.values():
+        home, _, short = name.rpartition(".")
+        homes.setdefault(home, set()).add(short)
+    lists = {
+        "functional": code(sorted(homes["torch.nn.functional"])),
+        "torch": code(sorted(homes["torch"])),
+        "numbers": code(sorted(table.NUMBERS.values())),
+        "random": code(sorted(table.RANDOM.values())),
+        "methods": code(sorted(table.METHODS)),
+        "properties": code(sorted(table.PROPERTIES)),
+        "operators": code(sorted({*table.BINARY, *table.COMPARED, *table.UNARY, "Is", "IsNot"})),
+        "plain": code(kind.__name__ for kind in table.PLAIN),
+    }
+    text = myst(inspect.getdoc(reader)).partition("\n\n")[2]
+    return DO_NOT_EDIT + GRAMMAR.format(text=text, **lists)
 
 
 def in_words(described):
@@ -274,7 +335,7 @@ def picture():
 def generated():
     """The text of every generated file, by name."""
     pages = {"hooks.md": hooks(), "contracts.md": contracts(), "from-te-ops.md": from_te_ops()}
-    return pages | {"plan.svg": picture()}
+    return pages | {"grammar.md": grammar(), "plan.svg": picture()}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .grammar import Place
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
@@ -30,6 +32,9 @@ class Conversion:
             forward runs.
         probed: Whether something in it was recognised by its values, not by its class. It is
             compared with the module before it is used.
+        places: Where else things were looked up whose values the chain depends on, as
+            :class:`opfuse.grammar.Reader` notes them. Where one changes, the module's own forward
+            runs.
 
     Raises:
         TypeError: ``chain`` is no :class:`opfuse.Sequential`, or ``call`` is no function.
@@ -41,6 +46,7 @@ class Conversion:
     separate: Callable[..., Any] | None = None
     constants: Sequence[tuple[str, str]] = ()
     probed: bool = False
+    places: Sequence[Place] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

@@ -121,7 +121,7 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 def opfuse_converters() -> list[Converter]:
     """Converters, for :func:`opfuse.convert`: which chains stand for which modules of a model.
 
-    A converter is needed for what tracing a module's ``forward`` does not find. Its ``build`` makes
+    A converter is needed for what reading a module's ``forward`` does not find. Its ``build`` makes
     the ops by ``reading`` the parameters of the module's children, so that they stay where they
     are.
 

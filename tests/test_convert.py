@@ -276,7 +276,7 @@ def test_an_encoder_layer(first, act):
     assert opfuse.converted(layer)[""] == ""
     with torch.no_grad():
         layer.eval(), twin.eval()
-        assert torch.equal(layer(x), twin(x))  # by torch's fast path
+        torch.testing.assert_close(layer(x), twin(x))  # some by the fast path of torch
     stack = nn.TransformerEncoder(twin, 2, enable_nested_tensor=False)
     other = copy.deepcopy(stack)
     assert len(opfuse.convert(stack).converted) >= 2
@@ -532,10 +532,11 @@ def test_checkpointing_and_functorch():
 def test_threads_share_a_model():
     model, twin = a_converted("block"), a_model("block")
     model = copy.deepcopy(model)
-    expected, found = twin(an_input()), []
+    x = an_input()  # seeds are shared, too
+    expected, found = twin(x), []
 
     def call():
-        found.append(model(an_input()))
+        found.append(model(x))
 
     threads = [threading.Thread(target=call) for _ in range(6)]
     for thread in threads:
@@ -714,19 +715,43 @@ class ByConfig(Plainly):
         return 2 * y if self.config.twice else y
 
 
-LEFT = [Counts, Remembers, Draws, WithoutGradients, Decorated, InFp32, InPlace, WithATensor]
+BESIDE_CHAINS = [
+    Counts,
+    Remembers,
+    Draws,
+    WithoutGradients,
+    Decorated,
+    InFp32,
+    InPlace,
+    WithATensor,
+]
 
 
-@pytest.mark.parametrize("cls", LEFT)
-def test_what_a_graph_would_lose_is_left_alone(cls):
+@pytest.mark.parametrize("cls", BESIDE_CHAINS)
+def test_what_a_graph_would_lose_stays_the_authors_code(cls):
     model = cls()
-    state = {name: copy.copy(value) for name, value in vars(model).items()}
-    report = opfuse.convert(model)
-    assert not report.converted, str(report)
-    assert "its forward cannot be read as a graph: it" in report.left[0].reason
-    assert {n: v for n, v in vars(model).items() if n in ("history", "calls")} == {
-        n: v for n, v in state.items() if n in ("history", "calls")
-    }
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    assert (model.history, model.calls) == ([], 0)
+    for autocast in (False, True, False):
+        results = []
+        for each in (model, twin):
+            x = an_input()
+            torch.manual_seed(3)
+            with torch.autocast("cpu", enabled=autocast):
+                y = each(x)
+            if y.requires_grad and cls is not InPlace:  # of which PyTorch keeps the output
+                y.sum().backward()
+            results.append((y, x.grad, *[p.grad for p in each.parameters()], *each.history))
+        for mine, theirs in zip(*results, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                close = {"rtol": 0.03, "atol": 0.03} if autocast else {}
+                torch.testing.assert_close(mine, theirs, **close)
+                assert mine.requires_grad == theirs.requires_grad
+        assert model.calls == twin.calls
+        for each in (model, twin):
+            each.zero_grad(), each.history.clear()
 
 
 @pytest.mark.parametrize("cls", [ByGradMode, ByConfig])
@@ -783,8 +808,11 @@ class DropsByFunction(Plainly):
 
 def test_a_dict_of_a_class_of_its_own_stays_one():
     model = GivesAnOutput()
-    assert "it makes an object, Output" in str(opfuse.convert(model))
-    assert type(model(an_input())) is Output
+    twin = copy.deepcopy(model)
+    assert opfuse.convert(model).converted
+    given = model(an_input())
+    assert type(given) is Output and opfuse.converted(model)[""] == ""
+    torch.testing.assert_close(given["hidden"], twin(an_input())["hidden"])
 
 
 def test_a_dropout_by_function_follows_the_mode_of_the_module():
@@ -830,7 +858,7 @@ def test_the_chain_is_for_the_way_in_which_the_module_is_called():
         assert_same(model, twin, an_input(), encoded=encoded)
         assert opfuse.converted(model)[""] == ""
     assert_same(model, twin, an_input())
-    assert opfuse.converted(model)[""] == "it computes something else for these arguments"
+    assert opfuse.converted(model)[""] == "encoded is None, and the chain is for another value"
 
 
 def test_inputs_by_name():

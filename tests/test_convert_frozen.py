@@ -1053,66 +1053,8 @@ def an_attribute_of_the_class_of_self(self, x):
     return self.down(F.gelu(self.up(x))) * type(self).last
 
 
-# What a chain goes on with although it has changed: known defects, each to go from this list
-FROZEN = set(
-    """
-    strange_layers_are_appended_to_a_list
-    strange_layers_of_a_list_are_dropped
-    a_strange_layer_of_a_dict_is_dropped
-    a_strange_optional_child_becomes_none
-    layers_are_counted
-    layers_are_zipped
-    names_of_a_dict_are_looped_over
-    a_key_is_looked_for_in_a_dict
-    it_asks_whether_it_has_a_child
-    number_of_a_slots_dataclass
-    number_of_a_plain_object
-    a_class_is_the_configuration
-    a_global_class_is_the_configuration
-    a_class_attribute_of_an_object
-    a_tuple_of_its_own
-    a_named_tuple
-    an_enum
-    a_schedules_method
-    an_object_that_is_called
-    a_numpy_array_written_in_place
-    one_becomes_true
-    it_asks_whether_it_has_an_attribute
-    defaults_of_a_helper
-    keyword_defaults_of_a_helper
-    code_of_a_helper
-    a_default_is_written_into
-    an_attribute_of_a_helper
-    a_cell_of_a_helper
-    a_cell_of_its_own
-    a_partial
-    a_bound_method_it_holds
-    SuperIsCalled
-    a_function_of_torch_is_replaced
-    a_module_is_replaced
-    a_link_of_a_function_is_replaced
-    a_builtin_is_hidden
-    a_constant_of_a_module
-    a_constant_of_a_module_of_a_module
-    a_global_flag_object
-    the_command_line
-    stochastic_depth_of_its_own_generator
-""".split()
-)
-BY_ITSELF = "stochastic_depth_of_its_own_generator"  # converting draws from it
-
-
-def cases():
-    for name in ATTACKS:
-        for called in (True, False):
-            wrong = name in FROZEN if called else name == BY_ITSELF
-            marks = [pytest.mark.xfail(reason="frozen by convert", strict=True)] * wrong
-            yield pytest.param(
-                name, called, marks=marks, id=f"{name}-{'' if called else 'not '}called"
-            )
-
-
-@pytest.mark.parametrize(("name", "called"), list(cases()))
+@pytest.mark.parametrize("called", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("name", ATTACKS)
 def test_it_follows_what_its_forward_reads(name, called, monkeypatch):
     cls, change, setup, before, call = ATTACKS[name]
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, tables
-from opfuse.conversion import building, choosing
+from opfuse.conversion import choosing
 from opfuse.conversion.verifying import differ, in_fp64
 from opfuse.tuning import parts, whole
 from opfuse.tuning.timing import Timing
@@ -381,22 +381,6 @@ def test_another_threads_reason_is_not_taken_for_ones_own(monkeypatch):
     for _ in range(2):
         model(an_input())
         assert standing.fallback and not standing._gave_way._left
-
-
-def test_a_call_that_is_no_traced_forward_is_asked_every_time(monkeypatch):
-    """What it gives, or keeps, may differ from what the module's own forward does."""
-    model, asked = Gated(), []
-    opfuse.convert(model)
-    speed(monkeypatch, 0.5)
-    tuned(model, an_input())
-    monkeypatch.setattr(building._Traced, "as_written", False)
-    refusal = choosing.Choice.refusal
-    monkeypatch.setattr(
-        choosing.Choice, "refusal", lambda *given: asked.append(1) or refusal(*given)
-    )
-    for _ in range(3):
-        model(an_input())
-    assert len(asked) == 3
 
 
 def test_checkpointing_a_module_that_gives_way(monkeypatch):

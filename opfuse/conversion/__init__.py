@@ -3,16 +3,18 @@
 Authors of converters find here what the core's own converters are made of.
 """
 
-from .building import by_tracing
-from .convert import Candidates, Standing, convert, converted, revert, standing_in
+from .building import ORDINARY, by_reading
+from .convert import Candidates, convert, converted, revert, standing_in
 from .leaves import gated, leaf_of
 from .report import ConversionReport
+from .standing import Standing
 
 __all__ = [
+    "ORDINARY",
     "Candidates",
     "ConversionReport",
     "Standing",
-    "by_tracing",
+    "by_reading",
     "convert",
     "converted",
     "gated",

@@ -4,172 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
 from ..converter import Conversion, Converter
-from ..environment import Environment
 from ..fusible import FusibleOperation
 from ..overrides import BESIDE, op_class
 from ..plugins import manager
 from ..prepare import prepare
 from ..sequential import Sequential
 from ..settings import current
-from . import building, encoder
-from .choosing import Choice, GaveWay, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
-from .guard import Guard, still, unreadable
-from .layers import layer_in, layered, original_class, without_layer
+from .building import ORDINARY, by_reading
+from .layers import layer_in, layered, without_layer
+from .probing import remembering
 from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
-from .tracing import kind_of
-from .verifying import compare
-
-
-class Standing:
-    """What stands for one module's forward, and whether it may.
-
-    Attributes:
-        chain: The chain; None in a copy until its first call.
-        fallback: Why the module's own forward ran at the latest call; ``""``: the chain did.
-        off: Whether the module's own forward runs, whatever else.
-        choice: Which of them it is where both can run.
-    """
-
-    off = False
-    _title = ""
-
-    def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
-        self._converter, self._plugin, self._conversion = converter, plugin, conversion
-        self._guard: Guard | None = None
-        self.choice, self._gave_way = Choice(converter.name, plugin), GaveWay()
-        self.fallback = ""
-
-    @property
-    def chain(self) -> nn.Sequential | None:
-        """The chain."""
-        return None if self._conversion is None else self._conversion.chain
-
-    @property
-    def is_out_of_date(self) -> bool:
-        """Whether the module has changed since, so that its own forward runs."""
-        return self._guard is not None and bool(self._guard.why_not())
-
-    def again(self) -> Standing:
-        """The same for a copy of the module, made when it is called first."""
-        return Standing(self._converter, self._plugin, None)
-
-    def seal(self, module: nn.Module) -> None:
-        """From now on, what the module is like must not change."""
-        assert self._conversion is not None
-        self._guard = Guard(module, self._conversion.reads, self._conversion.constants)
-        self._title = title_of(self._converter.name, module)
-
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module's forward by way of the chain, or NotImplemented."""
-        if self.off or (self._guard is None and not self._made(module)):
-            return NotImplemented
-        assert self._guard is not None and self._conversion is not None
-        if self._guard.module is not module:  # a replica of it, with other parameters
-            return NotImplemented
-        call = module, self._guard, (*args, *kwargs.values())
-        if not is_dynamo_compiling() and (why := self._gave_way.why(*call)):
-            self.fallback = why
-            return NotImplemented
-        if why := self._guard.why_not():
-            self._say(why)
-            return NotImplemented
-        self._say("")
-        said: list[str] = []  # by this thread
-        run = functools.partial(self._run, module, said)
-        result = self._conversion.call(module, run, *args, **kwargs)
-        if result is NotImplemented:
-            if not is_dynamo_compiling() and self._found_another(module):
-                return self.call(module, args, kwargs)
-            why = getattr(self._conversion.call, "why", "")
-            self._say(why or "it was called in a way that the chain does not take")
-        elif any(said) and getattr(self._conversion.call, "as_written", False):
-            self._gave_way.note(said[-1], *call)
-        return result
-
-    def _say(self, why: str) -> None:
-        """Note why the module's own forward runs; traces are to have no side effects."""
-        if not is_dynamo_compiling():
-            self.fallback = why
-
-    def _found_another(self, module: nn.Module) -> bool:
-        """Whether there is a chain for the way in which the module was called, from now on."""
-        otherwise = getattr(self._conversion and self._conversion.call, "otherwise", None)
-        made = otherwise(module) if otherwise is not None else ""
-        made = made if isinstance(made, str) else checked(module, made, made.probed)
-        if isinstance(made, str):
-            return False
-        self._conversion, self.choice = made, Choice(self._converter.name, self._plugin)
-        self.seal(module)
-        return True
-
-    def _run(self, module: nn.Module, said: list[str], x: Any, *extras: Any) -> Any:
-        """The chain, or the module's own operations in its place; says why these."""
-        made: Any = self._conversion
-        if made.separate is not None:
-            assert self._guard is not None
-            if is_dynamo_compiling():
-                why = self.why_not_in_graph(module, x, *extras)
-            else:
-                why = self.choice.refusal(module, self._guard, made.chain, x, *extras)
-                said.append(why)
-            self._say(why)
-            if (recorder := current.recorder) is not None:
-                recorder.stands(self, module, (x, *extras))
-            if why:
-                return made.separate(module, x, *extras)
-        return made.chain(x, *extras)
-
-    def in_graphs(self) -> bool:
-        """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
-        if _chains_in_graphs(current.values):
-            return True
-        # under a recipe nothing was measured, and what is exported runs elsewhere
-        plain = current.values[2] is None and not torch.compiler.is_exporting()
-        plain = plain and not torch._C._are_functorch_transforms_active()
-        return plain and is_known_in_graphs(self._title, manager.generation)
-
-    def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
-        """Why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
-        made: Any = self._conversion
-        why = fits(self._guard.dtype, made.chain, x, *extras)  # type: ignore[union-attr]
-        if why or _chains_in_graphs(current.values):
-            return why
-        given = self.choice, module, made.chain, manager.generation, *Kind.of(x, True)
-        return "" if is_faster_in_graph(*given) else "no chain was measured to be faster"
-
-    def both(self) -> tuple[Any, Any]:
-        """The chain, and ``separate(module, x, *extras)``: to be compared."""
-        made: Any = self._conversion
-        return made.chain, made.separate
-
-    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """Those of the module that the chain can read."""
-        assert self._conversion is not None
-        parts = [module.get_submodule(name) for name in self._conversion.reads if name]
-        own = module.parameters(recurse=False) if "" in self._conversion.reads else ()
-        return [*dict.fromkeys([*own, *[p for part in parts for p in part.parameters()]])]
-
-    def _made(self, module: nn.Module) -> bool:
-        """Make the chain of a copy; whether that is possible."""
-        if self._conversion is None:
-            with torch.inference_mode(False):
-                made = _built(self._converter, module)
-            if isinstance(made, str):
-                self.fallback = made
-                return False
-            self._conversion = made
-        self.seal(module)
-        return True
+from .standing import Standing, alike, built, checked
 
 
 def convert(
@@ -188,9 +40,10 @@ def convert(
     :func:`converted` says why. So it does under ``torch.export`` and ``torch.fx``, and under
     ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the chain to be faster.
 
-    What a module computes is read out of its ``forward`` by ``torch.fx``; its class need not be
-    known. Activations and norms of unknown classes are recognised by what they give for numbers of
-    all magnitudes. Plugins bring converters for what tracing does not reach (hook
+    What a module computes is read out of the source of its ``forward``; its class need not be
+    known. Only the statements that a chain stands for are replaced, everything else is the author's
+    own code. Activations and norms of unknown classes are recognised by what they give for numbers
+    of all magnitudes. Plugins bring converters for what cannot be read (hook
     ``opfuse_converters``).
 
     Args:
@@ -261,7 +114,7 @@ class Candidates:
         self._unwanted = unwanted
         asked = converters()
         inside: set[str] = set()  # of what is opfuse's own
-        with contextlib.closing(gathered(model)) as found:
+        with remembering(), contextlib.closing(gathered(model)) as found:
             for name, module in found:
                 if any(name.startswith(f"{above}.") for above in inside):
                     continue
@@ -287,11 +140,11 @@ class Candidates:
 
     def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
         """A conversion, if the chain computes what the module does."""
-        alike = _alike(module, made)
+        kind = alike(module, made)
         verify = made.probed if self._verify is None else self._verify
-        found = checked(module, made, verify and alike not in self._compared)
+        found = checked(module, made, verify and kind not in self._compared)
         if isinstance(found, Conversion) and verify:
-            self._compared.add(alike)
+            self._compared.add(kind)
         return found
 
     def _look_at(
@@ -302,7 +155,7 @@ class Candidates:
         for converter, plugin in asked:
             if not converter.fits(module, cls):
                 continue
-            made = _built(converter, module)
+            made = built(converter, module)
             if isinstance(made, Conversion) and (skipped := self._skipped(name, made)):
                 made = f"{skipped} is to be left alone, and its chain would stand for it"
             if isinstance(made, Conversion):
@@ -318,88 +171,6 @@ class Candidates:
         has_children = next(module.children(), None) is not None
         if reason and has_children and not isinstance(module, containers):
             self.left.append(Left(name, cls.__name__, reason))
-
-
-def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | str:
-    """A conversion, or a sentence that says why its chain cannot stand for a module.
-
-    Args:
-        module: The module.
-        made: The conversion.
-        verify: Whether to compare values and gradients.
-    """
-    if why := unreadable(module, made.reads):
-        return why
-    try:
-        why = _compared(module, made) if verify else ""
-    except Exception as error:
-        text = " ".join(str(error).split())[:160]
-        why = f"comparing raised {type(error).__name__}: {text}"
-    return f"the chain differs from the module: {why}" if why else made
-
-
-def _alike(module: nn.Module, made: Conversion) -> Any:
-    """What two conversions have in common of which one need be compared."""
-    everyone = [module, *[module.get_submodule(name) for name in made.reads if name]]
-    values = [sorted(_numbers_of(each).items()) for each in everyone]
-    shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())
-    ops = tuple(op_class(op) for op in made.chain)
-    return op_class(module), ops, tuple(made.reads), repr(values), shapes
-
-
-def _numbers_of(module: nn.Module) -> dict[str, str]:
-    """The plain attributes of a module, private ones too, as text."""
-    return {k: repr(v) for k, v in vars(module).items() if isinstance(kind_of(v), tuple)}
-
-
-def _compared(module: nn.Module, made: Conversion) -> str:
-    """How a chain differs from the module; see :func:`compare`."""
-    if made.separate is None:
-        forward = original_class(type(module)).forward
-        own = functools.partial(forward, module)
-        return compare(module, made.chain, own, functools.partial(made.call, module, made.chain))
-    own = functools.partial(made.separate, module)
-    ops: Any = made.chain
-    kinds = [
-        op.extra_input_dtypes[k] if op.extra_input_dtypes else ""
-        for op in ops
-        for k, channel in enumerate(op.extra_input_channels)
-        if channel is None
-    ]
-    return compare(module, made.chain, own, made.chain, kinds)
-
-
-def _built(converter: Converter, module: nn.Module) -> Conversion | str:
-    """What a converter makes of a module."""
-    if why := _unfit(type(module)):
-        return why
-    param = next(module.parameters(), None)
-    device, dtype = (
-        (torch.device("cpu"), torch.get_default_dtype())
-        if param is None
-        else (param.device, param.dtype)
-    )
-    env = Environment(device, None, dtype, training=module.training, options=dict(current.options))
-    try:
-        with still(module):
-            made = converter.build(module, env)
-    except Exception as error:
-        text = " ".join(str(error).split())[:160]
-        return f"{converter.name} raised {type(error).__name__}: {text}"
-    return made
-
-
-def _unfit(cls: type) -> str:
-    """Why no subclass of a class may be made, or ``""``."""
-    if issubclass(cls, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit"
-    if issubclass(cls, nn.modules.lazy.LazyModuleMixin):
-        return "its parameters are made at the first call"
-    for base in cls.__mro__:
-        known = base.__module__.partition(".")[0] in ("torch", "transformers", "builtins", "typing")
-        if "__init_subclass__" in vars(base) and not known:
-            return f"{base.__name__}.__init_subclass__ would see the class that a conversion makes"
-    return ""
 
 
 def converters() -> list[tuple[Converter, tuple[str, str] | None]]:
@@ -489,18 +260,4 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _by_tracing(module: nn.Module, env: Environment) -> Conversion | str:
-    if next(module.children(), None) is None:
-        return building.as_leaf(module)
-    return building.by_tracing(module)
-
-
-CORE = [
-    Converter(nn.TransformerEncoderLayer, encoder.build, "transformer encoder layer", -90),
-    Converter(lambda module: True, _by_tracing, "what its forward computes", -100),
-]
-
-
-def _chains_in_graphs(values: Any) -> bool:
-    """Whether the user wants chains in graphs of ``torch.compile``."""
-    return ("chains_under_compile", True) in values[0]
+CORE = [Converter(lambda module: True, lambda module, env: by_reading(module), ORDINARY, -100)]

@@ -11,6 +11,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
+from ..grammar import MISSING, Place
+from ..grammar.table import is_plain, is_same
 from ..overrides import hook_dicts, hook_kinds, op_class
 from .layers import is_patched, original_class
 
@@ -24,6 +26,7 @@ class Guard:
         module: The module.
         reads: Dotted names of the children that the chain stands for; ``""``: the module itself.
         constants: Pairs of such a name and an attribute whose value the chain has taken over.
+        places: What else was looked up.
 
     Attributes:
         module: The module.
@@ -33,9 +36,17 @@ class Guard:
     dtype: Any = None
 
     def __init__(
-        self, module: nn.Module, reads: Sequence[str], constants: Sequence[tuple[str, str]]
+        self,
+        module: nn.Module,
+        reads: Sequence[str],
+        constants: Sequence[tuple[str, str]],
+        places: Sequence[Place] = (),
     ) -> None:
-        self.module = module
+        self.module, self._cls = module, op_class(module)
+        once = {place.key: place for place in places}
+        self._places = [(p.where.get, p.name, p.value, p) for p in once.values()]
+        in_graphs = [p for p in once.values() if type(p.where) is dict and is_plain(p.value)]
+        self._in_graphs = [(p.where, p.name, p.value) for p in in_graphs]
         self._names = [name for name in reads if name]
         self._children: list[tuple[dict[str, Any], str, Any, type, dict[str, Any]]] = []
         for name in self._names:
@@ -92,11 +103,26 @@ class Guard:
                 return f"its parts were {', '.join(names)} and are {', '.join(parts)}"
         if why := self._of_parameters():
             return why
+        if why := self._of_places():
+            return why
         for each, name, value in self._constants:
             now = value_of(each, name)
             if now is not value and now != value:
                 was = "" if is_dynamo_compiling() else f" was {value!r} and is {now!r}"
                 return f"{name} of {op_class(each).__name__}{was or ' is another one now'}"
+        return ""
+
+    def _of_places(self) -> str:
+        """What has changed of what was looked up, as a sentence, or ``""``."""
+        if is_dynamo_compiling():  # it has guards for what a trace looks at
+            same = all([is_same(of.get(name, MISSING), v) for of, name, v in self._in_graphs])
+            return "" if same else "what its forward reads is another one now"
+        if op_class(self.module) is not self._cls:
+            return f"it is a {op_class(self.module).__name__} now"
+        for get, name, value, place in self._places:
+            now = get(name, MISSING)
+            if now is not value and not is_same(now, value):
+                return place.change()
         return ""
 
     def _of_parameters(self) -> str:

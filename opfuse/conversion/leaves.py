@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import ops
+from ..grammar import Place, behind_places
 from ..op import BasicOperation
 from ..overrides import op_class
 from . import probing
@@ -33,15 +38,27 @@ def leaf_of(module: nn.Module) -> Leaf | str:
         if is_patched(cls):
             return f"{cls.__name__} got another forward"
         known: Leaf | str = make(module)
-        return known
+        return known if isinstance(known, str) else known._replace(places=_behind(cls.forward))
     if next(module.children(), None) is not None:
         return f"{cls.__name__} has modules of its own"
+    if cls.__module__.startswith("torch.nn."):
+        return f"no op computes what {cls.__name__} does"
     return probing.recognised(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
     return op_class(module) is nn.Linear and not is_patched(nn.Linear)
+
+
+@functools.cache
+def _behind(forward: Any) -> Sequence[Place]:
+    """The functions that a forward of torch.nn calls."""
+    names = [n for n in forward.__code__.co_names if n in vars(F)]
+    places = [Place(vars(F), n, getattr(F, n), f"torch.nn.functional.{n}") for n in names]
+    called = [getattr(F, n) for n in names]
+    behind = [p for f in called if isinstance(f, types.FunctionType) for p in behind_places(f)]
+    return [Place(forward.__globals__, "F", F, "torch.nn.functional"), *places, *behind]
 
 
 def _linear(module: Any) -> Leaf | str:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from .. import ops
+from ..grammar import Held
 from ..op import BasicOperation
-from ..overrides import op_class
-from ..sequential import Sequential
-from .layers import original_class
-from .leaves import function_op, gated, is_plain_linear, leaf_of
+from .leaves import function_op, gated, is_plain_linear
 from .probing import Leaf
-from .reading import Untraceable, read
-from .tracing import kind_of, parameters_of, plain_read, trace
 
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
@@ -32,8 +28,7 @@ class Step:
 
     Attributes:
         ops: In order.
-        covers: The nodes that it stands for; the last is its value. Those of children are not
-            among them.
+        covers: The nodes that it stands for; the last is its value.
         extra: The node of what is added in its first op; or the number of an earlier value of the
             chain, counted from the one that enters; or None.
         reads: Dotted names of the modules it stands for.
@@ -94,14 +89,18 @@ class Region:
         around = [n.rsplit(".", i)[0] for n in names for i in range(n.count("."), 0, -1)]
         return sorted({*names, *around})
 
-    def values(self) -> list[fx.Node | None]:
-        """The nodes of the value that enters and of those behind each step; None inside a child."""
-        return [self.start, *[step.covers[-1] if step.covers else None for step in self.steps]]
+    @property
+    def extras(self) -> list[fx.Node]:
+        """The nodes of the other values that enter, in order."""
+        return [step.extra for step in self.steps if isinstance(step.extra, fx.Node)]
+
+    def values(self) -> list[fx.Node]:
+        """The nodes of the value that enters and of those behind each step."""
+        return [self.start, *[step.covers[-1] for step in self.steps]]
 
     def from_step(self, number: int) -> Region:
         """The same without the first steps."""
         start = self.values()[number]
-        assert start is not None
         moved = [
             dataclasses.replace(step, extra=step.extra - number)
             if isinstance(step.extra, int)
@@ -112,49 +111,35 @@ class Region:
 
 
 class Parser:
-    """Finds chains in the graph of one module's forward.
+    """Finds chains in a graph.
 
     Args:
-        module: The module.
-        graph: Its graph.
-        path: The dotted name of the module below the one that is converted, with a dot at its end;
-            ``""`` for that one.
-        leaves: What is known of its children by dotted name; grows.
-
-    Attributes:
-        reasons: Why children that it calls are no ops, by dotted name.
-        globals: What the forwards of children read from outside, see :class:`Read`.
+        module: The module whose children are called in it, by dotted names.
+        graph: The graph.
+        leaf_of: What is known of a module, see :func:`~opfuse.conversion.leaves.leaf_of`.
+        modes: Nodes whose argument ``training`` is the mode of a module.
     """
 
     def __init__(
-        self, module: nn.Module, graph: fx.Graph, path: str, leaves: dict[str, Leaf | str]
+        self,
+        module: nn.Module,
+        graph: fx.Graph,
+        leaf_of: Callable[[nn.Module], Leaf | str],
+        modes: Mapping[fx.Node, Held],
     ) -> None:
-        self._module, self._graph, self._path = module, graph, path
-        self._leaves = leaves
+        self._module, self._graph = module, graph
+        self._leaf_of, self._modes = leaf_of, modes
         self._lines: dict[fx.Node, Region] = {}
-        self.reasons: dict[str, str] = {}
-        self.globals: list[tuple[Any, str, Any]] = []
 
-    def best(self) -> Region | None:
-        """The region that stands for most, or None."""
-        found = [self._kept(self.line(node)) for node in self._graph.nodes]
+    def best(self, stands: Callable[[Region], bool]) -> Region | None:
+        """The region that stands for most, or None.
+
+        Args:
+            stands: Whether a chain can stand for a region.
+        """
+        found = [self._kept(self.line(node), stands) for node in self._graph.nodes]
         there = [region for region in found if region.is_worth_it]
         return max(there, key=lambda region: region.weight, default=None)
-
-    def whole(self) -> Region | None:
-        """The region that stands for the whole forward, or None."""
-        places = self._graph.find_nodes(op="placeholder")
-        (output,) = self._graph.find_nodes(op="output")
-        if not isinstance(output.args[0], fx.Node):
-            return None
-        region = self._kept(self.line(output.args[0]))
-        if region.given:
-            return None
-        entering = [region.start, *[s.extra for s in region.steps if isinstance(s.extra, fx.Node)]]
-        covered = {node for step in region.steps for node in step.covers}
-        if any(node.op.startswith("call") and node not in covered for node in self._graph.nodes):
-            return None  # it does more
-        return region if region.steps and all(node in places for node in entering) else None
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
@@ -175,29 +160,27 @@ class Parser:
                 self._lines[node] = Region(earlier.start, [*earlier.steps, *moved])
         return self._lines[node]
 
-    def _kept(self, region: Region) -> Region:
+    def _kept(self, region: Region, stands: Callable[[Region], bool]) -> Region:
         """The longest end of a region none of whose inner values is needed before it is through."""
         number = 0
         while number < len(region.steps):
             part = region.from_step(number)
             covered = {node for step in part.steps for node in step.covers}
             values = part.values()
-            users = {
-                i: set(value.users) - covered
-                for i, value in enumerate(values[:-1])
-                if i and value is not None
-            }
+            users = {i: set(value.users) - covered for i, value in enumerate(values[:-1]) if i}
             needed = [i for i, of in users.items() if of]
             early = [i for i in needed if any(node < part.end for node in users[i])]
             if not early:
-                return dataclasses.replace(self._resolved(part, values), given=needed)
-            number += max(early)
-            while region.values()[number] is None:  # cannot begin inside of a child
-                number += 1
+                made = dataclasses.replace(self._resolved(part, values), given=needed)
+                if not made.is_worth_it:
+                    break
+                if stands(made):
+                    return made
+            number += max(early, default=1)
         return Region(region.start, ())
 
     @staticmethod
-    def _resolved(region: Region, values: list[fx.Node | None]) -> Region:
+    def _resolved(region: Region, values: list[fx.Node]) -> Region:
         """With numbers in place of nodes that are values of the region itself."""
         return Region(
             region.start,
@@ -221,91 +204,37 @@ class Parser:
             return self._of_product(node)
         if node.target in _ADDS or node.target == "add":
             return self._of_sum(node)
+        if node.target is F.dropout:
+            return self._of_dropout(node)
         args = [node.args[0]] if node.args else []
         if len(node.args) != 1 or not isinstance(args[0], fx.Node):
             return None
-        kwargs: dict[str, Any] = dict(node.kwargs)
-        # one that drops whatever the mode is does not follow it
-        follows = kwargs.get("training") is self._module.training and not self._path
-        if node.target is F.dropout and isinstance(kwargs.get("p"), float) and follows:
-            drop = ops.Dropout(kwargs["p"])
-            return args[0], [Step([drop], [node], dropouts=[(drop, "", False)])]
-        op = function_op(_function(node), kwargs)
+        op = function_op(_function(node), dict(node.kwargs))
         return None if op is None else (args[0], [Step([op], [node])])
+
+    def _of_dropout(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
+        names = "input", "p", "training", "inplace"
+        given: Any = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        # one that drops whatever the mode is does not follow it
+        if node not in self._modes or not isinstance(given.get("p", 0.5), float):
+            return None
+        drop = ops.Dropout(given.get("p", 0.5))
+        return given["input"], [
+            Step([drop], [node], dropouts=[(drop, self._modes[node].path, False)])
+        ]
 
     def _of_module(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
         name = str(node.target)
-        child = self._module.get_submodule(name)
-        full = self._path + name
-        if full not in self._leaves:
-            self._leaves[full] = leaf_of(child)
-        leaf = self._leaves[full]
-        if isinstance(leaf, Leaf):
-            values = [*node.args, *node.kwargs.values()]
-            if len(values) != 1 or not isinstance(values[0], fx.Node):
-                return None
-            return values[0], [self._leaf_step(leaf, full, node)]
-        self.reasons.setdefault(full, leaf)
-        return self._of_container(node, child, full)
-
-    def _of_container(
-        self, node: fx.Node, child: nn.Module, full: str
-    ) -> tuple[fx.Node, list[Step]] | None:
-        """The steps of a child with modules of its own, if they are all that it does."""
-        given = _bound(original_class(type(child)).forward, node)
-        inner = None if given is None else self._inside(child, full, given)
-        if given is None or inner is None:
+        leaf = self._leaf_of(self._module.get_submodule(name))
+        values = [*node.args, *node.kwargs.values()]
+        if isinstance(leaf, str) or len(values) != 1 or not isinstance(values[0], fx.Node):
             return None
-        steps = []
-        for step in inner.steps:
-            extra: Any = step.extra
-            if isinstance(extra, fx.Node):  # a placeholder
-                extra = given[str(extra.target)]
-            steps.append(dataclasses.replace(step, covers=(), extra=extra))
-        known = read(original_class(type(child)).forward, op_class(child))
-        self.globals += known.globals
-        own = tuple((full, attribute) for attribute in plain_read(child, known.names))
-        last = steps[-1]
-        steps[-1] = dataclasses.replace(
-            last, covers=[node], reads=[*last.reads, full], constants=[*last.constants, *own]
-        )
-        return given[str(inner.start.target)], steps
+        return values[0], [self._leaf_step(leaf, name, node)]
 
     def _leaf_step(self, leaf: Leaf, full: str, node: fx.Node) -> Step:
         constants = [(full, attribute) for attribute in leaf.constants if attribute != "p"]
         dropouts = [(op, full, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
         return Step(leaf.ops, [node], None, [full], constants, dropouts, 1, leaf.probed)
-
-    def _inside(self, child: nn.Module, full: str, given: dict[str, Any]) -> Region | None:
-        """The region that stands for a child with modules of its own, or None."""
-        forward = original_class(type(child)).forward
-        if "forward" in vars(child) or type(child).__call__ is not nn.Module.__call__:
-            return None
-        try:
-            known = read(forward, op_class(child))
-            plain_read(child, known.names)
-        except Untraceable as error:
-            self.reasons[full] = f"its forward cannot be read as a graph: {error}"
-            return None
-        if "training" in known.names:
-            return None
-        if isinstance(child, Sequential) or next(child.children(), None) is None:
-            return None
-        kinds = {
-            name: Tensor if isinstance(value, fx.Node) else (type(value), value)
-            for name, value in given.items()
-        }
-        try:
-            graph = trace(child, forward, kinds, False)
-        except Untraceable:
-            return None
-        if graph.constants:  # type: ignore[attr-defined]
-            return None
-        parser = Parser(child, graph, f"{full}.", self._leaves)
-        region = parser.whole()
-        self.reasons |= parser.reasons
-        self.globals += parser.globals
-        return region
 
     def _of_sum(self, node: fx.Node) -> tuple[fx.Node, list[Step]] | None:
         """A residual: what has the longer line goes on, the other one is added to it."""
@@ -373,11 +302,10 @@ class Parser:
         if any("forward" in vars(module) for module in modules):
             return None
         (x,) = a.args
-        full = [self._path + name for name in names]
         op = ops.ParallelLinear.reading(
             {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
         )
-        return x, Step([op], reads=full, weight=4)  # type: ignore[return-value]
+        return x, Step([op], reads=names, weight=4)  # type: ignore[return-value]
 
     def _halves(self, a: fx.Node, b: fx.Node) -> tuple[fx.Node, Step] | None:
         """``a`` and ``b`` as the halves of one linear layer's output."""
@@ -393,28 +321,14 @@ class Parser:
             return None
         name = str(whole.target)
         module = self._module.get_submodule(name)
-        full, leaf = self._path + name, leaf_of(module)
+        leaf = self._leaf_of(module)
         is_linear = isinstance(leaf, Leaf) and leaf.ops and isinstance(leaf.ops[0], ops.BasicLinear)
         if len(whole.args) != 1 or not isinstance(leaf, Leaf) or not is_linear:
             return None
-        constants = [(full, attribute) for attribute in leaf.constants]
+        constants = [(name, attribute) for attribute in leaf.constants]
         x: Any = whole.args[0]
         covers = [whole, split]
-        return x, Step(leaf.ops, covers, None, [full], constants, (), 4, leaf.probed)
-
-
-def _bound(forward: Any, node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a call by the names of the parameters; None: they do not fit."""
-    parameters = parameters_of(forward)
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [*places, *[p for p in parameters if p.kind is p.KEYWORD_ONLY]]
-    if len(node.args) > len(places) or set(node.kwargs) - {p.name for p in named}:
-        return None
-    given = {p.name: p.default for p in named}
-    given |= dict(zip([p.name for p in places], node.args, strict=False)) | dict(node.kwargs)
-    plain = [v for v in given.values() if not isinstance(v, fx.Node)]
-    fits = all(isinstance(kind_of(value), tuple) for value in plain)
-    return given if fits and len(plain) < len(given) else None
+        return x, Step(leaf.ops, covers, None, [name], constants, (), 4, leaf.probed)
 
 
 def _function(node: fx.Node) -> Any:

@@ -1,28 +1,31 @@
 """Activations, norms and linear layers of unknown classes, recognised by what they compute.
 
-A module is called with numbers of all magnitudes, in fp64 and in its own dtype, in training and in
-evaluation mode, and what it gives is compared with what each op gives. So the name of a class does
-not matter, and neither does how its author wrote the formula.
+Its code has to be in the grammar. Then it is called with numbers of all magnitudes, in fp64 and in
+its own dtype, in training and in evaluation mode, and what it gives is compared with what each op
+gives. So the name of a class does not matter, and neither does how its author wrote the formula.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .. import ops
+from ..grammar import MISSING, Frame, Held, Place, Reader, Unreadable, table
 from ..op import BasicOperation
-from ..overrides import BESIDE, op_class
+from ..overrides import op_class
 from ..plugins import using
-from .reading import Untraceable, read
-from .tracing import kind_of, plain_read
+from .layers import original_class
 
 MOST_PROBED = 1 << 16
 """The largest number of elements of a norm's weight."""
@@ -45,11 +48,13 @@ class Leaf(NamedTuple):
         ops: What computes it, in order; none for the identity.
         constants: Attributes of the module whose values the ops have taken over.
         probed: Whether it was recognised by its values.
+        places: Where its forward looks things up.
     """
 
     ops: Sequence[BasicOperation]
     constants: Sequence[str] = ()
     probed: bool = False
+    places: Sequence[Place] = ()
 
 
 def recognised(module: nn.Module) -> Leaf | str:
@@ -66,36 +71,105 @@ def recognised(module: nn.Module) -> Leaf | str:
         return f"{cls} has buffers"
     params = {key: param for key, param in module._parameters.items() if param is not None}
     try:
-        numbers = _watched(module)
-    except Untraceable as error:
+        places = looked_up(module)
+    except Unreadable as error:
         return f"{cls} cannot be recognised: {error}"
+    known = _KNOWN.get()
+    make = known[module] if known and module in known else _maker(module, params)
+    if known is not None:
+        known[module] = make
+    if make is None:
+        return f"no op computes what {cls} does"
+    return Leaf(make(), (), True, places)
+
+
+_KNOWN: contextvars.ContextVar[dict[nn.Module, Any] | None] = contextvars.ContextVar(
+    "known", default=None
+)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """A block in which modules do not change: each is called once to find out what it computes."""
+    before = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(before)
+
+
+def _maker(module: Any, params: Mapping[str, Tensor]) -> Callable[[], Sequence[Any]] | None:
+    """What makes the ops that compute what a module does, or None."""
     with _quiet():
         if not params:
             act = _activation(module)
-            return Leaf([act], numbers, True) if act else f"no op computes what {cls} does"
-        if set(params) <= {"weight", "bias"} and params["weight"].ndim == 2:
-            if _is_transposed_linear(module):
-                return Leaf(linear_ops(module, transposed=True), numbers, True)
-        elif set(params) <= {"weight", "bias"} and params["weight"].ndim == 1:
-            norm = _norm(module)
-            return Leaf([norm], numbers, True) if norm else f"no op computes what {cls} does"
-    return f"no op computes what {cls} does"
+            return act and (lambda: [act()])
+        if not set(params) <= {"weight", "bias"} or "weight" not in params:
+            return None
+        if params["weight"].ndim == 2 and _is_transposed_linear(module):
+            return functools.partial(linear_ops, module, transposed=True)
+        norm = _norm(module) if params["weight"].ndim == 1 else None
+        return norm and (lambda: [norm(module)])
 
 
-def _watched(module: nn.Module) -> Sequence[str]:
-    """Names of what a module's forward may read: its own numbers, and what its code looks up.
+class _Everywhere(Frame):
+    """Goes both ways where a condition is on values: what they compute is not asked."""
+
+    def statement(self, node: ast.stmt) -> Any:
+        """Read one statement; what it returns."""
+        try:
+            return super().statement(node)
+        except Unreadable:
+            if not isinstance(node, ast.If):
+                raise
+        self.expression(node.test)
+        for body in (node.body, node.orelse):
+            result = self.block(body)
+        return result if node.orelse else MISSING
+
+    def items(self, value: Any) -> Sequence[Any]:
+        """What a loop goes through; a value stands for its parts."""
+        return [value] if isinstance(value, fx.Node) else super().items(value)
+
+    def _of_ifexp(self, node: ast.IfExp) -> Any:
+        return [*map(self.expression, (node.test, node.orelse, node.body))][-1]
+
+    def _of_boolop(self, node: ast.BoolOp) -> Any:
+        return [*map(self.expression, node.values)][-1]
+
+    def _of_compare(self, node: ast.Compare) -> Any:
+        try:
+            return super()._of_compare(node)
+        except Unreadable:
+            given = [*map(self.expression, (node.left, *node.comparators))]
+            return self.reader.graph.call_function(operator.eq, (given[0],))
+
+
+class _Inspector(Reader):
+    """Reads all that a module's forward may do."""
+
+    frame = _Everywhere
+
+    def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A node of the graph."""
+        if target in table.RANDOM:
+            raise Unreadable("it draws random numbers")
+        return super().node(kind, target, args, kwargs)
+
+
+def looked_up(module: nn.Module) -> Sequence[Place]:
+    """Where the forward of a module looks things up.
 
     Raises:
-        Untraceable: What the code does is not all in what it gives.
+        Unreadable: It does something beyond the grammar.
     """
-    known = read(op_class(module).forward, op_class(module))
-    internal = vars(nn.Module()).keys() | {BESIDE}
-    own = [
-        name
-        for name, value in vars(module).items()
-        if name not in internal and isinstance(kind_of(value), tuple)
-    ]
-    return sorted({*own, *plain_read(module, known.names)})
+    graph = fx.Graph()
+    reader = _Inspector(graph, lambda part: False, class_of=original_class)
+    if op_class(module) is not original_class(type(module)):
+        raise Unreadable("something computes its parameters")
+    held = Held(module, "")
+    reader.run(reader.forward_of(held), [held, graph.placeholder("x")], {})
+    return reader.places
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -186,7 +260,7 @@ def _close(y: Tensor, expected: Tensor, x: Tensor) -> bool:
 
 
 def _activation(module: nn.Module) -> Any:
-    """The activation that computes what a module without parameters does, or None."""
+    """What makes the activation that a module without parameters is, or None."""
     if vars(module).get("_forward_hooks"):
         return None
     try:
@@ -199,12 +273,12 @@ def _activation(module: nn.Module) -> Any:
             _agrees(twin, op, _numbers(dtype))
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         ):
-            return op
+            return make
     return None
 
 
 def _norm(module: Any) -> Any:
-    """The norm over the last dimension that computes what a module does, or None."""
+    """What makes the norm over the last dimension that a module is, of the module; or None."""
     width = module.weight.shape[0]
     if width > MOST_PROBED or not module.weight.is_floating_point():
         return None
@@ -214,7 +288,7 @@ def _norm(module: Any) -> Any:
         return None
     for make in _norms(module):
         if all(_agrees(of, make(of), _rows(of.weight.dtype, width)) for of in twins):
-            return make(module)
+            return make
     return None
 
 
@@ -272,12 +346,6 @@ def _is_transposed_linear(module: Any) -> bool:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
-        return False
-    if any(True for _ in module.children()) or not _takes_one(module):
-        return False
-    try:
-        _watched(module)
-    except Untraceable:
         return False
     modes = module.training
     try:

@@ -13,7 +13,7 @@ from torch import nn
 from ..authoring import saved_bytes
 from ..overrides import op_class
 from ..settings import Recorder
-from .building import NOTHING
+from .building import NOTHING, ORDINARY
 from .choosing import nothing_in_graphs
 from .sharded import shard_again
 
@@ -111,7 +111,8 @@ class ConversionReport:
 
 def _by_whom(row: Converted) -> str:
     """What a plugin's converter calls what it recognised."""
-    return f" ({row.converter})" if row.distribution else ""
+    named = row.distribution and row.converter != ORDINARY
+    return f" ({row.converter})" if named else ""
 
 
 def _size(count: int) -> str:

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import types
 import typing
 import warnings
 from unittest import mock
@@ -26,7 +27,10 @@ import twins
 from torch import nn
 
 import opfuse
+from opfuse.conversion import choosing, guard, site
+from opfuse.grammar import Attributes
 
+standing = sys.modules["opfuse.conversion.standing"]
 WIDTH = random_forwards.WIDTH
 
 
@@ -157,6 +161,49 @@ class Twins:
         return change.kind
 
 
+def kind_of(place):
+    """What kind of place something was looked up in."""
+    where = place.where
+    if isinstance(where, Attributes):
+        of = type(where.of).__name__
+        return {"function": "functions", "cell": "cells"}.get(of, "objects")
+    if isinstance(where, dict):
+        return "modules" if "_modules" in where or "__name__" not in where else "globals"
+    return "classes" if isinstance(where, types.MappingProxyType) else "keys"
+
+
+def without_places(kind):
+    """Guards that do not ask for one kind of places."""
+    made = guard.Guard.__init__
+
+    def init(self, module, reads, constants, places=()):
+        made(self, module, reads, constants, [p for p in places if kind_of(p) != kind])
+
+    return lambda: mock.patch.object(guard.Guard, "__init__", init)
+
+
+def without(owner, name, result=""):
+    """A guard that finds nothing."""
+    return lambda: mock.patch.object(owner, name, lambda *given: result)
+
+
+GUARDS = {
+    "places": without(guard.Guard, "_of_places"),
+    **{
+        f"places: {kind}": without_places(kind)
+        for kind in "functions cells objects modules globals classes keys".split()
+    },
+    "children": without(guard.Guard, "_explained"),
+    "hooks on every module": without(guard, "_hooked_everywhere", False),
+    "parameters": without(guard.Guard, "_of_parameters"),
+    "arguments": without(site.Site, "refusal"),
+    "the forward itself": without(site.Site, "change"),
+    "modes of functions": without(standing, "watched_elsewhere"),
+    "dtypes and shapes": without(choosing, "fits"),
+}
+"""Ways to take a guard out, by its name."""
+
+
 HEAD = compile(
     "import contextlib, functools, math, operator, os, random, types\nimport numpy as np\nimport torch\nfrom torch import nn\n"
     "from torch.nn import functional as F\nfrom torch.nn.utils import parametrize",
@@ -185,6 +232,7 @@ def restore(value, state):
     elif hasattr(value, "bit_generator"):
         value.bit_generator.state = copy.deepcopy(state)
     else:
+        vars(value).clear()
         vars(value).update(state)
 
 
@@ -292,14 +340,36 @@ def told(tally):
     return "\n".join(lines)
 
 
+def missed(given):
+    """The guards that may be taken out without a mismatch."""
+    names = [*GUARDS] if given.without == "all" else [given.without]
+    found = []
+    for name in names:
+        begin = time.monotonic()
+        tally = fuzz(
+            given.seed,
+            iter(range(10**9)),
+            GUARDS[name],
+            lambda tally, begin=begin: tally.mismatches or time.monotonic() > begin + given.seconds,
+        )
+        seconds = time.monotonic() - begin
+        found += [name] * (not tally.mismatches)
+        said = "fails" if tally.mismatches else "passes"
+        print(f"without {name}: {said} after {tally.cases} forwards, {seconds:.1f} s", flush=True)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without", metavar="GUARD", help="take a guard out: all, or one of them")
     parser.add_argument("--replay", metavar="SEED:INDEX")
     parser.add_argument("--kinds", action="store_true", help="what changed, how often")
     parser.add_argument("--quiet", action="store_true", help="mismatches in one line each")
     given = parser.parse_args()
+    if given.without:
+        sys.exit(bool(missed(given)))
     if given.replay:
         seed, index = map(int, given.replay.split(":"))
         tally = fuzz(seed, [index])

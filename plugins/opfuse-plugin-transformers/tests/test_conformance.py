@@ -54,7 +54,8 @@ def test_a_training_step(models, family, mode):
     why = {reason for reason in opfuse.converted(twin).values() if reason}
     if mode == "autocast":  # norms of half precision differ in dtype, and run as they are
         why = {reason for reason in why if not reason.startswith("under autocast ")}
-    assert not why
+    # positions are added to the words of each row
+    assert not why - {"the tensors that it adds differ in shape"}
     found = {row.cls: row.ops for row in report.converted}
     assert {cls: found.get(cls) for cls in CONVERTED[family]} == CONVERTED[family]
 

@@ -18,12 +18,15 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookimpl
 def opfuse_converters() -> list[Converter]:
-    """The projections of attention, experts, LoRA, and the loss of a causal language model."""
-    from . import attention, experts, head, lora
+    """Projections of attention, experts, LoRA, the loss of a causal language model, and chunks."""
+    from opfuse.conversion import ORDINARY
+
+    from . import attention, chunks, experts, head, lora
 
     return [
         Converter(attention.is_attention, attention.build, "projections of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
         Converter(head.is_causal, head.build, "loss; logits when they are read"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
+        Converter(chunks.is_of_transformers, chunks.build, ORDINARY, -95),
     ]

@@ -56,7 +56,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     chain = Sequential(up, ScaledActivation(op), down)
     constants = [("", name) for name in (*_DECLARED, "_is_expert_parallel", "num_experts")]
     of_act = [("act_fn", name) for name in leaf.constants]  # type: ignore[union-attr]
-    return Conversion(chain, ("", "act_fn"), _Call(), None, (*constants, *of_act))
+    places = leaf.places  # type: ignore[union-attr]
+    return Conversion(chain, ("", "act_fn"), _Call(), None, (*constants, *of_act), places=places)
 
 
 class _Call:

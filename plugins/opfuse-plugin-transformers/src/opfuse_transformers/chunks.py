@@ -1,0 +1,35 @@
+"""Forwards that call a helper of transformers which the grammar does not read."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from opfuse.conversion import by_reading
+from opfuse.grammar import Reader, Unreadable, function_places
+from opfuse.overrides import op_class
+
+_HOME, _CHUNKS = "transformers.pytorch_utils", "apply_chunking_to_forward"
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether transformers brings the class of a module."""
+    return op_class(module).__module__.startswith("transformers.")
+
+
+def build(module: nn.Module, env: Any) -> Any:
+    """What stands for the largest part of its forward, a feed-forward in chunks of 0 read, too."""
+    chunks = getattr(sys.modules.get(_HOME), _CHUNKS, None)
+    return by_reading(module, known={} if chunks is None else {chunks: _chunked(chunks)})
+
+
+def _chunked(chunks: Any) -> Any:
+    def read(reader: Reader, function: Any, chunk_size: Any, dim: Any, *inputs: Any) -> Any:
+        if type(chunk_size) is not int or chunk_size:
+            raise Unreadable("it computes in chunks")
+        reader.places += function_places(chunks)
+        return reader.call(function, inputs, {})
+
+    return read
