@@ -23,6 +23,7 @@ from ..settings import Recorder, current
 from .parts import as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
+from .unchanged import unchanged
 from .whole import Whole
 
 Progress = Callable[[int, int, str], None]
@@ -44,9 +45,12 @@ def tune(
     the backward. What is alike is measured once. The results go into the table of this device, see
     :mod:`opfuse.tables`, and plans are made anew by them.
 
-    Parameters, buffers of ops and the state of quantizers stay as they are, and so do random number
-    generators. To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size
-    that matters: an entry counts for numbers of rows between the same powers of two.
+    Parameters, buffers, gradients and the state of quantizers stay as they are, and so do random
+    number generators of PyTorch, Python and NumPy, and attributes that forwards set. What a forward
+    changes inside of other objects is not known.
+
+    To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
+    an entry counts for numbers of rows between the same powers of two.
 
     Args:
         model: A module, or any callable that calls some.
@@ -74,7 +78,7 @@ def tune(
     recorder, report = _Candidates(compiled), TuningReport([], None)
     off: list[Standing] = []
     again = True
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), unchanged(model):
         try:
             while again:  # what is inside of those that give way runs by itself
                 recorder.hear(model, inputs, kwargs)
