@@ -330,7 +330,7 @@ CHANGES = {
     another_class: "up is a Adapter now",
     another_eps: "approximate of GELU was 'none' and is 'tanh'",
     backward_hook: "down has backward hooks",
-    a_quantized_weight: "up",
+    a_quantized_weight: "its parameters are of torch.float32 and of torch.float16",
     a_bias_gone: "up.bias is gone",
 }
 

@@ -13,12 +13,13 @@ from .. import ops
 from ..converter import Conversion
 from ..grammar import Unreadable, function_places, parameters_of, table, tree_of
 from ..grammar.rewriting import own_tree, rewritten, unwrapped, wrapped
+from ..grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from ..sequential import Sequential
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parsing import Region
+from .regions import Found, Leaves, StretchReader, largest
 from .site import Site
-from .stretches import NOT_NONE, UNKNOWN, Found, Survey
 
 NOTHING = "there is nothing to fuse in it"
 
@@ -51,21 +52,29 @@ def by_reading(
     try:
         tree = own_tree(tree_of(function))
         names = _parameters(function, facts)
-        survey = Survey(module, function, tree, names, known)
+        leaves = Leaves()
+        reader = functools.partial(StretchReader, leaves, known)
+        survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"
-    if not survey.found:
-        own = [f"{name}: {why}" for name, why in survey.leaves.reasons.items()]
-        return own[0] if own else NOTHING
-    found = max(survey.found, key=lambda each: each.region.weight)
+    found = largest(module, survey.stretches, leaves)
+    if found is None:
+        return next((f"{name}: {why}" for name, why in leaves.reasons.items()), NOTHING)
     drops = [each for step in found.region.steps for each in step.dropouts]
     dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
     places += [place for each in (function, *around) for place in function_places(each)]
     cls = original_class(type(module))
     again = functools.partial(_again, module, known)
     defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
-    site = Site(found, dropouts, (cls, cls.forward, places), again, defaults)
-    site.forward = wrapped(rewritten(function, tree, found, survey.own, site), around)
+    site = Site(
+        found.span,
+        1 + len(found.region.extras),
+        dropouts,
+        (cls, cls.forward, places),
+        again,
+        defaults,
+    )
+    site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
     return _conversion(found, site)
 
 
@@ -76,7 +85,7 @@ def _again(module: nn.Module, known: Any, facts: Mapping[str, Any]) -> Conversio
 def _conversion(found: Found, site: Site) -> Conversion:
     """The conversion that a region is."""
     steps = found.region.steps
-    around = [n.rsplit(".", i)[0] for n in found.called for i in range(n.count(".") + 1)]
+    around = [n.rsplit(".", i)[0] for n in found.span.called for i in range(n.count(".") + 1)]
     return Conversion(
         _chain_of(found.region),
         sorted({*found.region.reads, *around} - {""}),
@@ -84,7 +93,7 @@ def _conversion(found: Found, site: Site) -> Conversion:
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
         any(step.probed for step in steps),
-        found.places,
+        found.span.places,
     )
 
 
@@ -135,17 +144,18 @@ def follow(dropouts: Sequence[tuple[Any, Any, bool]]) -> None:
 
 def _chain_of(region: Region) -> Sequential:
     """The chain of a region."""
-    forks = {step.extra for step in region.steps if isinstance(step.extra, int)}
+    values = region.values
+    forks = {step.extra for step in region.steps} & {*values}
     found: list[Any] = []
-    for number, step in enumerate(region.steps):
-        if number in forks or number in region.given:
+    for number, (value, step) in enumerate(zip(values, region.steps, strict=False)):
+        if value in forks or number in region.given:
             fork = ops.MakeExtraOutput()
-            if number in forks:
+            if value in forks:
                 public = number in region.given
                 fork.set_extra_output_channel(0, f"value {number}", output_to_caller=public)
             found.append(fork)
-        if isinstance(step.extra, int):
-            step.ops[0].set_extra_input_channel(0, f"value {step.extra}")
+        if step.extra is not None and step.extra in forks:
+            step.ops[0].set_extra_input_channel(0, f"value {values.index(step.extra)}")
         found += step.ops
     return Sequential(*found)
 
@@ -168,7 +178,7 @@ def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
             names = "input", "p", "training", "inplace"
             given: Any = {**dict(zip(names, made.args, strict=False)), **made.kwargs}
             made.args, made.kwargs = (), {**given, "training": mode}
-    values = region.values()
+    values = region.values
     results = [inner[each] for each in (region.end, *[values[k] for k in region.given])]
     graph.output(tuple(results) if region.given else results[0])
     code = graph.python_code("self")

@@ -26,13 +26,12 @@ from ..precision import matmul_precision
 from ..records import normalize
 from ..settings import current
 from ..tables import Entries, Measurement, Shape
-from .guard import Guard
 
 _PLAIN = {Tensor, nn.Parameter}
 _MOST = 64
 
 
-def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
+def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
     """Why a chain does not compute what a module would, in its dtypes; ``""``: it does.
 
     Outside of autocast it does if parameters, input and extra inputs have one dtype. Under autocast
@@ -41,11 +40,15 @@ def fits(dtype: torch.dtype | None, chain: Any, x: Any, *extras: Any) -> str:
     the dtype as it is, and the ops compute in autocast's.
 
     Args:
-        dtype: That of the parameters; None: there are none.
+        params: Of each parameter its dtype, and what else is known of it; True: it is not there.
         chain: The chain.
         x: Its input.
         *extras: Its extra inputs.
     """
+    dtypes = [param[0] for param in params if param is not True]
+    if any([each is not dtypes[0] for each in dtypes]):
+        return f"its parameters are of {' and of '.join(map(str, dict.fromkeys(dtypes)))}"
+    dtype = dtypes[0] if dtypes else None
     given = x, *extras
     if not _PLAIN.issuperset(map(type, given)) or not x.ndim:
         return "its input is no plain tensor"
@@ -185,13 +188,10 @@ class Choice:
         self.of = name, plugin
         self._known: dict[Any, str] = {}
 
-    def refusal(self, module: nn.Module, params: Guard, chain: Any, x: Any, *extras: Any) -> str:
+    def refusal(self, module: nn.Module, params: Any, chain: Any, x: Any, *extras: Any) -> str:
         """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
-        dtype = params.dtype
-        if any([isinstance(_form(t), type) for t in (x, *extras)]):
-            return fits(dtype, chain, x, *extras)
-        if not x.ndim:
-            return fits(dtype, chain, x)
+        if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
+            return fits(params, chain, x, *extras)
         kind, rows = x.device.type, x.shape[:-1]
         beside = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
         key = (
@@ -201,12 +201,22 @@ class Choice:
             x.is_contiguous(),
             *beside,
             x.requires_grad,
-            _situation(module, params.parameters(), kind),
+            params,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            kind,
+            module.training,
+            torch.are_deterministic_algorithms_enabled(),
+            matmul_precision(kind),
+            torch.get_num_threads(),
+            current.values,
+            manager.generation,
+            FusibleOperation.changes,
         )
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = fits(dtype, chain, x, *extras) or self._looked_up(module, chain, x)
+            self._known[key] = fits(params, chain, x, *extras) or self._looked_up(module, chain, x)
         return self._known[key]
 
     def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
@@ -226,60 +236,10 @@ class Choice:
         return table.entries.get(of, {})
 
 
-class GaveWay:
-    """Remembers in which kind of call a module's own forward ran, so that it need not ask again.
-
-    It does ask at every 64th call: what no key holds may have changed. It is for modules whose own
-    operations, in the chain's place, keep and give what the forward does that then runs instead.
-    """
-
-    def __init__(self) -> None:
-        self._latest, self._left = (None, ""), 0
-
-    def why(self, *call: Any) -> str:
-        """Why it gives way in this call as well; ``""``: it is to be asked."""
-        if not self._left or current.recorder is not None:
-            return ""
-        key, why = self._latest
-        if key is None or self._key(*call) != key:
-            return ""
-        self._left -= 1
-        return why
-
-    def note(self, why: str, *call: Any) -> None:
-        """Say why it gave way in a call."""
-        self._latest, self._left = (self._key(*call), why), _MOST - 1
-
-    def _key(self, module: nn.Module, guard: Guard, given: Sequence[Any]) -> Any:
-        """The kind of a call with these arguments; None: it has none."""
-        forms = [_form(each) for each in given]
-        if not forms or not isinstance(forms[0], tuple):
-            return None
-        return forms, _situation(module, guard.parameters(), given[0].device.type)
-
-
-def _form(x: Any) -> Any:
-    """What of an argument decides: of a plain tensor more than its type."""
-    if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided or x.is_meta:
-        return type(x)
-    return x.shape, x.dtype, x.is_contiguous(), x.requires_grad
-
-
-def _situation(module: nn.Module, params: Any, device: str) -> Any:
-    """What else decides, beside the tensors that come in."""
-    return (
-        params,
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        device,
-        module.training,
-        torch.are_deterministic_algorithms_enabled(),
-        matmul_precision(device),
-        torch.get_num_threads(),
-        current.values,
-        manager.generation,
-        FusibleOperation.changes,
-    )
+def _is_ordinary(x: Any) -> bool:
+    """Whether all that counts of an argument is in a key of :class:`Choice`."""
+    plain = type(x) in _PLAIN and not x.is_nested
+    return plain and x.layout is torch.strided and not x.is_meta
 
 
 def nothing_in_graphs() -> bool:

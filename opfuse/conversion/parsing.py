@@ -29,8 +29,7 @@ class Step:
     Attributes:
         ops: In order.
         covers: The nodes that it stands for; the last is its value.
-        extra: The node of what is added in its first op; or the number of an earlier value of the
-            chain, counted from the one that enters; or None.
+        extra: The node of what is added in its first op; None: nothing is.
         reads: Dotted names of the modules it stands for.
         constants: ``(name, attribute)`` pairs that it has taken over.
         dropouts: Dropout ops, each with the name of the module whose mode it has, and whether that
@@ -41,7 +40,7 @@ class Step:
 
     ops: Sequence[BasicOperation] = ()
     covers: Sequence[fx.Node] = ()
-    extra: fx.Node | int | None = None
+    extra: fx.Node | None = None
     reads: Sequence[str] = ()
     constants: Sequence[tuple[str, str]] = ()
     dropouts: Sequence[tuple[Any, str, bool]] = ()
@@ -90,24 +89,15 @@ class Region:
         return sorted({*names, *around})
 
     @property
-    def extras(self) -> list[fx.Node]:
-        """The nodes of the other values that enter, in order."""
-        return [step.extra for step in self.steps if isinstance(step.extra, fx.Node)]
-
     def values(self) -> list[fx.Node]:
         """The nodes of the value that enters and of those behind each step."""
         return [self.start, *[step.covers[-1] for step in self.steps]]
 
-    def from_step(self, number: int) -> Region:
-        """The same without the first steps."""
-        start = self.values()[number]
-        moved = [
-            dataclasses.replace(step, extra=step.extra - number)
-            if isinstance(step.extra, int)
-            else step
-            for step in self.steps[number:]
-        ]
-        return Region(start, moved)
+    @property
+    def extras(self) -> list[fx.Node]:
+        """The nodes of the other values that enter, in order."""
+        own = self.values
+        return [s.extra for s in self.steps if s.extra is not None and s.extra not in own]
 
 
 class Parser:
@@ -148,49 +138,28 @@ class Parser:
             if found is None:
                 self._lines[node] = Region(node, ())
             else:
-                before, steps = found
-                earlier = self.line(before)
-                count = len(earlier.steps)
-                moved = [
-                    dataclasses.replace(step, extra=step.extra + count)
-                    if isinstance(step.extra, int)
-                    else step
-                    for step in steps
-                ]
-                self._lines[node] = Region(earlier.start, [*earlier.steps, *moved])
+                earlier = self.line(found[0])
+                self._lines[node] = Region(earlier.start, [*earlier.steps, *found[1]])
         return self._lines[node]
 
     def _kept(self, region: Region, stands: Callable[[Region], bool]) -> Region:
         """The longest end of a region none of whose inner values is needed before it is through."""
         number = 0
         while number < len(region.steps):
-            part = region.from_step(number)
+            values = region.values[number:]
+            part = Region(values[0], region.steps[number:])
             covered = {node for step in part.steps for node in step.covers}
-            values = part.values()
             users = {i: set(value.users) - covered for i, value in enumerate(values[:-1]) if i}
             needed = [i for i, of in users.items() if of]
             early = [i for i in needed if any(node < part.end for node in users[i])]
             if not early:
-                made = dataclasses.replace(self._resolved(part, values), given=needed)
+                made = dataclasses.replace(part, given=needed)
                 if not made.is_worth_it:
                     break
                 if stands(made):
                     return made
             number += max(early, default=1)
         return Region(region.start, ())
-
-    @staticmethod
-    def _resolved(region: Region, values: list[fx.Node]) -> Region:
-        """With numbers in place of nodes that are values of the region itself."""
-        return Region(
-            region.start,
-            [
-                dataclasses.replace(step, extra=values.index(step.extra))
-                if isinstance(step.extra, fx.Node) and step.extra in values[: number + 1]
-                else step
-                for number, step in enumerate(region.steps)
-            ],
-        )
 
     # One node
 

@@ -12,9 +12,8 @@ import contextlib
 import contextvars
 import copy
 import functools
-import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +29,18 @@ from .layers import original_class
 MOST_PROBED = 1 << 16
 """The largest number of elements of a norm's weight."""
 
-_ACTIVATIONS: tuple[Callable[[], Any], ...] = (
-    ops.SiLU,
-    ops.GELU,
-    lambda: ops.GELU(approximate="none"),
-    ops.ReLU,
-    ops.SReLU,
-    ops.QGELU,
+_Maker = Callable[[Any], Sequence[BasicOperation]]
+"""Makes the ops of a module."""
+
+_ACTIVATIONS: tuple[_Maker, ...] = (
+    lambda of: [ops.SiLU()],
+    lambda of: [ops.GELU()],
+    lambda of: [ops.GELU(approximate="none")],
+    lambda of: [ops.ReLU()],
+    lambda of: [ops.SReLU()],
+    lambda of: [ops.QGELU()],
 )
-_EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 class Leaf(NamedTuple):
@@ -65,22 +67,19 @@ def recognised(module: nn.Module) -> Leaf | str:
             it is called itself, which may be large.
     """
     cls = op_class(module).__name__
-    if not _takes_one(module):
-        return f"{cls} takes more than one tensor"
     if any(True for _ in module.buffers()):
         return f"{cls} has buffers"
-    params = {key: param for key, param in module._parameters.items() if param is not None}
     try:
-        places = looked_up(module)
+        places, graph = looked_up(module)
     except Unreadable as error:
         return f"{cls} cannot be recognised: {error}"
     known = _KNOWN.get()
-    make = known[module] if known and module in known else _maker(module, params)
+    make = known[module] if known and module in known else _maker(module, graph)
     if known is not None:
         known[module] = make
     if make is None:
         return f"no op computes what {cls} does"
-    return Leaf(make(), (), True, places)
+    return Leaf(make(module), (), True, places)
 
 
 _KNOWN: contextvars.ContextVar[dict[nn.Module, Any] | None] = contextvars.ContextVar(
@@ -98,18 +97,21 @@ def remembering() -> Iterator[None]:
         _KNOWN.reset(before)
 
 
-def _maker(module: Any, params: Mapping[str, Tensor]) -> Callable[[], Sequence[Any]] | None:
+def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
     """What makes the ops that compute what a module does, or None."""
+    params = {key: param for key, param in module._parameters.items() if param is not None}
     with _quiet():
         if not params:
-            act = _activation(module)
-            return act and (lambda: [act()])
-        if not set(params) <= {"weight", "bias"} or "weight" not in params:
+            return _alike(module, _ACTIVATIONS, _numbers)
+        weight, bias = params.pop("weight", None), params.pop("bias", None)
+        if params or weight is None or weight.is_meta or not weight.is_floating_point():
             return None
-        if params["weight"].ndim == 2 and _is_transposed_linear(module):
-            return functools.partial(linear_ops, module, transposed=True)
-        norm = _norm(module) if params["weight"].ndim == 1 else None
-        return norm and (lambda: [norm(module)])
+        if weight.ndim == 2 and _is_transposed_linear(module, weight, bias):
+            return functools.partial(linear_ops, transposed=True)
+        if weight.ndim != 1 or len(weight) > MOST_PROBED:
+            return None
+        rows = functools.partial(_rows, len(weight))
+        return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
 
 
 class _Everywhere(Frame):
@@ -157,11 +159,11 @@ class _Inspector(Reader):
         return super().node(kind, target, args, kwargs)
 
 
-def looked_up(module: nn.Module) -> Sequence[Place]:
-    """Where the forward of a module looks things up.
+def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
+    """Where the forward of a module looks things up, and what it computes of one tensor.
 
     Raises:
-        Unreadable: It does something beyond the grammar.
+        Unreadable: It does something beyond the grammar, or takes more than one tensor.
     """
     graph = fx.Graph()
     reader = _Inspector(graph, lambda part: False, class_of=original_class)
@@ -169,19 +171,7 @@ def looked_up(module: nn.Module) -> Sequence[Place]:
         raise Unreadable("something computes its parameters")
     held = Held(module, "")
     reader.run(reader.forward_of(held), [held, graph.placeholder("x")], {})
-    return reader.places
-
-
-def _takes_one(module: nn.Module) -> bool:
-    """Whether ``forward`` takes one tensor, and what else it takes has defaults."""
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    kind = inspect.Parameter
-    places = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
-    return len(needed) == 1 and needed[0].kind in places
+    return reader.places, graph
 
 
 @contextlib.contextmanager
@@ -259,60 +249,31 @@ def _close(y: Tensor, expected: Tensor, x: Tensor) -> bool:
     return bool(((a - b).abs() <= most).all())
 
 
-def _activation(module: nn.Module) -> Any:
-    """What makes the activation that a module without parameters is, or None."""
-    if vars(module).get("_forward_hooks"):
-        return None
-    try:
-        twin = copy.deepcopy(module)
-    except Exception:
-        return None
-    for make in _ACTIVATIONS:
-        op = make()
-        if all(
-            _agrees(twin, op, _numbers(dtype))
-            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        ):
-            return make
-    return None
-
-
-def _norm(module: Any) -> Any:
-    """What makes the norm over the last dimension that a module is, of the module; or None."""
-    width = module.weight.shape[0]
-    if width > MOST_PROBED or not module.weight.is_floating_point():
-        return None
-    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
-    twins = [_twin(module, dtype) for dtype in dtypes]
-    if None in twins:
-        return None
-    for make in _norms(module):
-        if all(_agrees(of, make(of), _rows(of.weight.dtype, width)) for of in twins):
+def _alike(
+    module: Any, makers: Iterable[_Maker], numbers: Callable[[torch.dtype], Tensor]
+) -> _Maker | None:
+    """Which of them makes the op that a module is, in every dtype; or None."""
+    twins = [(_twin(module, dtype), numbers(dtype)) for dtype in _DTYPES]
+    for make in makers if all(twin is not None for twin, _ in twins) else ():
+        if all(_agrees(twin, make(twin)[0], x) for twin, x in twins):
             return make
     return None
 
 
 def _twin(module: Any, dtype: torch.dtype) -> Any:
     """A copy on the CPU with other parameters, to tell ``weight`` from ``1 + weight``."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+        for p in module.parameters()
+    }
     try:
-        on_cpu = module if module.weight.device.type == "cpu" else None
-        twin = copy.deepcopy(on_cpu) if on_cpu is not None else _emptied(module)
+        return copy.deepcopy(module, {k: nn.Parameter(p, False) for k, p in drawn.items()})
     except Exception:
         return None
-    generator = torch.Generator().manual_seed(0)
-    for param in twin.parameters():
-        param.requires_grad_(False)
-        param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(dtype)
-    return twin
 
 
-def _emptied(module: Any) -> Any:
-    """A copy on the CPU of a module that is elsewhere."""
-    memo = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
-
-
-def _rows(dtype: torch.dtype, width: int) -> Tensor:
+def _rows(width: int, dtype: torch.dtype) -> Tensor:
     """Rows of all magnitudes, with and without a mean."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(26, width, generator=generator, dtype=torch.float64)
@@ -321,62 +282,47 @@ def _rows(dtype: torch.dtype, width: int) -> Tensor:
     return (x + torch.arange(26).ge(13).double()[:, None]).mul(sizes[:, None]).to(dtype)
 
 
-def _norms(module: Any) -> Iterator[Callable[[Any], Any]]:
-    """Makers of norms that read a module's parameters."""
-    found = [getattr(module, key) for key in _EPS if isinstance(getattr(module, key, None), float)]
-    for eps in dict.fromkeys([*found, *_small(module)]):
+def _norms(graph: fx.Graph, bias: str | None) -> Iterator[_Maker]:
+    """Makers of norms that add one of the small numbers in a graph."""
+    given = [a for node in graph.nodes for a in (*node.args, *node.kwargs.values())]
+    small = [a for a in given if isinstance(a, float) and 0 <= a <= 1e-2]
+    for eps in dict.fromkeys([*small, 1e-5]):  # the default of PyTorch's functions
         for centered in (False, True):
             rule: dict[str, Any] = {"eps": eps, "zero_centered_gamma": centered}
-            if getattr(module, "bias", None) is None:
-                yield functools.partial(ops.RMSNorm.reading, **rule)
-            bias = "bias" if hasattr(module, "bias") else None
-            yield functools.partial(ops.LayerNorm.reading, bias=bias, **rule)
+            yield functools.partial(_made, ops.RMSNorm, rule)
+            yield functools.partial(_made, ops.LayerNorm, {**rule, "bias": bias})
 
 
-def _small(module: nn.Module) -> Iterator[float]:
-    """Other numbers of a module that may be what it adds."""
-    for value in vars(module).values():
-        if isinstance(value, float) and 0 <= value <= 1e-2:
-            yield value
+def _made(cls: Any, rule: Mapping[str, Any], module: nn.Module) -> Sequence[BasicOperation]:
+    return [cls.reading(module, **rule)]
 
 
-def _is_transposed_linear(module: Any) -> bool:
-    """Whether a module computes ``x @ weight + bias``, as the ``Conv1D`` of GPT-2 does."""
-    if op_class(module) is nn.Linear or set(module._parameters) - {"weight", "bias"}:
-        return False
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
-        return False
-    modes = module.training
-    try:
-        return all(_is_product(module.train(training), weight, bias) for training in (True, False))
-    finally:
-        module.training = modes
+def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a module computes ``x @ weight + bias``, as the ``Conv1D`` of GPT-2 does.
 
-
-def _is_product(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a module gives ``x @ weight + bias`` of numbers of many sizes, and of no other."""
+    It has to do so for numbers of many sizes, and not ``x @ weight.t() + bias`` as well.
+    """
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, weight.shape[0], generator=generator)
     x = (x * torch.logspace(-4, 4, 9)[:, None]).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        expected = x @ weight
-        if bias is not None and bias.shape != expected.shape[-1:]:
-            return False
-        expected = expected if bias is None else expected + bias
-        other = x @ weight.t() if weight.shape[0] == weight.shape[1] else None
-        try:
-            y = op_class(module).forward(module, x.clone())
-        except Exception:
-            return False
-    if not isinstance(y, Tensor) or y.shape != expected.shape or y.dtype != expected.dtype:
+    if bias is not None and bias.shape != weight.shape[1:]:
         return False
-    size = expected.abs().amax(-1, keepdim=True).clamp(min=1e-6)
-    if other is not None:
-        other = other if bias is None else other + bias
-        if bool(((other - expected).abs() <= 1e-3 * size).all()):
-            return False  # which of both it is cannot be told
-    return bool(((y - expected).abs() <= 64 * torch.finfo(y.dtype).eps * size).all())
+    is_square = weight.shape[0] == weight.shape[1]
+    y, *other = [
+        x @ w + (0 if bias is None else bias) for w in (weight, weight.t())[: 1 + is_square]
+    ]
+    near = y.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    if any(bool(((each - y).abs() <= 1e-3 * near).all()) for each in other):
+        return False
+    most, mode = 64 * torch.finfo(y.dtype).eps * near, module.training
+    try:
+        found = [op_class(module).forward(module.train(on), x.clone()) for on in (True, False)]
+    except Exception:
+        return False
+    finally:
+        module.training = mode
+    same = [isinstance(z, Tensor) and (z.shape, z.dtype) == (y.shape, y.dtype) for z in found]
+    return all(same) and all(bool(((z - y).abs() <= most).all()) for z in found)
 
 
 def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:

@@ -12,8 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..converter import Conversion
 from ..grammar import Place, table
+from ..grammar.stretches import NOT_NONE, Span, object_of
 from ..overrides import BESIDE
-from .stretches import NOT_NONE, Found, object_of
 
 
 class Site:
@@ -22,7 +22,8 @@ class Site:
     It is the ``call`` of a :class:`~opfuse.Conversion`, too: the rewritten forward.
 
     Args:
-        found: The statements that it is for.
+        span: The statements that it is for.
+        taken: How many of the values that enter the chain takes.
         dropouts: See :func:`~opfuse.conversion.building.follow`.
         origin: The class of the module, its forward, and what that depends on.
         again: What stands for the module with other facts about arguments.
@@ -38,7 +39,8 @@ class Site:
 
     def __init__(
         self,
-        found: Found,
+        span: Span,
+        taken: int,
         dropouts: Sequence[Any],
         origin: tuple[Any, Any, Sequence[Place]],
         again: Callable[[Mapping[str, Any]], Conversion | str],
@@ -46,12 +48,11 @@ class Site:
     ) -> None:
         self.assumed = [
             (name, value if value is NOT_NONE else object_of(value))
-            for name, value in found.assumed.items()
+            for name, value in span.assumed.items()
         ]
-        self._same = [len(names) for names in found.same]
-        self._first = len(self.assumed) + sum(self._same)
-        self._taken = 1 + len(found.region.extras)
-        self._results = [*found.results.values()]
+        self._same = [len(names) for names in span.same]
+        self._first, self._taken = len(self.assumed) + sum(self._same), taken
+        self._results = [*span.results.values()]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
 

@@ -18,7 +18,7 @@ from ..overrides import op_class
 from ..plugins import manager
 from ..settings import current
 from .building import follow
-from .choosing import Choice, GaveWay, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
+from .choosing import Choice, Kind, fits, is_faster_in_graph, is_known_in_graphs, title_of
 from .guard import Guard, still, unreadable
 from .layers import original_class
 from .site import Site, watched_elsewhere
@@ -43,7 +43,7 @@ class Standing:
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self._plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
-        self.choice, self._gave_way = Choice(converter.name, plugin), GaveWay()
+        self.choice = Choice(converter.name, plugin)
         self.fallback = ""
 
     @property
@@ -83,8 +83,7 @@ class Standing:
                 forward = self._for_these(module, forward, facts)
             self._say("its forward did not come to what the chain stands for")
             return forward.forward(module, *args, **kwargs)
-        call = module, self._guard, (*args, *kwargs.values())
-        if why := self._changed(call):
+        if why := self._guard.why_not():
             self._say(why)
             return NotImplemented
         self._say("")
@@ -103,22 +102,25 @@ class Standing:
         if self._guard.module is not module:
             return None
         entering, given = site.split(values)
-        call = module, self._guard, given
-        why = site.refusal(values) or self._changed(call)
-        if not why and not is_dynamo_compiling():
-            why = watched_elsewhere()
-        if not why:
-            follow(site.dropouts)
-            why = self._refusal(module, *given)
-            if why and not is_dynamo_compiling():
-                self._gave_way.note(why, *call)
-        self._say(why)
-        return None if why else site.results(entering, made.chain(*given))
+        why = site.refusal(values) or self._changed_or_refused(module, *given)
+        if why:
+            self._say(why)
+            return None
+        follow(site.dropouts)
+        self._say("")
+        return site.results(entering, made.chain(*given))
 
-    def _changed(self, call: Any) -> str:
-        """Why the chain must not run, or did not in a call like this one; or ``""``."""
-        why = "" if is_dynamo_compiling() else self._gave_way.why(*call)
-        return why or self._guard.why_not()  # type: ignore[union-attr]
+    def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
+        """Why the chain must not run for these values, or ``""``; what is known first."""
+        why = self._refusal(module, *given)
+        if why and current.recorder is None:
+            return why
+        changed = self._guard.why_not()  # type: ignore[union-attr]
+        if not changed and not is_dynamo_compiling():
+            changed = watched_elsewhere()
+        if not changed:
+            self._record(module, given)
+        return changed or why
 
     def _say(self, why: str) -> None:
         """Note why the module's own forward runs; traces are to have no side effects."""
@@ -144,16 +146,20 @@ class Standing:
         if is_dynamo_compiling():
             why = self.why_not_in_graph(module, x, *extras)
         else:
-            why = self.choice.refusal(module, self._guard, made.chain, x, *extras)  # type: ignore[arg-type]
-        if (recorder := current.recorder) is not None:
-            recorder.stands(self, module, (x, *extras))
+            params = self._guard.parameters()  # type: ignore[union-attr]
+            why = self.choice.refusal(module, params, made.chain, x, *extras)
         return why
+
+    def _record(self, module: nn.Module, given: Any) -> None:
+        if (recorder := current.recorder) is not None:
+            recorder.stands(self, module, given)
 
     def _run(self, module: nn.Module, x: Any, *extras: Any) -> Any:
         """The chain, or the module's own operations in its place."""
         made: Any = self._conversion
         if made.separate is not None:
             why = self._refusal(module, x, *extras)
+            self._record(module, (x, *extras))
             self._say(why)
             if why:
                 return made.separate(module, x, *extras)
@@ -171,7 +177,7 @@ class Standing:
     def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
         """Why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
         made: Any = self._conversion
-        why = fits(self._guard.dtype, made.chain, x, *extras)  # type: ignore[union-attr]
+        why = fits(self._guard.parameters(), made.chain, x, *extras)  # type: ignore[union-attr]
         if why or _chains_in_graphs(current.values):
             return why
         given = self.choice, module, made.chain, manager.generation, *Kind.of(x, True)

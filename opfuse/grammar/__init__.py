@@ -3,7 +3,15 @@
 from . import table
 from .frame import Frame
 from .reader import Reader
-from .reads import MISSING, Attributes, Place, behind_places, function_places, parameters_of
+from .reads import (
+    MISSING,
+    Attributes,
+    Place,
+    behind_places,
+    function_places,
+    key_place,
+    parameters_of,
+)
 from .source import Unreadable, compiled_like, like, tree_of
 from .values import Callee, Held, Thing
 
@@ -20,6 +28,7 @@ __all__ = [
     "behind_places",
     "compiled_like",
     "function_places",
+    "key_place",
     "like",
     "parameters_of",
     "table",

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 
 from . import table
 from .frame import Frame, bound
-from .reads import MISSING, Place, attribute_places, behind_places, function_places
+from .reads import MISSING, Place, attribute_places, behind_places, function_places, key_place
 from .source import Unreadable, tree_of
 from .values import Bound, Callee, Held, Mode, Thing
 
@@ -48,6 +48,7 @@ class Reader:
 
     Attributes:
         places: Where everything was looked up.
+        called: Dotted names of the modules that are called.
         modes: Nodes whose argument ``training`` is the mode of a module.
     """
 
@@ -62,6 +63,7 @@ class Reader:
     ) -> None:
         self.graph, self.is_leaf, self.known, self.class_of = graph, is_leaf, known, class_of
         self.places: list[Place] = []
+        self.called: list[str] = []
         self.modes: dict[fx.Node, Held] = {}
         self._depth = 0
 
@@ -111,6 +113,7 @@ class Reader:
         return None if result is MISSING else result
 
     def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.called.append(held.path)
         if self.is_leaf(held.module):
             return self.node("call_module", held.path, args, kwargs)
         function = self.forward_of(held)
@@ -123,6 +126,8 @@ class Reader:
             Unreadable: The call does more.
         """
         module = held.module
+        if "forward" in vars(module):
+            raise Unreadable(f"the forward of {held.path or 'it'} was replaced")
         for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
             found, places = self._looked_up(module, name, f"{name} of {held.path or 'it'}")
             self.places += places
@@ -160,8 +165,10 @@ class Reader:
             raise Unreadable(f"{held.path or 'it'} is no list of modules")
         names = tuple(module._modules)
         found: Any = module._modules
-        self.places.append(Place(vars(module), "_modules", found, f"parts of {held.path or 'it'}"))
-        self.places.append(Place(_Keys(found), "names", names, f"parts of {held.path or 'it'}"))
+        self.places.append(
+            Place(vars(module), "_modules", found, f"the order of what is in {held.path or 'it'}")
+        )
+        self.places.append(key_place(found, f"the order of what is in {held.path or 'it'}"))
         self.places += [Place(found, n, found[n], f"{held.path}.{n}".lstrip(".")) for n in names]
         return [held.child(name) for name in names]
 
@@ -183,13 +190,12 @@ class Reader:
 
     def _partial(self, found: Any, what: str) -> Bound:
         """A function with some of its arguments; those by name may be set later."""
-        names = tuple(found.keywords)
         values = [*found.args, *found.keywords.values()]
         if not all(map(table.is_plain, values)):
             raise Unreadable(f"{what} has arguments that are no plain values")
         keywords = found.keywords
-        self.places.append(Place(_Keys(keywords), "names", names, f"arguments of {what}"))
-        self.places += [Place(keywords, n, keywords[n], f"{n} of {what}") for n in names]
+        self.places.append(key_place(keywords, f"arguments of {what}"))
+        self.places += [Place(keywords, n, v, f"{n} of {what}") for n, v in keywords.items()]
         return Bound(self.value(found.func, what), found.args, dict(keywords))
 
     def _is_known(self, found: Any) -> bool:
@@ -286,16 +292,6 @@ class Reader:
             return function(a, b)
         except Exception as error:
             raise Unreadable(f"its arithmetic raises {type(error).__name__}") from error
-
-
-class _Keys:
-    """The keys of a dictionary, as if they were one of its values."""
-
-    def __init__(self, of: Mapping[str, Any]) -> None:
-        self._of = of
-
-    def get(self, name: str, default: Any) -> tuple[str, ...]:
-        return tuple(self._of)
 
 
 def _is_function(found: Any) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .source import Unreadable
-from .table import is_same
+from .table import is_plain, is_same
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """Stands for what is not there."""
@@ -42,7 +42,8 @@ class Place(NamedTuple):
     @property
     def key(self) -> tuple[int, str]:
         """What two places have in common that are one."""
-        return id(self.where.of if isinstance(self.where, Attributes) else self.where), self.name
+        where = self.where
+        return id(where.of if isinstance(where, (Attributes, Keys)) else where), self.name
 
     @property
     def is_same(self) -> bool:
@@ -54,21 +55,62 @@ class Place(NamedTuple):
         now = self.where.get(self.name, MISSING)
         if is_same(now, self.value):
             return ""
-        return f"{self.what} was {self.value!r} and is {now!r}"
+        if is_plain(self.value) and is_plain(now):
+            return f"{self.what} was {self.value!r} and is {now!r}"
+        return f"{self.what} was replaced by {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as people call it."""
+    if is_plain(value) or value is MISSING:
+        return repr(value)
+    cls, package = type(value), type(value).__module__.partition(".")[0]
+    ours = package in ("torch", "builtins", "__main__")
+    return cls.__name__ if ours else f"{cls.__name__} of {package}"
 
 
 class Attributes:
-    """The attributes of an object that has no dictionary: a function, or a closure's cell."""
+    """The attributes of an object that has no dictionary, such as a function or a closure's cell.
+
+    Attributes:
+        get: ``get(name, default)`` is an attribute, or ``default``.
+    """
+
+    get: Callable[[str, Any], Any]
 
     def __init__(self, of: Any) -> None:
         self.of = of
+        is_cell = isinstance(of, types.CellType)
+        self.get = functools.partial(_content if is_cell else getattr, of)
 
-    def get(self, name: str, default: Any) -> Any:
-        """The attribute, or ``default``."""
-        try:
-            return getattr(self.of, name, default)
-        except ValueError:  # an empty cell
-            return default
+
+def _content(cell: types.CellType, name: str, default: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return default
+
+
+class Keys:
+    """The keys of a dictionary, as if they were one of its values."""
+
+    def __init__(self, of: Mapping[str, Any]) -> None:
+        self.of = of
+
+    def get(self, name: str, default: Any) -> tuple[str, ...]:
+        """The keys in order, whatever the name."""
+        return tuple(self.of)
+
+
+def key_place(of: Mapping[str, Any], what: str) -> Place:
+    """The place of the keys of a dictionary."""
+    return Place(Keys(of), "keys", tuple(of), what)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(cls: type) -> Mapping[str, Any]:
+    """What is written in a class: one object, so that its places can be told apart."""
+    return vars(cls)
 
 
 def function_places(function: types.FunctionType) -> list[Place]:
@@ -112,7 +154,7 @@ def class_places(cls: type, name: str, what: str) -> tuple[Any, list[Place]]:
     places = []
     for base in cls.__mro__:
         found = vars(base).get(name, MISSING)
-        places.append(Place(vars(base), name, found, what))
+        places.append(Place(_written(base), name, found, what))
         if found is not MISSING:
             return found, places
     return MISSING, places

@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 import time
-import types
 import typing
 import warnings
 from unittest import mock
@@ -29,6 +28,7 @@ from torch import nn
 import opfuse
 from opfuse.conversion import choosing, guard, site
 from opfuse.grammar import Attributes
+from opfuse.grammar.reads import Keys
 
 standing = sys.modules["opfuse.conversion.standing"]
 WIDTH = random_forwards.WIDTH
@@ -167,17 +167,20 @@ def kind_of(place):
     if isinstance(where, Attributes):
         of = type(where.of).__name__
         return {"function": "functions", "cell": "cells"}.get(of, "objects")
+    if type(where) is Keys:
+        return "keys"
     if isinstance(where, dict):
         return "modules" if "_modules" in where or "__name__" not in where else "globals"
-    return "classes" if isinstance(where, types.MappingProxyType) else "keys"
+    return "classes"
 
 
 def without_places(kind):
     """Guards that do not ask for one kind of places."""
     made = guard.Guard.__init__
 
-    def init(self, module, reads, constants, places=()):
-        made(self, module, reads, constants, [p for p in places if kind_of(p) != kind])
+    def init(self, module, *given):
+        made(self, module, *given)
+        self._places = [row for row in self._places if kind_of(row[-1]) != kind]
 
     return lambda: mock.patch.object(guard.Guard, "__init__", init)
 
@@ -187,13 +190,26 @@ def without(owner, name, result=""):
     return lambda: mock.patch.object(owner, name, lambda *given: result)
 
 
+def without_parts(name):
+    """Guards that have an empty list of something."""
+    made = guard.Guard.__init__
+
+    def init(self, *given):
+        made(self, *given)
+        setattr(self, name, [])
+
+    return lambda: mock.patch.object(guard.Guard, "__init__", init)
+
+
 GUARDS = {
     "places": without(guard.Guard, "_of_places"),
     **{
         f"places: {kind}": without_places(kind)
         for kind in "functions cells objects modules globals classes keys".split()
     },
-    "children": without(guard.Guard, "_explained"),
+    "classes of modules": without_parts("_classes"),
+    "hooks": without_parts("_hooked"),
+    "forwards of classes": without_parts("_methods"),
     "hooks on every module": without(guard, "_hooked_everywhere", False),
     "parameters": without(guard.Guard, "_of_parameters"),
     "arguments": without(site.Site, "refusal"),

@@ -110,7 +110,8 @@ class Draft:
         """A linear layer; what may happen to one may happen to it."""
         bias = self.rng.choice([True, True, False])
         name = self.child(stem, f"nn.Linear({WIDTH}, {WIDTH}, bias={bias})")
-        at, kind = f"m.{name}", self.rng.choice([*LINEAR])
+        often = ["parameter gone" if bias else "parameter registered"] * 3
+        at, kind = f"m.{name}", self.rng.choice([*LINEAR, *often])
         self.change(kind, LINEAR[kind].format(at=at, name=name), weight=0.4)
         return name
 
@@ -285,6 +286,7 @@ MEMBERS = [
     ("hook on a member", "{at}[0].register_forward_hook(lambda module, args, y: y * 3)"),
     ("members swapped", "{at}[0], {at}[2] = {at}[2], {at}[0]"),
     ("list replaced", "{at} = nn.ModuleList([nn.Linear(8, 8)])"),
+    ("order of members", "{at}._modules.move_to_end('0')"),
 ]
 
 
@@ -320,8 +322,63 @@ def nested(d):
     )
 
 
+CHOSEN = {  # ways to look up which activation it is: code outside, what gives it, and what may happen to that
+    "helper": (
+        "def act{n}(v, soft=True, extra=None):\n    return F.silu(v) if soft else F.relu(v)",
+        "act{n}({v})",
+        [
+            ("code of a helper", "g.act{n}.__code__ = (lambda v, soft=True, extra=None: torch.sin(v)).__code__"),
+            ("defaults of a helper", "g.act{n}.__defaults__ = (False, None)"),
+        ],
+    ),
+    "cell": (
+        "def made{n}(soft):\n    def act(v):\n        return F.silu(v) if soft else F.relu(v)\n\n    return act\n\n\nACT{n} = made{n}(True)",
+        "ACT{n}({v})",
+        [
+            ("variable of a closure", "g.ACT{n}.__closure__[0].cell_contents = False"),
+            ("variable of a closure is gone", "del g.ACT{n}.__closure__[0].cell_contents"),
+        ],
+    ),
+    "object": (
+        "CHOSEN{n} = types.SimpleNamespace(soft=True) if {even} else Plain(1)\nCHOSEN{n}.soft = True",
+        "(F.silu({v}) if CHOSEN{n}.soft else F.relu({v}))",
+        [
+            ("class of an object", "g.CHOSEN{n}.__class__ = type('New', (type(g.CHOSEN{n}),), {{'soft': property(lambda self: False)}})"),
+            ("dictionary of an object", "g.CHOSEN{n}.__dict__ = {{'soft': False}}"),
+        ],
+    ),
+    "partial": (
+        "def act{n}(v, soft=True, hard=False):\n    return F.relu(v) if hard or not soft else F.silu(v)\n\n\nACT{n} = functools.partial(act{n}, soft=True)",
+        "ACT{n}({v})",
+        [
+            ("keywords of a partial function", "g.ACT{n}.keywords['soft'] = False"),
+            ("another keyword of a partial function", "g.ACT{n}.keywords['hard'] = True"),
+        ],
+    ),
+    "argument": ("", "(F.silu({v}) if soft{n} else F.relu({v}))", []),
+}  # fmt: skip
+
+
+def chosen(d):
+    """An activation that something says between two linears."""
+    n, up, down = d.new(""), d.linear("up"), d.linear("down")
+    kind = d.rng.choice([*CHOSEN, "argument"])
+    outside, read, changes = CHOSEN[kind]
+    d.globals.append(outside.format(n=n, even=d.rng.random() < 0.5))
+    if kind == "argument":
+        d.arguments.append(f"soft{n}=True")
+        d.calls.append(f"{{'soft{n}': False}}")
+    d.line(f"x = self.{up}({d.x})")
+    d.line(f"x = {read.format(n=n, v='x')}")
+    d.line(f"x = self.{down}(x)")
+    d.x = "x"
+    for kind, code in changes:
+        d.change(kind, code.format(n=n), True)
+
+
 STRETCHES = [
     two_linears, in_steps, with_residual, gated, chunked, norm_and_linear, a_drop, a_list, nested,
+    chosen, chosen,
 ]  # fmt: skip
 
 
@@ -414,6 +471,12 @@ class Descriptor:
 
     def __get__(self, instance, owner):
         return instance.__dict__[self.name] * 2 if instance is not None else self
+
+
+class Doubled(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function in (F.linear, F.silu, F.gelu, F.relu) else result
 
 
 class Colour(enum.Enum):
@@ -1310,6 +1373,7 @@ ANY = [  # what may happen to any model
     Change("inference mode", "stack.enter_context(torch.inference_mode())", True),
     Change("autocast", "stack.enter_context(torch.autocast('cpu', torch.bfloat16))", True),
     Change("default dtype", "stack.callback(torch.set_default_dtype, torch.get_default_dtype())\ntorch.set_default_dtype(torch.float64)", True),
+    Change("mode of functions", "stack.enter_context(g.Doubled())", True),
     Change("shape", "g.ROWS = (4,)", True),
     Change("shape", "g.ROWS = (1, 2, 3)", True),
     Change("type of x", "g.AS_PARAMETER = True", True),

@@ -1,4 +1,4 @@
-"""What of a function a chain can stand for: stretches of statements that the grammar reads."""
+"""What can be read of a function that is not all in the grammar: stretches of its statements."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from ..grammar import (
-    MISSING,
-    Callee,
-    Frame,
-    Held,
-    Place,
-    Reader,
-    Thing,
-    Unreadable,
-    statements,
-    table,
-)
-from ..grammar.statements import TEMP, Flattener, Loop
-from ..overrides import op_class
-from .layers import is_patched, original_class
-from .leaves import leaf_of
-from .parsing import Parser, Region
-from .probing import Leaf
+from . import statements, table
+from .frame import Frame
+from .reader import Reader
+from .reads import MISSING, Place
+from .source import Unreadable
+from .statements import TEMP, Flattener, Loop
+from .values import Callee, Held, Thing
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "some value"})()
 """Stands for a local name that has a value, of which nothing is known."""
@@ -55,14 +44,13 @@ class Read(NamedTuple):
     places: Sequence[Place]
 
 
-class Found(NamedTuple):
-    """A region, and the statements that a chain can stand for.
+class Span(NamedTuple):
+    """Statements for which something else can stand.
 
     Attributes:
-        region: The region.
         body: The list of statements that these are in.
         parts: All of these statements as steps, each with the number of its statement.
-        first: The first step that the chain stands for.
+        first: The first step of the span.
         last: The last one.
         entering: The names of the values that it takes.
         assumed: Names, and what they have to be.
@@ -70,10 +58,8 @@ class Found(NamedTuple):
         results: Names that it sets, and what to: see :func:`result_of`.
         called: Dotted names of the modules that are called in it.
         places: Where things were looked up.
-        modes: Nodes that follow the mode of a module.
     """
 
-    region: Region
     body: list[ast.stmt]
     parts: Sequence[tuple[ast.stmt, int]]
     first: int
@@ -84,51 +70,6 @@ class Found(NamedTuple):
     results: Mapping[str, Any]
     called: Sequence[str]
     places: Sequence[Place]
-    modes: Mapping[fx.Node, Held]
-
-
-class Leaves:
-    """What is known of the modules that a function calls.
-
-    Attributes:
-        reasons: Why modules without children are no ops, by dotted name.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[nn.Module, Leaf | str] = {}
-        self.reasons: dict[str, str] = {}
-
-    def of(self, module: nn.Module) -> Leaf | str:
-        """The ops that compute a module, or why there are none."""
-        if module not in self._found:
-            self._found[module] = leaf_of(module)
-        return self._found[module]
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Whether ops compute a module."""
-        return isinstance(self.of(module), Leaf)
-
-
-class _Reader(Reader):
-    """Notes which modules are called."""
-
-    def __init__(self, graph: fx.Graph, leaves: Leaves, known: Mapping[Any, Any]) -> None:
-        super().__init__(graph, leaves.is_leaf, known, original_class)
-        self.called: list[str] = []
-        self._leaves = leaves
-
-    def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        leaf = self._leaves.of(held.module)
-        cls, parts = op_class(held.module), held.module.children()
-        of_torch = cls.__module__.startswith("torch.nn.") and not is_patched(cls)
-        if isinstance(leaf, str) and next(parts, None) is None and not of_torch:
-            self._leaves.reasons.setdefault(held.path, leaf)
-        if "forward" in vars(held.module):
-            raise Unreadable(f"the forward of {held.path} was replaced")
-        self.called.append(held.path)
-        if isinstance(leaf, Leaf):
-            self.places += leaf.places
-        return super()._call_module(held, args, kwargs)
 
 
 class _Frame(Frame):
@@ -152,15 +93,18 @@ class Stretch:
 
     Args:
         survey: What is known of the function.
-        names: Its local names that have a value.
+        block: The statements.
+        names: The local names that have a value.
         first: The number of the first step.
+
+    Attributes:
+        graph: What the statements compute.
     """
 
-    def __init__(self, survey: Survey, names: Mapping[str, Any], first: int) -> None:
-        self.graph, self.first = fx.Graph(), first
-        self._reader = _Reader(self.graph, survey.leaves, survey.known)
+    def __init__(self, survey: Survey, block: Block, names: Mapping[str, Any], first: int) -> None:
+        self.graph, self._block, self._first = fx.Graph(), block, first
+        self._reader, self._own = survey.reader(self.graph), survey.own
         self._frame = _Frame(self._reader, survey.function, {}, survey.local)
-        self._own = survey.own
         for name, value in names.items():
             if value is UNKNOWN or value is NOT_NONE:
                 node = self.graph.placeholder(name)
@@ -168,7 +112,7 @@ class Stretch:
                     self._frame.not_none[node] = name
                 value = node
             self._frame.names[name] = value
-        self.reads: list[Read] = []
+        self._reads: list[Read] = []
 
     @property
     def names(self) -> dict[str, Any]:
@@ -192,7 +136,7 @@ class Stretch:
         nodes = [*self.graph.nodes][count:]
         if fits:
             kept = tuple(frame.asked), tuple(reader.called), tuple(reader.places)
-            self.reads.append(Read(node, nodes, before, *kept))
+            self._reads.append(Read(node, nodes, before, *kept))
             return True
         for made in reversed(nodes):
             reader.modes.pop(made, None)
@@ -234,58 +178,50 @@ class Stretch:
             return NOT_NONE if value in self._frame.not_none else UNKNOWN
         return UNKNOWN if object_of(value) is MISSING else value
 
-    # Regions
-
-    def regions(
-        self, survey: Survey, body: list[ast.stmt], parts: Any, lives: Sequence[frozenset[str]]
-    ) -> Found | None:
-        """The largest region of it."""
-        there = [n for n in self.graph.nodes if n.op != "placeholder"]
-        if not there or not self.reads:
-            return None
-        live = lives[self.first + len(self.reads)]
+    def close(self) -> bool:
+        """Say in the graph what is read later; whether anything is computed."""
+        live = self._block.lives[self._first + len(self._reads)]
         kept = [value for name, value in self.names.items() if name in live]
         self.graph.output(tuple(_nodes_in(kept)))
-        found: dict[int, Found] = {}
+        return any(read.nodes for read in self._reads)
 
-        def stands(region: Region) -> bool:
-            made = self._found(region, body, parts, lives)
-            if made is not None:
-                found[id(region)] = made
-            return made is not None
+    def span(
+        self, covered: frozenset[fx.Node], enters: Sequence[fx.Node], leaves: Sequence[fx.Node]
+    ) -> Span | None:
+        """The statements that compute some nodes, if all they do can be done otherwise.
 
-        parser = Parser(survey.module, self.graph, survey.leaves.of, self.modes)
-        region = parser.best(stands)
-        return None if region is None else found[id(region)]
-
-    def _found(self, region: Region, body: Any, parts: Any, lives: Any) -> Found | None:
-        covered = {node for step in region.steps for node in step.covers}
-        inside = [bool(covered.intersection(read.nodes)) for read in self.reads]
+        Args:
+            covered: The nodes.
+            enters: The values that are needed for it.
+            leaves: The values that are computed.
+        """
+        inside = [not covered.isdisjoint(read.nodes) for read in self._reads]
         first, last = inside.index(True), len(inside) - inside[::-1].index(True) - 1
-        span = self.reads[first : last + 1]
+        span = self._reads[first : last + 1]
         if any(not covered.issuperset(read.nodes) for read in span):
             return None
-        while first and _is_for(self.reads[first - 1], span):
+        while first and _is_for(self._reads[first - 1], span):
             first -= 1
-            span = self.reads[first : last + 1]
+            span = self._reads[first : last + 1]
         before = span[0].before
-        after = self.reads[last + 1].before if last + 1 < len(self.reads) else self.names
+        after = self._reads[last + 1].before if last + 1 < len(self._reads) else self.names
         if (assumed := self._assumed(span, before)) is None:
             return None
         known = _loaded(span, before)
-        if any(node not in known for node in (region.start, *region.extras)):
+        if any(node not in known for node in enters):
             return None
-        entering = [known[node][0] for node in (region.start, *region.extras)]
-        live = lives[self.first + last + 1]
-        results = self._results(region, span, known, after, live, entering)
+        entering = [known[node][0] for node in enters]
+        live = self._block.lives[self._first + last + 1]
+        given = {node: number for number, node in enumerate(leaves)}
+        results = self._results(span, given, known, after, live, entering)
         if not results:
             return None
         same = [names for names in known.values() if len(names) > 1]
         called = [name for read in span for name in read.called]
         places = [place for read in span for place in read.places]
-        at = self.first + first, self.first + last
-        rest: Any = entering, assumed, same, results, called, places, self.modes
-        return Found(region, body, parts, *at, *rest)
+        at = self._first + first, self._first + last
+        rest: Any = entering, assumed, same, results, called, places
+        return Span(self._block.body, self._block.parts, *at, *rest)
 
     def _assumed(self, span: Sequence[Read], before: Mapping[str, Any]) -> dict[str, Any] | None:
         """What names have to be that are no values of the graph; None: that cannot be asked."""
@@ -303,11 +239,9 @@ class Stretch:
         return found
 
     def _results(
-        self, region: Region, span: Any, known: Any, after: Any, live: Any, entering: list[str]
+        self, span: Any, given: Any, known: Any, after: Any, live: Any, entering: list[str]
     ) -> dict[str, Any] | None:
         """The names that are read later, and what each is set to; None: one cannot be."""
-        values = region.values()
-        given = {region.end: 0, **{values[k]: 1 + i for i, k in enumerate(region.given)}}
         results = {}
         for name in sorted({n for read in span for n in statements.stores(read.node)} & live):
             if name not in after:
@@ -380,19 +314,32 @@ def _nodes_in(value: Any) -> Iterator[fx.Node]:
             yield from _nodes_in(each)
 
 
+class Block(NamedTuple):
+    """Statements, taken apart.
+
+    Attributes:
+        body: The statements.
+        parts: The steps, each with the number of its statement.
+        lives: The names that may be read before each step and behind them.
+    """
+
+    body: list[ast.stmt]
+    parts: Sequence[tuple[ast.stmt, int]]
+    lives: Sequence[frozenset[str]]
+
+
 class Survey:
-    """Looks for regions in all blocks of a function.
+    """Looks for stretches in all blocks of a function.
 
     Args:
         module: The module that the function is a method of.
         function: The function.
         tree: Its tree, which belongs to the caller.
         names: What is known of its parameters.
-        known: See :class:`~opfuse.grammar.Reader`.
+        reader: Makes a reader for a graph.
 
     Attributes:
-        found: The largest region of each stretch.
-        leaves: What is known of the modules that it calls.
+        stretches: Those that compute something.
 
     Raises:
         Unreadable: The function is of a kind that is not rewritten.
@@ -404,11 +351,10 @@ class Survey:
         function: types.FunctionType,
         tree: ast.FunctionDef,
         names: Mapping[str, Any],
-        known: Mapping[Any, Callable[..., Any]],
+        reader: Callable[[fx.Graph], Reader],
     ) -> None:
-        self.module, self.function, self.known = module, function, known
-        self.own = next(iter(names))
-        self.leaves, self.found = Leaves(), []  # type: tuple[Leaves, list[Found]]
+        self.function, self.reader, self.own = function, reader, next(iter(names))
+        self.stretches: list[Stretch] = []
         self.local = _Local([*function.__code__.co_varnames, *function.__code__.co_cellvars])
         _check(tree, self.own)
         self._flat = Flattener(self.local)
@@ -427,7 +373,8 @@ class Survey:
         parts = [(s, n) for n, node in enumerate(body) for s in self._flat.steps(node)]
         steps = [step for step, _ in parts]
         lives = [live | always for live in statements.live_before(steps, after, loop)]
-        stretch = Stretch(self, names, 0)
+        block = Block(body, parts, lives)
+        stretch = Stretch(self, block, names, 0)
         for number, step in enumerate(steps):
             before = stretch.left(None)
             for inner in statements.blocks(step):
@@ -437,13 +384,9 @@ class Survey:
             if isinstance(step, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
                 break
             if not stretch.read(step):
-                self._close(stretch, body, parts, lives)
-                stretch = Stretch(self, stretch.left(step), number + 1)
-        self._close(stretch, body, parts, lives)
-
-    def _close(self, stretch: Stretch, body: Any, parts: Any, lives: Any) -> None:
-        if (found := stretch.regions(self, body, parts, lives)) is not None:
-            self.found.append(found)
+                self.stretches += [stretch] if stretch.close() else []
+                stretch = Stretch(self, block, stretch.left(step), number + 1)
+        self.stretches += [stretch] if stretch.close() else []
 
     def _inside(
         self, step: Any, body: Any, names: dict[str, Any], after: Any, loop: Loop, always: Any
