@@ -7,12 +7,10 @@ gives. So the name of a class does not matter, and neither does how its author w
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import contextvars
 import copy
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import ops
-from ..grammar import MISSING, Frame, Held, Place, Reader, Unreadable, table
+from ..grammar import Everywhere, Held, Place, Reader, Unreadable, table
 from ..op import BasicOperation
 from ..overrides import op_class
 from ..plugins import using
@@ -114,43 +112,10 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
         return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
 
 
-class _Everywhere(Frame):
-    """Goes both ways where a condition is on values: what they compute is not asked."""
-
-    def statement(self, node: ast.stmt) -> Any:
-        """Read one statement; what it returns."""
-        try:
-            return super().statement(node)
-        except Unreadable:
-            if not isinstance(node, ast.If):
-                raise
-        self.expression(node.test)
-        for body in (node.body, node.orelse):
-            result = self.block(body)
-        return result if node.orelse else MISSING
-
-    def items(self, value: Any) -> Sequence[Any]:
-        """What a loop goes through; a value stands for its parts."""
-        return [value] if isinstance(value, fx.Node) else super().items(value)
-
-    def _of_ifexp(self, node: ast.IfExp) -> Any:
-        return [*map(self.expression, (node.test, node.orelse, node.body))][-1]
-
-    def _of_boolop(self, node: ast.BoolOp) -> Any:
-        return [*map(self.expression, node.values)][-1]
-
-    def _of_compare(self, node: ast.Compare) -> Any:
-        try:
-            return super()._of_compare(node)
-        except Unreadable:
-            given = [*map(self.expression, (node.left, *node.comparators))]
-            return self.reader.graph.call_function(operator.eq, (given[0],))
-
-
 class _Inspector(Reader):
     """Reads all that a module's forward may do."""
 
-    frame = _Everywhere
+    frame = Everywhere
 
     def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A node of the graph."""

@@ -1,7 +1,7 @@
 """What of Python a graph may stand for, read from source; it knows nothing of who asks."""
 
 from . import table
-from .frame import Frame
+from .frame import Everywhere, Frame
 from .reader import Reader
 from .reads import (
     MISSING,
@@ -19,6 +19,7 @@ __all__ = [
     "MISSING",
     "Attributes",
     "Callee",
+    "Everywhere",
     "Frame",
     "Held",
     "Place",

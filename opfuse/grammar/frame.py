@@ -289,6 +289,39 @@ class Frame:
             raise Unreadable(f"{function.__name__}() raises {type(error).__name__}") from error
 
 
+class Everywhere(Frame):
+    """Goes both ways where a condition is on values, so that all is read that may be."""
+
+    def statement(self, node: ast.stmt) -> Any:
+        """Read one statement; what it returns."""
+        try:
+            return super().statement(node)
+        except Unreadable:
+            if not isinstance(node, ast.If):
+                raise
+        self.expression(node.test)
+        for body in (node.body, node.orelse):
+            result = self.block(body)
+        return result if node.orelse else MISSING
+
+    def items(self, value: Any) -> Sequence[Any]:
+        """What a loop goes through; a value stands for its parts."""
+        return [value] if isinstance(value, fx.Node) else super().items(value)
+
+    def _of_ifexp(self, node: ast.IfExp) -> Any:
+        return [*map(self.expression, (node.test, node.orelse, node.body))][-1]
+
+    def _of_boolop(self, node: ast.BoolOp) -> Any:
+        return [*map(self.expression, node.values)][-1]
+
+    def _of_compare(self, node: ast.Compare) -> Any:
+        try:
+            return super()._of_compare(node)
+        except Unreadable:
+            given = [*map(self.expression, (node.left, *node.comparators))]
+            return self.reader.graph.call_function(operator.eq, (given[0],))
+
+
 def _pieces(node: fx.Node) -> int | None:
     """Into how many parts a function has taken its input; None: nothing tells."""
     if node.target in (torch.chunk, "chunk") and len(node.args) > 1:

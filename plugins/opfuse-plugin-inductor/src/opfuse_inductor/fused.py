@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OneOrMore, PluginWarning, Subclasses
 from opfuse.authoring import op_class
+from opfuse.grammar import Unreadable
 from opfuse.ops import (
     Activation,
     AddExtraInput,
@@ -28,7 +29,7 @@ from opfuse.ops import (
 
 from . import kernels
 from .conditions import DEFAULTS, benefit, option, pays
-from .reads import Reads, Unreadable, undisturbed
+from .reads import Reads
 
 _TENSORS = {Tensor, Parameter}
 
@@ -223,11 +224,7 @@ class CompiledRun(FusedOperation):
             try:
                 run = kernels.Run(self._ops, self._sources, self._flags, wanted)
                 options = run, title, key, kernels.Spec(dtype, width), given, device, self._backend
-                return (
-                    kernels.Plan(*options)
-                    if self._reads.stock
-                    else undisturbed(lambda: kernels.Plan(*options))
-                )
+                return kernels.Plan(*options)
             except Unreadable as error:  # it does what it should, and cannot be done once for all
                 return str(error)
             except Exception as error:

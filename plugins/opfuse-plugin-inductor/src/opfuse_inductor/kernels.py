@@ -29,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext, PluginWarning, computes_as
 from opfuse.authoring import ModuleCache, wide
+from opfuse.grammar import Unreadable
 from opfuse.ops import (
     AddExtraInput,
     Bias,
@@ -42,7 +43,6 @@ from opfuse.ops import (
     ScaledActivation,
 )
 
-from .reads import Unreadable
 from .tracing import HINT, Spec, fake, faked, prune, trace
 
 logger = logging.getLogger("opfuse.inductor")

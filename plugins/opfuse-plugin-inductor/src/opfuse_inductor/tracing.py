@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuse.authoring import wide
-
-from .reads import Unreadable, drawing
+from opfuse.grammar import Unreadable
 
 HINT = 4096
 """The number of rows that Inductor optimizes for first, whatever comes: the same code in every
@@ -198,3 +197,11 @@ def prune(graph: torch.fx.GraphModule) -> tuple[tuple[int, ...], tuple[tuple[boo
             graph.graph.erase_node(node)
     graph.recompile()
     return tuple(used), tuple(slots)
+
+
+def drawing(graph: torch.fx.GraphModule) -> str | None:
+    """The operation of a graph that draws random numbers, if there is one."""
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return str(node.target)
+    return None
