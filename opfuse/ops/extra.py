@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..op_context import OperationContext
 from ._common import AllGrads, ExtraTensorOperation, Outputs, shows
@@ -34,13 +34,15 @@ class AddExtraInput(_JoinOrFork):
     Args:
         in_place: Add into the memory of the extra input and return that; the caller must not use
             its tensor afterwards. The sum is rounded to the extra input's dtype, as by
-            ``Tensor.add_``. An extra input out of a channel belongs to the chain and is left alone,
-            and so is every one while ``torch.compile`` traces.
+            ``Tensor.add_``. A leaf that requires grad is written into as well: it is what a stage
+            of a pipeline receives, and its gradient is that of the sum. An extra input out of a
+            channel belongs to the chain and is left alone, and so is every one while
+            ``torch.compile`` traces.
 
     Raises:
         ValueError: In a call, shapes that differ.
-        RuntimeError: In a call with ``in_place`` and gradients, an extra input that is a leaf
-            requiring grad, a view of one; and one of integers.
+        RuntimeError: In a call with ``in_place``, an extra input that is a Parameter or a view of
+            one, which every later call would find changed; and one of integers.
     """
 
     num_extra_inputs = 1
@@ -64,24 +66,14 @@ class AddExtraInput(_JoinOrFork):
         if extra.shape != shape:
             expected = f"{type(self).__name__} expected an extra input of shape {tuple(shape)}"
             raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
-        if (
-            not self.in_place
-            or self._extra_input_channels[0] is not None
-            or torch.compiler.is_compiling()
-        ):
+        into = self.in_place and self._extra_input_channels[0] is None
+        if not into or torch.compiler.is_compiling():
             return False
-        for tensor in (
-            (extra, extra._base if extra._is_view() else None) if ctx.requires_grad else ()
-        ):
-            if tensor is not None and tensor.is_leaf and tensor.requires_grad:
-                what = "a leaf" if tensor is extra else "a view of a leaf"
-                who = (
-                    f"{type(self).__name__}(in_place=True) got {what} "
-                    "that requires grad as extra input"
-                )
-                raise RuntimeError(
-                    f"{who}, and must not write into it: pass in_place=False, or a copy"
-                )
+        if isinstance(extra, nn.Parameter) or isinstance(extra._base, nn.Parameter):
+            raise RuntimeError(
+                f"{type(self).__name__}(in_place=True) got a Parameter, or a view of one, as extra "
+                f"input, and must not write into it: pass in_place=False, or a copy"
+            )
         return True
 
     def fuser_backward(

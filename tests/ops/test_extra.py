@@ -117,21 +117,40 @@ def test_in_place_writes_into_the_extra_input(alone):
     assert x.grad.eq(1).all()
 
 
-def test_in_place_refuses_what_autograd_needs():
+@pytest.mark.parametrize("view", [False, True])
+def test_in_place_writes_into_a_leaf(view):
+    chain, x = opfuse.Sequential(ops.AddExtraInput(in_place=True)), torch.ones(2, 3)
+    leaf = torch.full((2, 3), 2.0, requires_grad=True)
+    y = chain(x, leaf[:] if view else leaf)
+    assert y.data_ptr() == leaf.data_ptr() and leaf.eq(3).all() and y.requires_grad
+    y.mul(y).sum().backward()
+    assert leaf.is_leaf and leaf.grad.eq(6).all()
+
+
+def test_in_place_into_a_leaf_that_a_backward_needs_is_an_error():
     chain, x = opfuse.Sequential(ops.AddExtraInput(in_place=True)), torch.ones(2, 3)
     leaf = torch.ones(2, 3, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match=r"AddExtraInput\(in_place=True\) got a leaf that requires grad"
-    ):
-        chain(x, leaf)
-    with pytest.raises(
+    used = leaf.square()
+    y = chain(x, leaf)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (used + y).sum().backward()
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("view", [False, True])
+def test_in_place_refuses_a_parameter(view, requires_grad, grad_mode):
+    chain, x = opfuse.Sequential(ops.AddExtraInput(in_place=True)), torch.ones(2, 3)
+    positions = torch.nn.Parameter(torch.ones(4, 3), requires_grad)
+    if not view:
+        positions = torch.nn.Parameter(torch.ones(2, 3), requires_grad)
+    refused = pytest.raises(
         RuntimeError,
-        match=r"AddExtraInput\(in_place=True\) got a view of a leaf that requires grad",
-    ):
-        chain(x, leaf[:])
-    with torch.no_grad():
-        chain(x, leaf)
-    assert leaf.eq(2).all()
+        match=r"AddExtraInput\(in_place=True\) got a Parameter, or a view of one, as extra input",
+    )
+    with torch.set_grad_enabled(grad_mode), refused:
+        chain(x, positions[:2] if view else positions)
+    assert positions.eq(1).all()
 
 
 def test_in_place_on_a_tensor_that_was_saved_elsewhere_is_an_error():

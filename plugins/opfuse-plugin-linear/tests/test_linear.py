@@ -320,9 +320,8 @@ def test_adding_in_place(middle, compute):
             [y.detach(), *torch.autograd.grad(y.float().sum(), list(chain.parameters()))]
         )
     check(*results, compute)
-    leaf = torch.zeros(3, OUT, requires_grad=True)
     with pytest.raises(RuntimeError, match="must not write into it"):
-        chain(x, leaf)
+        chain(x, torch.nn.Parameter(torch.zeros(3, OUT)))
 
 
 @pytest.mark.parametrize("in_place", [True, False])
