@@ -113,7 +113,7 @@ def test_values_are_those_of_the_quantizer(recipe, dtype):
     torch.manual_seed(0)
     drawn = ops.Linear(48, 40, dtype=dtype).weight.detach()
     assert torch.equal(model.weight.get_high_precision_init_val(), drawn)
-    assert torch.equal(model.weight.detach().dequantize(), cast(model.weight, drawn))
+    assert torch.equal(model.weight.detach().dequantize(), cast(model.weight, drawn, seen=False))
     assert (model.weight.detach().dequantize().float() - drawn.float()).abs().max() < 0.01
     model.weight.clear_high_precision_init_val()
     assert model.weight.get_high_precision_init_val() is None
@@ -134,15 +134,14 @@ def test_shapes(recipe, shape):
 
 
 def _share_scale(model, twin, recipe):
-    """Give the weight's quantizer of an unquantized twin the state of that of the parameter."""
+    """Have the weight's quantizer of an unquantized twin know the values, as that which cast them."""
     if not model.weight.quantizer.state_names:
         return
     op = twin.basic_ops[0]
     op._quantizers.use(op, recipe)
-    for name in model.weight.quantizer.state_names:
-        getattr(op._quantizers.of(recipe)["weight"], name).copy_(
-            getattr(model.weight.quantizer, name)
-        )
+    quantizer = op._quantizers.of(recipe)["weight"]
+    quantizer.quantize(twin.weight.detach(), BOTH)
+    quantizer.advance()
 
 
 # Products
@@ -526,12 +525,14 @@ def test_a_delayed_scale_follows_what_is_written():
     model, x = linear(DELAYED), batch()
     quantizer = model.weight.quantizer
     first = model.weight.get_high_precision_init_val().abs().max()
-    assert torch.equal(quantizer.scale, first.reshape(1) / 448)  # not 1
+    assert torch.equal(model.weight.scale_inv, first.reshape(1) / 448)  # the codes fit the values
+    assert quantizer.scale == 1 and quantizer.seen == first  # the scale begins as TE's
     for _ in range(3):  # nothing is cast, so nothing is recorded
         casts = quantizer.casts.clone()
         with opfuse.autocast(DELAYED):
             model(x)
             assert torch.equal(quantizer.casts, casts)
+        assert torch.equal(quantizer.scale, model.weight.scale_inv)
     assert model.basic_ops[0]._quantizers.of(DELAYED)["weight"] is quantizer
     with torch.no_grad():
         model.weight.mul_(4)
@@ -539,11 +540,38 @@ def test_a_delayed_scale_follows_what_is_written():
     assert model.weight.detach().dequantize().abs().max() > 3.5 * first
     with opfuse.autocast(DELAYED):
         model(x)
-    for factor in (2, 0.01, 1, 1):
+    for factor in (2, 0.01, 0.9, 0.9):
         with torch.no_grad():
             model.weight.mul_(factor)
     largest = model.weight.detach().dequantize().abs().max()
     assert torch.allclose(quantizer.scale, largest / 448, rtol=0.2), "earlier maxima are forgotten"
+
+
+@pytest.mark.parametrize("write", ["copy_", "load"])
+def test_values_that_a_delayed_scale_holds_exactly_stay_exact(write):
+    model, scale = linear(DELAYED), torch.full((1,), 1.0)
+    eighths = torch.randint(-15, 16, (40, 48)) / 8  # 4 bits: codes of E4M3 as they are
+    for values, exact in ((eighths, True), (eighths / 3, False)):
+        with torch.no_grad():
+            if write == "copy_":
+                model.weight.copy_(values)
+            else:
+                model.load_state_dict({"weight": values, "bias": model.bias})
+        assert torch.equal(model.weight.detach().dequantize(), values) == exact
+        assert torch.equal(model.weight.quantizer.scale, scale) == exact
+
+
+@pytest.mark.parametrize(("std", "at_1", "here"), [(None, 0.062, 0.026), (0.0025, 0.226, 0.026)])
+def test_what_a_scale_of_1_would_cost(std, at_1, here):
+    torch.manual_seed(0)
+    weight = ops.Linear(4096, 64).weight.detach() if std is None else std * torch.randn(64, 4096)
+    plain = weight.to(torch.float8_e4m3fn).float()
+    with opfuse.quantized_model_init(recipe=DELAYED):
+        param = ops.BasicLinear(4096, 64).weight
+    with torch.no_grad():
+        param.copy_(weight)
+    for got, loss in ((plain, at_1), (param.detach().dequantize(), here)):
+        assert (got - weight).norm() / weight.norm() == pytest.approx(loss, rel=0.05)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -611,7 +639,7 @@ def test_a_weight_of_two_ops_advances_once():
         model(batch())
     quantizers = [model[i].basic_ops[0]._quantizers.of(DELAYED)["weight"] for i in (0, 2)]
     assert quantizers[0] is quantizers[1]
-    assert quantizers[0].count == 2  # once when it was built, and once for the step
+    assert quantizers[0].count == 1  # for what it saw when it was built
 
 
 # Checkpoints

@@ -178,9 +178,10 @@ def place_state(quantizer: Quantizer, device: torch.device) -> None:
 
 
 def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them whose state has seen them before: none is clipped.
+    """Values as a quantizer casts them that knows them: exactly if it can, and none is clipped.
 
-    What was recorded before is forgotten, and these values are recorded for the next update.
+    Its scale stays where that holds the values exactly. Else what was recorded before is forgotten,
+    and the scale follows from these values. They are recorded for the next update.
 
     Args:
         quantizer: The quantizer.
@@ -191,8 +192,13 @@ def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> 
     place_state(quantizer, values.device)
     if quantizer.pending_names:
         quantizer.discard()
-        quantizer.quantize(values, usage)
+        made = quantizer.quantize(values, usage)
+        exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
+        before = {name: getattr(quantizer, name).clone() for name in quantizer.state_names}
         recipe.update([quantizer], None)
+        for name, state in before.items():  # nothing is read by the host
+            after = getattr(quantizer, name)
+            after.copy_(torch.where(exact, state, after))
     return quantizer.quantize(values, usage)
 
 
