@@ -227,6 +227,7 @@ TE = {  # every public name of te.ops, and what is to be said about it
     "LayerNorm": "`sm_margin` has no effect",
     "Linear": "the bias does not start at zero; no tensor parallelism",
     "MakeExtraOutput": "`in_place=True` only where nobody else holds the gradient",
+    "Quantize": "where `torch.compile` traces, what leaves the chain is not quantized",
     "QGEGLU": "",
     "QGELU": "",
     "Quantize": "",

@@ -8,7 +8,7 @@ from rounding import Rounding, RoundingPlugin, RoundingQuantizer, round_to
 
 import opfuse
 from opfuse import ops
-from opfuse.quantization import QuantizedTensor, Usage
+from opfuse.quantization import QuantizedActivation, QuantizedTensor, Usage
 
 CAST = "Cast[RoundingQuantizer]"
 
@@ -359,13 +359,14 @@ def test_without_a_recipe_a_pattern_with_casts_matches_nothing(register):
 
 
 def test_ends_of_the_chain():
-    """The input and the incoming gradient may be cast; what the caller gets never is."""
+    """Whatever is cast at an end leaves the chain quantized, and nothing else does."""
     chain = opfuse.Sequential(ops.Quantize(True, True), ops.Identity())
     last = opfuse.Sequential(ops.Identity(), ops.Quantize(True, True))
-    for each in (chain, last):
+    kinds = torch.Tensor, QuantizedActivation
+    for each, given in ((chain, kinds), (last, kinds[::-1])):
         x = torch.randn(3, 4, requires_grad=True)
         y, dx = run(each, x, weight=(weight := torch.randn(3, 4)))
-        assert type(y) is torch.Tensor and type(dx) is torch.Tensor
+        assert (type(y), type(dx)) == given
         torch.testing.assert_close(y, round_to(x))
         torch.testing.assert_close(dx, round_to(weight))
 

@@ -38,9 +38,7 @@ def finish(
     """Decide how a step is called."""
     op, forward = step.op, pass_name == "forward"
     if isinstance(op, Cast):
-        # in the forward a loop gives it the context of the op that asked for it
-        step.direct, step.takes_quantized = forward, True
-        step.run = op.op_forward if forward else _CastGradient(op)
+        _call_cast(step, forward)
         return
     ops = chain.ops[step.start : step.stop]
     step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
@@ -72,33 +70,47 @@ def _takes_quantized(step: Step, forward: bool, edges: Edges) -> bool:
     return step.stop in edges.backward and step.end % 2 == 0
 
 
-def separate(step: Step, last: int) -> list[Step]:
-    """The backward steps of the ops and casts of a fused step, the op ``last`` first."""
+def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
+    """The steps of the ops and casts of a fused step, in the order of the pass.
+
+    Args:
+        step: A step of that pass.
+        pass_name: ``"forward"`` or ``"backward"``.
+        last: The last op that takes part; None: all do.
+    """
     found: list[Step] = []
-    edge, casts = step.stop, dict(step.casts)
-    for op in reversed(step.matched):
+    edge, casts, forward = step.start, dict(step.casts), pass_name == "forward"
+    for op in step.matched:
+        if last is not None and edge > last:
+            break
         if isinstance(op, Cast):
-            alone = lone_step(op, 2 * edge)
-            alone.run, alone.takes_quantized = _CastGradient(op), True
-        else:
-            edge -= 1
-            alone = dataclasses.replace(
-                step,
-                op=op,
-                begin=2 * edge + 1,
-                end=2 * edge + 2,
-                matched=(op,),
-                run=op.fuser_backward,
-                direct=False,
-                takes_quantized=edge + 1 in casts,
-                recompute=step.recompute if edge == step.start else None,
-                has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
-                no_extras=((),),
-                owns=False,
-            )
-        if edge <= last:
-            found.append(alone)
-    return found
+            found.append(lone_step(op, 2 * edge))
+            _call_cast(found[-1], forward)
+            continue
+        alone = dataclasses.replace(
+            step,
+            op=op,
+            begin=2 * edge + 1,
+            end=2 * edge + 2,
+            matched=(op,),
+            run=op.fuser_forward if forward else op.fuser_backward,
+            direct=False,
+            takes_quantized=(edge if forward else edge + 1) in casts,
+            recompute=step.recompute if edge == step.start else None,
+            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+            no_extras=((),),
+            numbers=(),
+            owns=False,
+        )
+        found.append(alone)
+        edge += 1
+    return found if forward else found[::-1]
+
+
+def _call_cast(step: Step, forward: bool) -> None:
+    """Decide how a step is called that is a cast; a loop gives it the context of who asked."""
+    step.direct, step.takes_quantized = forward, True
+    step.run = step.op.op_forward if forward else _CastGradient(step.op)
 
 
 def _is_direct(op: Any, pass_name: str) -> bool:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from ..environment import Environment
 from ..op import BasicOperation
 from ..ops.cast import Cast
-from ..ops.quantize import Quantize
-from ..overrides import op_class
+from ..ops.quantize import place_quantize
 from ..quantization import Quantizer, Recipe
 from ..quantization.names import why_unquantized
 from ..settings import current
@@ -57,12 +56,14 @@ class Edges(NamedTuple):
         backward: Those of the backward.
         quantizers: The quantizers of each op, by name.
         unquantized: Why ops are not quantized that you would expect to be, by position.
+        row_facts: What it depends on of the number of rows.
     """
 
     forward: Mapping[int, Cast] = {}
     backward: Mapping[int, Cast] = {}
     quantizers: Sequence[Mapping[str, Quantizer]] = ()
     unquantized: Mapping[int, str] = {}
+    row_facts: tuple[str, ...] = ()
 
     def recipe_of(self, recipe: Recipe | None, start: int, stop: int) -> Recipe | None:
         """The recipe for ``ops[start:stop]``: None where it quantizes none that it would."""
@@ -119,13 +120,9 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
             usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
             if any(usage):
                 backward[i + 1] = Cast(_as_recorded(quantizer, needs), usage)
-    for i, op in enumerate(chain.ops):
-        # next to an op that quantizes, Quantize leaves it to that one
-        if op_class(op) is Quantize and i + 1 in forward:
-            forward.pop(i, None)
-        if op_class(op) is Quantize and i in backward:
-            backward.pop(i + 1, None)
-    return Edges(forward, backward, serving, unquantized)
+    both = needs.recorded and not env.compiling
+    facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
+    return Edges(forward, backward, serving, unquantized, facts)
 
 
 def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
-from ..quantization import QuantizedTensor, dequantize, held
+from ..quantization import QuantizedTensor, held
+from ..quantization.activation import entering, leaving
 from ..quantization.packing import rebuilt
 from .calls import separate
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
@@ -54,7 +55,10 @@ def run_forward(
     for index, first, last in program.params:
         ctxs[index].params = params[first:last]
     extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
-    for step in program.forward:
+    steps: Sequence[Step] = program.forward
+    if type(x) is not Tensor:
+        x, steps = _begin_with(program, "forward", x)
+    for step in steps:
         if step.prepares:
             x = _prepare(step, x)
         if step.direct:
@@ -82,7 +86,7 @@ def run_forward(
         if step.has_extras:
             extras.keep(step, outputs, x)  # type: ignore[union-attr]
     if program.recipe is not None:
-        x = dequantize(x)
+        x = leaving(x, None if program.compiling else program.recipe)
     leave(func_ctx, program, ctxs, x, tensors, extras)
     if not program.compiling:
         program.pool.give_back(ctxs)
@@ -118,6 +122,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         dy, steps, reached = _begin_late(func_ctx, ctxs, extras)
         if reached < 0:
             return (None,) * len(func_ctx.needs_input_grad)
+    elif type(dy) is not Tensor:
+        dy, steps = _begin_with(program, "backward", dy)
     grads: list[Any] = [None] * len(ctxs)
     waiting = None  # what came to a step whose input comes with the next one
     for step in steps:
@@ -142,7 +148,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         if dy is None and start > program.last_without_gradient:
             refuse_none(program, run, start)
     if program.recipe is not None and dy is not None:
-        dy = dequantize(dy)
+        dy = leaving(dy, None if program.compiling else program.recipe)
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
         extras.forget_after(reached)  # type: ignore[union-attr]
@@ -306,12 +312,26 @@ def _begin_late(
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
     else:  # by a fusion that may not expect zeros: the ops run one by one
-        first = separate(step, last)
+        first = separate(step, "backward", last)
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
     shape, dtype, device = func_ctx.shapes[last]
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     return zeros, (*first, *program.backward[position + 1 :]), reached
+
+
+def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence[Step]]:
+    """What a pass begins with where that is no plain tensor; and its steps.
+
+    Codes are taken where the first cast would make such, and a fused op that holds this cast gives
+    way to its ops. Else it is made plain.
+    """
+    edge = len(program.chain.ops) * (pass_name == "backward")
+    cast = getattr(program.measurements.edges, pass_name).get(edge)
+    x, steps = entering(x, cast), getattr(program, pass_name)
+    if isinstance(x, QuantizedTensor) and steps[0].source and cast in steps[0].matched:
+        steps = (*separate(steps[0], pass_name), *steps[1:])
+    return x, steps
 
 
 def _accumulate(func_ctx: Any, grads: list[Any]) -> None:

@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..extra_inputs import Slot, is_kind, refuse_kind
 from ..quantization import QuantizedTensor
+from ..quantization.activation import plain
 from .chain import Chain
 from .program import Program
 from .step import Step
@@ -31,7 +32,7 @@ class ForwardExtras:
 
     def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
         self._program, self._chain = program, program.chain
-        self._given = tensors[program.num_params :]
+        self._given = [plain(tensor) for tensor in tensors[program.num_params :]]
         self._inputs: dict[Slot, Any] = {
             slot: self._given[number] for slot, number in self._chain.arguments.items()
         }
@@ -93,11 +94,8 @@ class ForwardExtras:
         """
         if self._versions is None:
             return
-        written = [
-            t
-            for t, version in zip(self._given, self._versions, strict=True)
-            if t._version != version
-        ]
+        pairs = zip(self._given, self._versions, strict=True)
+        written = [tensor for tensor, version in pairs if tensor._version != version]
         if not written:
             return
         came_in = {
@@ -120,12 +118,8 @@ class ForwardExtras:
             return output
         public = [self._outputs[slot] for slot in slots]
         if func_ctx is not None and self._program.has_silent_outputs:
-            silent = [
-                t
-                for (i, _), t in zip(slots, public, strict=True)
-                if i < self._program.first_backward
-            ]
-            func_ctx.mark_non_differentiable(*silent)
+            pairs, first = zip(slots, public, strict=True), self._program.first_backward
+            func_ctx.mark_non_differentiable(*[t for (i, _), t in pairs if i < first])
         return (output, *public)
 
 
@@ -145,7 +139,7 @@ class BackwardExtras:
         self._grad_output = grad_output
         self._of_inputs: dict[Slot, Any] = {}
         self._of_outputs: dict[Slot, Any] = dict(
-            zip(self._chain.public_outputs, grad_public, strict=True)
+            zip(self._chain.public_outputs, map(plain, grad_public), strict=True)
         )
         self._pending: list[tuple[Tensor, Tensor]] = []
 
@@ -194,12 +188,8 @@ class BackwardExtras:
                 of_arguments[number] = grad if before is None else before + grad
         ends = [dx, *of_arguments]
         if not is_dynamo_compiling():
-            ends = _separate(
-                ends,
-                {}
-                if self._grad_output is None
-                else {_memory(self._grad_output): self._grad_output},
-            )
+            first = self._grad_output
+            ends = _separate(ends, {} if first is None else {_memory(first): first})
         return [None, None, *ends[:1]], ends[1:]
 
 

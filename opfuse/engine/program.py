@@ -257,7 +257,7 @@ def compile_program(
         measurements.table.digest,
     )
     steps = forward, backward
-    facts = choice.row_facts
+    facts = tuple(sorted({*choice.row_facts, *edges.row_facts}))
     return Program(chain, plan, env, autocast, steps, contexts, measurements, undeclared, facts)
 
 

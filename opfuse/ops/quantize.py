@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from ..quantization import QuantizerRole
+from collections.abc import Sequence
+
+from ..fusible import declared
+from ..op import BasicOperation
+from ..overrides import op_class
+from ..quantization import BOTH, QuantizerRole
 from ._common import PassThrough
+from .cast import Cast
 
 
 class Quantize(PassThrough):
@@ -12,6 +18,11 @@ class Quantize(PassThrough):
     Takes and gives any shape. The op only declares what it wants. The cast stands on its edge, for
     fusions to take, or is a step of its own. Next to an op that quantizes, it leaves the cast to
     that op.
+
+    A chain that ends with it gives a :class:`~opfuse.quantization.QuantizedActivation`, and one
+    that begins with it, and quantizes in backward, gives such a gradient. A chain whose first op
+    quantizes its input takes the codes as they are, where it would make such itself.
+    ``torch.compile`` gets their values.
 
     Args:
         forward: Quantize the tensor in forward.
@@ -35,3 +46,37 @@ class Quantize(PassThrough):
         tensor = "input" if mode == "forward" else "grad_output"
         role = QuantizerRole("quantize", tensor, self.name)
         return [role] * self.num_quantizers(mode)
+
+
+def place_quantize(
+    ops: Sequence[BasicOperation],
+    forward: dict[int, Cast],
+    backward: dict[int, Cast],
+    row_alignment: int | None,
+) -> tuple[str, ...]:
+    """Leave the casts of ``Quantize`` to its neighbours, or give what leaves the chain both copies.
+
+    Args:
+        ops: The ops of a chain.
+        forward: The casts of the forward, by edge.
+        backward: Those of the backward.
+        row_alignment: As :class:`opfuse.Environment` has it; None: nobody is to train with it.
+
+    Returns:
+        What the casts depend on of the number of rows.
+    """
+    for i, op in enumerate(ops):
+        if op_class(op) is Quantize and i + 1 in forward:
+            forward.pop(i, None)
+        if op_class(op) is Quantize and i in backward:
+            backward.pop(i + 1, None)
+    keeps_rows, facts = all(declared(op, "keeps_rows") for op in ops), set()
+    for casts, edge, i in ((forward, len(ops) - 1, -1), (backward, 1, 0)):
+        if row_alignment is None or edge not in casts or op_class(ops[i]) is not Quantize:
+            continue
+        quantizer = casts[edge].quantizer
+        if (row_alignment if keeps_rows else 1) % quantizer.row_multiple == 0:
+            casts[edge] = Cast(quantizer, BOTH)
+        if keeps_rows and quantizer.row_multiple > 1:
+            facts.add("row_alignment")
+    return tuple(facts)

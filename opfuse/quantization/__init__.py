@@ -6,6 +6,7 @@ The core ships no recipe. A plugin offers recipes through the hook ``opfuse_reci
 quantizers through ``opfuse_quantizer``.
 """
 
+from .activation import QuantizedActivation
 from .formats import QuantizedTensor, Usage
 from .parameter import QuantizedParameter
 from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded, unchanged
@@ -16,6 +17,7 @@ __all__ = [
     "BOTH",
     "COLUMNWISE",
     "ROWWISE",
+    "QuantizedActivation",
     "QuantizedParameter",
     "QuantizedTensor",
     "Quantizer",

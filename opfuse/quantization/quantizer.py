@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -217,6 +218,27 @@ def with_own_state(quantizer: Quantizer) -> Quantizer:
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
     """Whether two are the same, recording or not."""
     return one is not None and other is not None and _original(one) is _original(other)
+
+
+def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two cast into the same codes but for their state, and for what they call a tensor."""
+    if one is None or other is None or type(one := _original(one)) is not type(_original(other)):
+        return False
+    other = _original(other)
+    state = {*one.state_names, "_recording"}
+    fields = [
+        {k: v for k, v in vars(each).items() if k not in state and not isinstance(v, str)}
+        for each in (one, other)
+    ]
+    same = one.describe() == other.describe() and fields[0].keys() == fields[1].keys()
+    return same and all(_equal(value, fields[1][name]) for name, value in fields[0].items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether a field of two quantizers is the same, of a role the tensor it names."""
+    one, other = (getattr(value, "tensor_type", value) for value in (one, other))
+    known = isinstance(one, Hashable) and not isinstance(one, Tensor)
+    return one is other or (known and type(one) is type(other) and bool(one == other))
 
 
 def _original(quantizer: Quantizer) -> Quantizer:

@@ -1,0 +1,212 @@
+"""Activations and gradients that leave a chain quantized: a tensor over codes and scales."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .formats import QuantizedTensor, Usage
+from .parameter import QuantizedParameter
+from .quantizer import COLUMNWISE, ROWWISE, Quantizer, makes_the_same
+from .recipe import Recipe
+
+_aten = torch.ops.aten
+_SAME = _aten.detach.default, _aten.alias.default
+
+
+class _Content:
+    """What a tensor and its aliases hold: codes, or values once somebody may write there."""
+
+    def __init__(self, codes: QuantizedTensor) -> None:
+        self.codes, self.values = codes, None  # type: tuple[QuantizedTensor, Tensor | None]
+
+    def read(self) -> Tensor:
+        """The values, to read them."""
+        if self.values is not None:
+            return self.values
+        return self.codes.dequantize(ROWWISE if self.codes.usage.rowwise else COLUMNWISE)
+
+    def copied(self) -> Tensor:
+        """The values, in memory of their own."""
+        return self.read().clone() if self.values is not None else self.read()
+
+    def write(self) -> Tensor:
+        """The values, in memory that lasts; the codes are no more, others may still hold them."""
+        self.values = self.read()
+        return self.values
+
+
+class QuantizedActivation(Tensor):
+    """What a chain gives behind ``Quantize``: a tensor that the next chain takes without a cast.
+
+    Any operation of torch sees its values, as a plain tensor of its dtype, and gives a plain
+    tensor; its gradient is that of the values. ``detach`` and ``clone`` keep the codes. The first
+    operation that writes into it, or views it, gives it values in place of codes for good: what is
+    written is not quantized. Where it is pickled or deep-copied, it becomes a plain tensor.
+
+    Args:
+        quantized: The codes and scales.
+        recipe: The recipe whose quantizer made them.
+    """
+
+    recipe: Recipe | None
+    _content: _Content
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedActivation], quantized: QuantizedTensor, recipe: Recipe | None = None
+    ) -> QuantizedActivation:
+        """See the class."""
+        return cls._over(_Content(quantized), recipe)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def _over(cls, content: _Content, recipe: Recipe | None) -> QuantizedActivation:
+        codes = content.codes
+        device = next(part.device for part in codes.tensors() if part is not None)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=codes.dtype, device=device
+        )
+        made._content, made.recipe = content, recipe
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def quantized(self) -> QuantizedTensor | None:
+        """The codes and scales; None once it was written into, or viewed."""
+        return self._content.codes if self._content.values is None else None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor, through which a gradient flows.
+
+        Args:
+            dtype: What to round them to, as ``to`` does; None: its own.
+        """
+        plain = _Values.apply(self) if torch.is_grad_enabled() else self._content.copied()  # type: ignore[no-untyped-call]
+        return plain if dtype is None else plain.to(dtype)
+
+    def codes_for(self, quantizer: Quantizer, usage: Usage) -> QuantizedTensor | None:
+        """The codes as a quantizer's own, if it would make such; None: it has to cast the values.
+
+        Args:
+            quantizer: Who would cast.
+            usage: Which copies are needed.
+        """
+        codes = self.quantized
+        if codes is None or not (quantizer.quantizes and codes.usage.covers(usage)):
+            return None
+        if not makes_the_same(codes.quantizer, quantizer):
+            return None
+        made = copy.copy(codes)
+        made.quantizer = quantizer
+        return made
+
+    # As a tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.quantized is None:
+            return f"<{type(self).__name__}, written: {self._content.read()!r}>"
+        what = f"{tuple(self.shape)} of {self.dtype}, by {self.recipe}"
+        return f"<{type(self).__name__}: {what}; {self.quantized!r}>"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as :meth:`torch.Tensor.numpy` gives them."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values, as numbers in lists."""
+        return self._content.read().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty one."""
+        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> Tensor:
+        """A plain tensor, a leaf where this is one."""
+        if not self.is_leaf:
+            return self.dequantize()
+        return self._content.copied().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = memo.setdefault(id(self), copy.deepcopy(self._plain(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            # an inference tensor has no version counter, and a view has that of its base
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, given)
+        if func in _SAME:
+            return cls._over(args[0]._content, args[0].recipe)
+        if func is _aten.clone.default and args[0].quantized is not None:
+            return cls._over(_Content(args[0].quantized), args[0].recipe)
+        lasts = func.is_view or func._schema.is_mutable
+        originals: dict[int, Tensor] = {}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, cls):
+                return value
+            values = value._content.write() if lasts else value._content.read()
+            originals[id(values)] = value
+            return values
+
+        found = func(*tree_map(plain, args), **tree_map(plain, given))
+        return tree_map(lambda value: originals.get(id(value), value), found) if lasts else found
+
+
+class _Values(torch.autograd.Function):
+    """The values; the gradient is theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Any) -> Any:
+        return activation._content.copied()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+def plain(tensor: Any) -> Any:
+    """A tensor that stands for codes as its values, any other as it is."""
+    known = isinstance(tensor, (QuantizedActivation, QuantizedParameter))
+    return tensor.dequantize() if known else tensor
+
+
+def entering(x: Any, cast: Any) -> Any:
+    """What a pass begins with: codes where its first cast would make such, else a plain tensor.
+
+    Args:
+        x: What came in.
+        cast: The first cast, with its ``quantizer`` and ``usage``; None: there is none.
+    """
+    known = cast is not None and isinstance(x, QuantizedActivation)
+    codes = x.codes_for(cast.quantizer, cast.usage) if known else None
+    return plain(x) if codes is None else codes
+
+
+def leaving(x: Any, recipe: Recipe | None) -> Any:
+    """What a chain under a recipe gives: quantized where its last op, or its first, asks for it.
+
+    Args:
+        x: What the chain computed, plain or quantized.
+        recipe: The recipe; None: a plain tensor is wanted, as where ``torch.compile`` traces.
+    """
+    if not isinstance(x, QuantizedTensor):
+        return x
+    if recipe is None or not getattr(x.quantizer, "quantizes", False):
+        return x.dequantize()
+    return QuantizedActivation(x, recipe)
