@@ -294,7 +294,10 @@ class BasicOperation(FusibleOperation):
         super()._set_name(attribute, name)
 
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """The current recipe's quantizer for a tensor of ``mode``; None without a recipe."""
+        """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
+
+        In a backward, and between calls, it is that of the recipe that the op last ran under.
+        """
         return self._quantizers.get(self, mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:

@@ -141,7 +141,40 @@ def test_an_op_that_asks_for_its_quantizers_records_nothing_in_an_evaluation():
     with torch.no_grad(), opfuse.autocast(RECIPE):
         chain(100 * x)
     assert quantizers["input"].seen.item() == -1 and quantizers["grad_output"].updates.item() == 1
-    assert op._quantizers.get(op, "forward", 0) is None  # no recipe in force
+
+
+def test_between_calls_an_op_gives_the_quantizers_of_the_last_recipe():
+    op, x, other = AsksItself(), torch.randn(4, 8, requires_grad=True), Rounding(levels=4)
+    assert op.get_quantizer("forward", 0) is None
+    chain = opfuse.Sequential(op, ops.Linear(8, 8))
+    for recipe in (RECIPE, other, RECIPE):  # the last time with a plan from before
+        with opfuse.autocast(recipe):
+            y = chain(x)
+        made = op._quantizers.of(recipe)
+        assert op.get_quantizer("forward", 0) is made["input"]
+        assert op.get_quantizer("backward", 0) is made["grad_output"]
+        y.sum().backward()  # the op asks there too
+
+
+class AsksIfAny(AsksItself):
+    def op_forward(self, ctx, input_):
+        quantizer = self.get_quantizer("forward", 0)
+        return input_ if quantizer is None else quantizer(input_).dequantize()
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_without_a_recipe_an_op_has_no_quantizer_in_its_forward(planned):
+    op, x = AsksIfAny(), torch.randn(4, 8)
+    chain = opfuse.Sequential(op)
+    if planned:
+        assert torch.equal(chain(x), x)
+    with opfuse.autocast(RECIPE):
+        assert not torch.equal(chain(x), x)
+    assert torch.equal(chain(x), x)
+    assert op.get_quantizer("forward", 0) is not None
 
 
 @pytest.mark.parametrize("weights", ["fresh", "cached"])

@@ -374,6 +374,8 @@ def _begin_under_recipe(program: Program) -> None:
     if not program.compiling:
         check_checkpoint(program)
         current.recording = program.recorded  # for ops that ask for their quantizers themselves
+        for op in program.chain.ops:
+            op._quantizers.latest = program.recipe
     if records and current.block is not None:
         current.block.add(program.recipe, program.chain.ops, program.env)
 
