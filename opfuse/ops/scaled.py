@@ -13,7 +13,7 @@ from torch import Tensor
 from ..overrides import overridden, why_apart
 from ._common import AllGrads, ExtraTensorOperation, Outputs, widen
 from .activation import Activation, SReLU
-from .gated import ClampedSwiGLU, SiTUGLU, SwiGLU
+from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
 
 class ScaledActivation(ExtraTensorOperation):
@@ -27,11 +27,12 @@ class ScaledActivation(ExtraTensorOperation):
         activation_recompute_in_mlp: In Transformer Engine, that a fused MLP computes this op's
             output again in the backward instead of keeping it, and that nothing else may run the
             op. Here it is an attribute that fusions may read, and changes neither what is computed
-            nor, by itself, what is kept.
+            nor, by itself, what is kept. False for a gated activation, as there.
 
     Raises:
         TypeError: ``activation`` is not an activation, or ``activation_recompute_in_mlp`` no bool.
-        ValueError: In a call, ``scales`` of another shape.
+        ValueError: ``activation_recompute_in_mlp`` with a gated activation; in a call, ``scales``
+            of another shape.
         RuntimeError: The activation has hooks, or a ``forward``, ``op_forward`` or ``op_backward``
             of its own, which would not run.
     """
@@ -52,9 +53,11 @@ class ScaledActivation(ExtraTensorOperation):
             what = f"activation_recompute_in_mlp, got {activation_recompute_in_mlp!r}"
             raise TypeError(f"{type(self).__name__} expected a bool as {what}")
         if not isinstance(activation, Activation):
-            raise TypeError(
-                f"{type(self).__name__} expected an Activation, got {type(activation).__name__}"
-            )
+            got = type(activation).__name__
+            raise TypeError(f"{type(self).__name__} expected an Activation, got {got}")
+        if activation_recompute_in_mlp and isinstance(activation, GatedActivation):
+            who = f"{type(self).__name__} does not support activation recomputation"
+            raise ValueError(f"{who}: activation_recompute_in_mlp=True is for no gated activation")
         if name := overridden(activation, Activation, "op_forward", "op_backward"):
             self._refuse(activation, f"overrides {name}")
         if activation.cache_quantized_input:

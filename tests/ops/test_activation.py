@@ -249,22 +249,35 @@ def test_an_input_is_kept_as_the_recipe_of_that_name_casts_it(register, op):
         cached.cache_quantized_input = False
 
 
-@pytest.mark.parametrize("op", SCALED)
-def test_activation_recompute_in_mlp_changes_no_number(op):
+def test_activation_recompute_in_mlp_changes_no_number():
     x, scales, results = torch.randn(3, 4), torch.randn(3), []
     for recompute in (False, True):
-        scaled, leaves = (
-            op(activation_recompute_in_mlp=recompute),
-            [x.clone().requires_grad_(), scales.clone()],
-        )
+        scaled = ops.ScaledSReLU(activation_recompute_in_mlp=recompute)
+        leaves = [x.clone().requires_grad_(), scales.clone()]
         assert scaled.activation_recompute_in_mlp is recompute
         y = scaled(*leaves)
         results.append((y.detach(), torch.autograd.grad(y.sum(), leaves[0])[0]))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("op", SCALED)
+def test_activation_recompute_in_mlp_where_te_refuses_it(op):
+    assert op(activation_recompute_in_mlp=False).activation_recompute_in_mlp is False
     with pytest.raises(
         TypeError, match=f"{op.__name__} expected a bool as activation_recompute_in_mlp, got 1"
     ):
         op(activation_recompute_in_mlp=1)
+    if op is not ops.ScaledSReLU:
+        with pytest.raises(
+            ValueError, match=f"{op.__name__} does not support activation recomputation: activation"
+        ):
+            op(activation_recompute_in_mlp=True)
+
+
+def test_no_gated_activation_is_recomputed_in_an_mlp():
+    with pytest.raises(ValueError, match="is for no gated activation"):
+        ops.ScaledActivation(ops.GEGLU(), activation_recompute_in_mlp=True)
+    ops.ScaledActivation(ops.GELU(), activation_recompute_in_mlp=True)
 
 
 SCALED_NUMBERS = [("ScaledClampedQGeGLU", {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.3}),
