@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..op import BasicOperation
@@ -97,13 +98,15 @@ def shows(*names: str) -> Callable[[Any], str]:
 class WithLaterArguments(BasicOperation):
     """An op that takes Transformer Engine's arguments for features of a later release.
 
-    A subclass names them in its own signature, and hands them on to this ``__init__``.
+    A subclass names them in its own signature, and hands them on to this ``__init__``. As there,
+    those of tensor parallelism ask for nothing in a group of one process.
 
     Args:
+        group: The process group for tensor parallelism; None: that of all processes.
         **given: What the constructor got for them.
 
     Raises:
-        NotImplementedError: One is neither None nor False.
+        NotImplementedError: One asks for something.
     """
 
     _later: ClassVar[dict[str, str]] = {
@@ -117,10 +120,12 @@ class WithLaterArguments(BasicOperation):
         "delay_wgrad_compute": "a later gradient of the weights",
     }
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, group: Any = None, **given: Any) -> None:
         super().__init__()
+        alone = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) == 1
         for name, value in given.items():
-            if value not in (None, False):
+            cleared = alone and "_parallel" in name and value in (True, "column", "row")
+            if value not in (None, False) and not cleared:
                 what = f"{type(self).__name__}: {name}={value!r} is not supported"
                 raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
 

@@ -37,9 +37,10 @@ class BasicLinear(WithLaterArguments):
         out_features: Size of the last dimension of the output.
         device: Device of the weight; default: torch's.
         dtype: Dtype of the weight; default: torch's.
-        tensor_parallel_mode: None; "column" and "row" come with a later release.
-        tensor_parallel_group: Not used without ``tensor_parallel_mode``.
-        sequence_parallel: False; True comes with a later release.
+        tensor_parallel_mode: None; "column" and "row" in a group of one process, where they ask for
+            nothing; in a larger one they come with a later release.
+        tensor_parallel_group: That group; default: all processes.
+        sequence_parallel: False; True as for ``tensor_parallel_mode``.
         rng_state_tracker_function: None; others come with a later release.
         accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of
             its shape and any floating dtype, as Megatron-LM sets it up, instead of giving it to
@@ -84,6 +85,7 @@ class BasicLinear(WithLaterArguments):
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
+            tensor_parallel_group,
             tensor_parallel_mode=tensor_parallel_mode,
             rng_state_tracker_function=rng_state_tracker_function,
             sequence_parallel=sequence_parallel,
@@ -300,10 +302,8 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
 
 def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
     """Where the gradient of a weight is accumulated; Megatron-FSDP tells at every call."""
-    who, wanted = (
-        f"{type(op).__name__}(accumulate_into_main_grad=True) expected",
-        f"a tensor of shape {tuple(weight.shape)}",
-    )
+    who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
+    wanted = f"a tensor of shape {tuple(weight.shape)}"
     if not isinstance(weight, nn.Parameter):
         raise RuntimeError(
             f"{who} a Parameter as its weight, "

@@ -27,13 +27,14 @@ class Bias(WithLaterArguments):
         size: Size of the last dimension.
         device: Device of the bias; default: torch's.
         dtype: Dtype of the bias; default: torch's.
-        tensor_parallel: False; True comes with a later release.
-        tensor_parallel_group: Not used without ``tensor_parallel``.
+        tensor_parallel: False; True in a group of one process, in a larger one it comes with a
+            later release.
+        tensor_parallel_group: That group; default: all processes.
 
     Raises:
         TypeError: ``size`` is not a whole number.
         ValueError: ``size`` is negative.
-        NotImplementedError: ``tensor_parallel=True``.
+        NotImplementedError: ``tensor_parallel=True`` in a group of several processes, or in none.
     """
 
     saved_names = ()
@@ -51,7 +52,7 @@ class Bias(WithLaterArguments):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        super().__init__(tensor_parallel=tensor_parallel)
+        super().__init__(tensor_parallel_group, tensor_parallel=tensor_parallel)
         self.in_features = self.out_features = check_size(self, "size", size)
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
@@ -94,9 +95,8 @@ class Bias(WithLaterArguments):
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
         if not ctx.param_requires_grad[0]:
             return grad_output, (None,)
-        return grad_output, (
-            grad_output.sum(0) if grad_output.ndim == 2 else sum_rows(grad_output, 1),
-        )
+        grad = grad_output.sum(0) if grad_output.ndim == 2 else sum_rows(grad_output, 1)
+        return grad_output, (grad,)
 
 
 class Linear(FusedOperation):

@@ -233,6 +233,41 @@ def test_other_arguments_of_later_releases():
         ops.Linear(2, 2, userbuffers_options={})
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("named", [False, True])
+def test_tensor_parallelism_of_one_process_asks_for_nothing(one_process, mode, named):
+    group = torch.distributed.new_group([0]) if named else None
+    given = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
+    for build in (ops.BasicLinear, ops.Linear):
+        for sequence_parallel in (False, True):
+            op = build(3, 4, sequence_parallel=sequence_parallel, **given)
+            assert op.weight.shape == (4, 3) and op(torch.randn(2, 3)).shape == (2, 4)
+    ops.Bias(4, tensor_parallel=True, tensor_parallel_group=group)
+
+
+def test_what_one_process_asks_for_is_refused_still(one_process):
+    for given in ({"tensor_parallel_mode": "both"}, {"rng_state_tracker_function": dict}):
+        with pytest.raises(NotImplementedError, match="comes with a later release"):
+            ops.BasicLinear(3, 4, **given)
+
+
+def test_tensor_parallelism_of_two_processes_is_refused(one_process, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    for build in (lambda: ops.Linear(2, 2, tensor_parallel_mode="row"),
+                  lambda: ops.Bias(2, tensor_parallel=True)):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="comes with a later release"):
+            build()
+
+
 def test_arguments_without_effect_are_accepted():
     ops.Linear(
         2, 2, tensor_parallel_group=None, sequence_parallel=False, accumulate_into_main_grad=False
