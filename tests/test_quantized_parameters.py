@@ -397,6 +397,24 @@ def test_copies(recipe):
 
 
 @recipe_of_each
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32], ids=str
+)
+def test_to_and_dequantize_give_the_same_numbers(recipe, dtype):
+    param = linear(recipe, dtype=torch.bfloat16).weight
+    with torch.no_grad():
+        param.mul_(100)
+    plain = param.dequantize(dtype)
+    assert type(plain) is torch.Tensor and plain.dtype == dtype
+    to = param.detach().to(dtype)
+    assert torch.equal(plain, to.dequantize() if dtype.is_floating_point else to)
+    if dtype == torch.float32:  # rounded once, not to bfloat16 before
+        assert not torch.equal(plain, param.dequantize().float())
+        plain.sum().backward()
+        assert param.grad.dtype == torch.bfloat16 and param.grad.eq(1).all()
+
+
+@recipe_of_each
 def test_to_another_dtype_or_device(recipe):
     model = linear(recipe)
     param, before, values = model.weight, codes(model.weight), model.weight.detach().dequantize()

@@ -138,9 +138,13 @@ class QuantizedTensor(ABC):
 
         What a product is emulated with; arguments and errors as for :meth:`dequantize`.
         """
-        wide = copy.copy(self)
-        wide.dtype = torch.promote_types(self.dtype, torch.float32)
-        return wide.dequantize(usage)
+        return self.of_dtype(torch.promote_types(self.dtype, torch.float32)).dequantize(usage)
+
+    def of_dtype(self, dtype: torch.dtype) -> Self:
+        """The same codes, whose values are rounded to another dtype."""
+        made = copy.copy(self)
+        made.dtype = dtype
+        return made
 
     def __repr__(self) -> str:
         here = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -282,9 +281,8 @@ def _stands_for(made: QuantizedTensor, values: Tensor) -> bool:
     if not values.is_floating_point() or values.is_meta:
         return False
     usage = ROWWISE if made.usage.rowwise else Usage(False, True)
-    wide = copy.copy(made)
-    wide.dtype = values.dtype
-    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (wide.dequantize(usage), values)]
+    wide = made.of_dtype(values.dtype).dequantize(usage)
+    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (wide, values)]
     return torch.equal(pair[0], pair[1].to(pair[0].device))
 
 

@@ -90,10 +90,12 @@ class QuantizedParameter(Tensor):
         """The values as a plain tensor, through which a gradient flows.
 
         Args:
-            dtype: What to round them to; None: its own.
+            dtype: What to round what the codes stand for to, once, as ``to(dtype)`` has it; None:
+                its own.
         """
-        plain = _Dequantize.apply(self) if torch.is_grad_enabled() else _values(self)  # type: ignore[no-untyped-call]
-        return plain if dtype is None else plain.to(dtype)
+        if torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype)  # type: ignore[no-any-return,no-untyped-call]
+        return _values(self, dtype)
 
     def requantize_(self, values: Tensor) -> QuantizedParameter:
         """Take new values, in the memory that it has; its quantizer sees them before it casts them.
@@ -172,8 +174,7 @@ class QuantizedParameter(Tensor):
             memo[id(self)] = _like_parameter(self, made, memo)
             if self.grad is not None:
                 memo[id(self)].grad = copy.deepcopy(self.grad, memo)
-        found: QuantizedParameter = memo[id(self)]
-        return found
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = self.quantized.tensors()
@@ -240,18 +241,19 @@ class _Dequantize(torch.autograd.Function):
     """The values; the gradient is theirs."""
 
     @staticmethod
-    def forward(ctx: Any, param: Any) -> Any:
-        return _values(param)
+    def forward(ctx: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        return _values(param, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad
+        return grad, None
 
 
-def _values(param: QuantizedParameter) -> Tensor:
-    quantized = param.quantized
+def _values(param: QuantizedParameter, dtype: torch.dtype | None = None) -> Tensor:
+    quantized = param.quantized.of_dtype(dtype) if dtype in _WIDE else param.quantized
     values = quantized.dequantize(ROWWISE if quantized.usage.rowwise else Usage(False, True))
-    return values.view(-1)[: param.numel()].view(param.shape)
+    values = values.view(-1)[: param.numel()].view(param.shape)
+    return values if dtype is None else values.to(dtype)
 
 
 def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
@@ -341,9 +343,8 @@ _INIT_VAL: dict[str, Callable[[QuantizedParameter], Any]] = {
 
 def _alias(param: QuantizedParameter, shape: Sequence[int] | None = None) -> QuantizedParameter:
     """The same memory, maybe in another shape."""
-    made = QuantizedParameter(
-        param.quantized, param.recipe, param.shape if shape is None else shape
-    )
+    shape = param.shape if shape is None else shape
+    made = QuantizedParameter(param.quantized, param.recipe, shape)
     made.wanted, made.gathered = param.wanted, param.gathered
     return made
 
