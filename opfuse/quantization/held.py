@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..settings import current
 from .formats import QuantizedTensor, Usage
 from .parameter import QuantizedParameter, alike, held_by
-from .quantizer import BOTH, ROWWISE, place_state, settled, with_own_state
+from .quantizer import BOTH, ROWWISE, settled
 from .recipe import QuantizerRole, Recipe
 from .state import quantizer_names, roles
 
@@ -59,8 +59,8 @@ def new_parameter(
 ) -> QuantizedParameter:
     """A Parameter that lives quantized.
 
-    A scale that follows from earlier maxima fits the values at once. The quantizer's own begins as
-    anywhere else, in Transformer Engine at 1, and has seen the values.
+    A scale that follows from earlier maxima fits the values at once; that of the quantizer begins
+    as anywhere else, and follows at the next update.
 
     Args:
         values: Its values.
@@ -76,11 +76,7 @@ def new_parameter(
     usage = BOTH if torch.is_grad_enabled() else ROWWISE
     with torch.no_grad():
         try:
-            quantized = settled(with_own_state(quantizer), recipe, values.detach(), usage)
-            if quantizer.pending_names:
-                place_state(quantizer, values.device)
-                quantizer.quantize(values.detach(), usage)
-            quantized.quantizer = quantizer
+            quantized = settled(quantizer, recipe, values.detach(), usage)
         except ValueError as error:
             raise ValueError(
                 f"quantized_model_init: {error}; while an op is built, autocast(skip=[...]) does "

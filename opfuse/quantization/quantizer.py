@@ -179,28 +179,31 @@ def place_state(quantizer: Quantizer, device: torch.device) -> None:
 
 
 def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them that knows them: exactly if it can, and none is clipped.
+    """Values as a quantizer casts them if it can do so exactly; else as if it had seen them before.
 
-    Its scale stays where that holds the values exactly. Else what was recorded before is forgotten,
-    and the scale follows from these values. They are recorded for the next update.
+    So a scale that follows from earlier maxima clips none. The quantizer itself records these
+    values in place of what it recorded before, and its scale stays until the next update.
 
     Args:
         quantizer: The quantizer.
-        recipe: Advances its state.
+        recipe: Advances the state of a copy of it.
         values: The values.
         usage: Which copies are needed.
     """
     place_state(quantizer, values.device)
-    if quantizer.pending_names:
-        quantizer.discard()
-        made = quantizer.quantize(values, usage)
-        exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
-        before = {name: getattr(quantizer, name).clone() for name in quantizer.state_names}
-        recipe.update([quantizer], None)
-        for name, state in before.items():  # nothing is read by the host
-            after = getattr(quantizer, name)
-            after.copy_(torch.where(exact, state, after))
-    return quantizer.quantize(values, usage)
+    if not quantizer.pending_names:
+        return quantizer.quantize(values, usage)
+    quantizer.discard()
+    made = quantizer.quantize(values, usage)
+    exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
+    fitted = with_own_state(quantizer)
+    recipe.update([fitted], None)
+    for name in quantizer.state_names:  # nothing is read by the host
+        now, after = getattr(quantizer, name), getattr(fitted, name)
+        after.copy_(torch.where(exact, now, after))
+    made = fitted.quantize(values, usage)
+    made.quantizer = quantizer
+    return made
 
 
 def with_own_state(quantizer: Quantizer) -> Quantizer:

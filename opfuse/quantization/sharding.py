@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .formats import BlockScaledTensor, MXTensor, QuantizedTensor
+from .quantizer import settled, with_own_state
 
 _SQUARE = (128, 128)
 
@@ -57,7 +58,7 @@ def gathered(
     outer, why = known
     there: QuantizedTensor = shard.quantized
     if why:
-        made = there.quantizer.unrecorded().quantize(outputs[0][: outer[0]], shard.wanted)
+        made = _cast(shard, outputs[0][: outer[0]])
         made.quantizer = there.quantizer
         return made, f"FSDP2 gathers it in {str(dtype).removeprefix('torch.')}: {why}"
     parts = dict.fromkeys(there.tensor_names) | _assembled(there, outputs, shard.wanted)
@@ -76,11 +77,11 @@ def gather_into(
     if not why:
         new = _assembled(there, outputs, shard.wanted)
     else:
-        values, quantizer = outputs[0][: outer[0]], there.quantizer.unrecorded()
-        if torch._C._current_graph_task_id() != -1 and quantizer.requantizes:
-            made = quantizer.requantize(values, whole, shard.wanted)
+        values = outputs[0][: outer[0]]
+        if torch._C._current_graph_task_id() != -1 and there.quantizer.requantizes:
+            made = there.quantizer.requantize(values, whole, shard.wanted)
         else:
-            made = quantizer.quantize(values, shard.wanted)
+            made = _cast(shard, values)
         new = dict(zip(made.tensor_names, made.tensors(), strict=True))
     for name, part in new.items():
         into = getattr(whole, name)
@@ -88,6 +89,11 @@ def gather_into(
             # what the forward saved of it is as it was: that the memory was free is FSDP2's affair
             with torch.autograd._unsafe_preserve_version_counter(into):  # type: ignore[attr-defined]
                 _bytes(into).copy_(_bytes(part))
+
+
+def _cast(shard: Any, values: Tensor) -> QuantizedTensor:
+    """The values of the whole, cast as :func:`settled` does; the shard's quantizer records none."""
+    return settled(with_own_state(shard.quantizer), shard.recipe, values, shard.wanted)
 
 
 def freed(whole: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

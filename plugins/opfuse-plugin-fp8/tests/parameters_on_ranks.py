@@ -115,6 +115,20 @@ fsdp(MX, 64, [[CODES], [CODES]], policy=bf16)
 fsdp(DELAYED, 66, [[VALUES + "float32", WHOLE]] * 2)
 for recipe in (BLOCK, DELAYED):
     ddp(recipe)
+# what is gathered is cast with a scale that fits it: the first values, and those that grew
+model = build(DELAYED, 66)
+for part in (model[0], model[2], model):
+    fully_shard(part, mesh=mesh)
+for factor in (1, 1e5, 1e-8):
+    with torch.no_grad():
+        model[2].weight.mul_(factor)
+        model[2].bias.zero_()
+        hidden = torch.nn.functional.silu(batch(0, 0) @ values(model[0].weight).t())
+        want = hidden @ values(model[2].weight).t()
+        with opfuse.autocast(DELAYED):
+            error = (model(batch(0, 0)) - want).norm() / want.norm()
+    assert model[2].weight._local_tensor.quantizer.scale == 1
+    assert error < 0.1, (factor, error)
 # cut along another dimension it is not quantized any more
 model = build(BLOCK, 256)
 fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(param.ndim - 1))
