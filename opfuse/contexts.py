@@ -105,7 +105,8 @@ class autocast(Setting):
             first quantized call. It counts under ``torch.no_grad()`` too. A block that is enabled
             records anyway.
         recipe: The recipe, a value of a class that a plugin offers, or the name under which it
-            does. None: ``"fp8-delayed"``, Transformer Engine's default.
+            does. None: ``"fp8-delayed"``, on every device; Transformer Engine's default depends
+            on the GPU.
         amax_reduction_group: The process group over which the maxima of a step are taken. The model
             must be prepared, see :func:`opfuse.prepare`.
         weights: ``"fresh"`` casts each weight anew. ``"cached"`` uses the last cast again where the

@@ -13,7 +13,7 @@ from .records import PluginRecord, Selection, normalize
 from .settings import ThreadSettings, current
 
 DEFAULT_RECIPE = "fp8-delayed"
-"""Transformer Engine's default."""
+"""On every device; Transformer Engine has another one from Blackwell on."""
 
 CACHE_RECIPE = "fp8-current"
 """How an activation keeps its input with ``cache_quantized_input``; as Transformer Engine does."""

@@ -230,6 +230,12 @@ def test_without_autocast(name):
             assert ", ".join(found) == PLAIN[name][column], column
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_dropout_in_evaluation_gives_the_dtype_of_its_input(dtype):
+    with torch.autocast("cpu", BF16):
+        assert ops.Dropout(0.5).eval()(torch.randn(2, 3, dtype=dtype)).dtype == dtype
+
+
 # Norms under autocast
 
 NORMS = {
