@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, tables
-from opfuse.conversion import choosing, guard
+from opfuse.conversion import guard
 from opfuse.conversion.verifying import differ, in_fp64
 from opfuse.tuning import parts, whole
 from opfuse.tuning.timing import Timing
