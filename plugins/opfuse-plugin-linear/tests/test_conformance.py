@@ -2,9 +2,11 @@
 
 import opfuse_linear.chunks
 import opfuse_linear.fused
+import opfuse_linear.kernels
 import pytest
 import torch
 
+from opfuse import testing
 from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
 
@@ -67,3 +69,32 @@ class TestConformance(FusionSuite):
         torch.backends.cuda.matmul.allow_tf32 = True  # fp32 by tiles too; the interpreter is exact
         yield
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+ELSEWHERE = ("output", "gradients", "aliasing", "grad_input", "unmodified_gradients", "nan_and_inf")
+
+
+@pytest.mark.skipif(is_interpreting(), reason="it launches no kernel")
+@pytest.mark.parametrize(
+    ("passes", "name"),
+    [
+        ("forward", "linear"),
+        ("forward", "linear+bias+add"),
+        ("forward", "linear+scale+add"),
+        ("backward", "linear+bias+activation"),
+        ("backward", "linear+scale"),
+        ("backward", "linear+add"),
+    ],
+)
+def test_as_on_a_gpu_and_on_other_cpus(monkeypatch, passes, name):
+    """The library that is the slower one here, and the scale of linear + scale in each product."""
+    worth = opfuse_linear.kernels._is_worth_it
+    monkeypatch.setattr(opfuse_linear.kernels, "_is_worth_it", lambda dtype: not worth(dtype))
+    monkeypatch.setattr(opfuse_linear.fused, "scales_gradient", lambda env: False)
+    monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+    subject = testing.find("linear", passes, name)
+    chains = testing.make_chains(subject)
+    for check in map(testing.CHECKS.get, ELSEWHERE):
+        if passes in check.passes:
+            outcome = testing.run_all(check, chains)
+            assert outcome.failure is None and outcome.ran, str(outcome)

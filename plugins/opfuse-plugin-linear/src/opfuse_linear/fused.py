@@ -355,6 +355,12 @@ class BackwardLinearScale(Products):
     """The backward of linear + scale: one pass over the gradient, or a scale in each product."""
 
     grad_input = "fresh"
+    _apart = True
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        self._apart = scales_gradient(env)
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
@@ -362,7 +368,7 @@ class BackwardLinearScale(Products):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         linear, last = basic_op_ctxs
         dy, scale = grad_output, last.scale  # type: ignore[attr-defined]
-        if dy.is_cpu:  # cheaper than two scaled matrix products
+        if self._apart:
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
         x, weight = BasicLinear.saved_operands(linear)
         grad_input, grad_weight = kernels.linear_grads(
@@ -494,6 +500,11 @@ def _pays(ops: Any, env: Environment) -> bool | str:
     if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
         return f"{features} features are too few for it to pay on a CPU"
     return True
+
+
+def scales_gradient(env: Environment) -> bool:
+    """Whether a pass over the gradient is cheaper than a scale in each matrix product."""
+    return env.device.type == "cpu"
 
 
 def adds_nothing(env: Environment) -> bool:
