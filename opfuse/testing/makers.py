@@ -64,14 +64,19 @@ def _by_constructor(cls: type, width: int) -> list[Op]:
             continue
         found.append(op)
         break
-    takes = inspect.signature(cls).parameters if issubclass(cls, _GATED) else ()
-    found += [Op(cls, glu_interleave_size=2)] if "glu_interleave_size" in takes else []
+    if issubclass(cls, _NAMED):
+        takes = inspect.signature(cls).parameters
+        given = {n: v for n, v in {**_OTHERWISE, "rotary_dim": width // 2}.items() if n in takes}
+        found += [Op(cls, *op.args, **{n: v}) for op in found for n, v in given.items()]
     if cls in _ARGUMENTS:
         found.append(Op(cls, **_ARGUMENTS[cls]))
     return found
 
 
-_GATED = (built_in.GatedActivation, built_in.ScaledActivation)
+_ROTATING = (built_in.RoPE, built_in.ApplyRoPE)
+_NAMED = (built_in.GatedActivation, built_in.ScaledActivation, built_in.GELU, *_ROTATING)
+_OTHERWISE: Any = {"glu_interleave_size": 2, "approximate": "none", "interleaved": True}
+"""What an argument of these classes is where it is not the default."""
 _CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
 _BOUNDED = {"beta1": 2.0, "beta2": 3.0}
 _LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}
@@ -89,7 +94,9 @@ _ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
 def _norms(cls: type, width: int) -> list[Op]:
     plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
     read = Op(cls, Op(cls, width, eps=0.1), via="reading")
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read]
+    without = [Op(cls, width, elementwise_affine=False)]
+    without += [Op(cls, width, bias=False)] if cls is built_in.LayerNorm else []
+    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read, *without]
 
 
 def _linears(width: int) -> list[Op]:
@@ -126,6 +133,7 @@ _MAKERS: Makers = {
     built_in.GroupedLinear: lambda width: [
         Op(built_in.GroupedLinear, 3, width, width + width // 2),
         Op(built_in.GroupedLinear, 1, width, width, bias=False),
+        Op(built_in.GroupedLinear, 3, width, width + width // 2, scale_bias=True),
     ],
     built_in.Dropout: lambda width: [Op(built_in.Dropout, p) for p in (0.0, 0.5, 1.0)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),

@@ -177,11 +177,12 @@ def follows_values(case: Case) -> None:
         built, results = case.build(), list[Result]()
 
         def call() -> None:
-            with torch.no_grad():
-                results.append(forward(case, built=built))
-            results.append(backward(case, forward(case, built=built)))
-            for result in results[-2:]:  # an output may be the input, which changes
-                result.outputs = tuple(y.clone() for y in result.outputs)
+            for mode in (torch.no_grad, torch.enable_grad):
+                with mode():
+                    result = forward(case, built=built)
+                    results.append(result if mode is torch.no_grad else backward(case, result))
+                    # an output may be the input, which changes
+                    result.outputs = tuple(y.clone() for y in result.outputs)
 
         call()
         changes: tuple[Callable[[Tensor], Tensor], ...]
