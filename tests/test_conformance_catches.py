@@ -15,6 +15,7 @@ import faulty_distributions
 import faulty_fresh
 import faulty_unseen_again
 import faulty_values  # noqa: F401  # adds to the faults
+import ordinary
 import pytest
 import sound
 import torch
@@ -185,6 +186,14 @@ def test_more_seeds_were_checked():
     record = json.loads((pathlib.Path(__file__).parent / "false_alarms.json").read_text())
     assert record["seeds"] >= 200 and record["false alarms"] == []
     assert record["checks"] == list(testing.CHECKS)
+    assert set(record["ordinary"]) == set(ordinary.FUSIONS) and len(ordinary.FUSIONS) == 6
+    assert all(one["cases"] > 100 and not one["alarms"] for one in record["ordinary"].values())
+
+
+@pytest.mark.parametrize("name", ordinary.FUSIONS)
+def test_every_refusal_of_an_ordinary_condition_is_shown(name):
+    found = sound.look(*ordinary.FUSIONS[name], ["condition", "pattern", "refusals"])
+    assert found["cases"] and not found["alarms"], "\n\n".join(found["alarms"])
 
 
 # What only shows in a process of its own
