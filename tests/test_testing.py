@@ -321,6 +321,21 @@ def test_few_errors_say_nothing_together():
     assert skew((truth * 0.99).bfloat16(), truth, truth.bfloat16()) is None
 
 
+class AlwaysTanh(opfuse.FusedOperation):
+    """GELU by tanh, whatever the op says."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x = self.basic_ops[0].operand(basic_op_ctxs[0], input_)
+        return torch.nn.functional.gelu(x, approximate="tanh"), [()]
+
+
+def test_arguments_that_are_not_the_default_are_tried(no_plugins):
+    outcome = testing.run_all(
+        testing.CHECKS["output"], testing.make_chains(subject(ops.GELU, build=AlwaysTanh))
+    )
+    assert outcome.failure and "approximate='none'" in str(outcome)
+
+
 # Conditions, and what is set around the tests
 
 
