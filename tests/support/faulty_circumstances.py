@@ -95,7 +95,11 @@ class Norm(opfuse.FusedOperation):
         return (x - mean).square().mean(dims, keepdim=True)
 
 
-@faulty("output", "mean=100", "forward", LayerNorm)
+def whole(ops, env):
+    return True if len(ops[0].param_names) == 2 else "it has weight and bias"
+
+
+@faulty("output", "mean=100", "forward", LayerNorm, when=whole)
 class SquareOfTheMean(Norm):
     """The variance as E[x2] - E[x]2."""
 

@@ -93,7 +93,12 @@ class DropsInEvaluationToo(opfuse.FusedOperation):
 
 
 def _one_dimension(ops, env):
-    return True if len(ops[0].normalized_shape) == 1 else "it normalizes the last dimension"
+    several = len(ops[0].normalized_shape) > 1
+    return "it normalizes the last dimension" if several else has_a_weight(ops, env)
+
+
+def has_a_weight(ops, env):
+    return True if ops[0].param_names else "it multiplies by a weight"
 
 
 class Norm(opfuse.FusedOperation):
@@ -128,6 +133,7 @@ class HardCodesEps(Norm):
     r"(?s)'rstd' for op 0 \(RMSNorm\) has shape.*RMSNorm, \(4, 8\)",
     "forward",
     RMSNorm,
+    when=has_a_weight,
 )
 class NormalizesTheLastDimensionOnly(Norm):
     pass
