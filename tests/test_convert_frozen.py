@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 import opfuse
 
+pytestmark = pytest.mark.alone
+
 WIDTH = 8
 ATTACKS = {}
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from opfuse.grammar import Held, Reader, Unreadable, compiled_like, tree_of
 
+pytestmark = pytest.mark.alone
+
 SCALE = 2.0
 FLAG = types.SimpleNamespace(on=True)
 

@@ -8,6 +8,8 @@ import tokenize
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (  # the lowest first; a module knows those of its own floor and of the floors below
     ("errors", "precision", "settings"),

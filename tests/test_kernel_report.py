@@ -10,6 +10,8 @@ from opfuse.triton import TARGETS
 from opfuse.triton.checking import verify_report
 from opfuse.triton.recorded import case_lists, describe, load_cases
 
+pytestmark = pytest.mark.alone
+
 REPORT = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "kernels.json"
 CASES = case_lists(None)
 

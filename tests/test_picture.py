@@ -12,6 +12,8 @@ import opfuse
 from opfuse import Fusion
 from opfuse.ops import GELU, BasicLinear, Bias, Cast, Dropout, Linear, RMSNorm, SiLU
 
+pytestmark = pytest.mark.alone
+
 SVG = "{http://www.w3.org/2000/svg}"
 LONG = "a_very_long_name_of_a_fusion_<of_norm>&linear_in_fp8"
 NARROW, WIDE = 6.6, 7.23  # a character of the widest monospaced fonts, at 11 and 12 pixels

@@ -9,6 +9,8 @@ import opfuse
 from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
 from opfuse.testing import QuantizerSuite
 
+pytestmark = pytest.mark.alone
+
 ROLE, DTYPE = "input", torch.float32
 
 

@@ -3,6 +3,8 @@
 import fuzz_convert
 import pytest
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("part", range(4))
 def test_converted_and_original_are_the_same(part):

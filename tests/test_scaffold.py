@@ -19,6 +19,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.alone
+
 ROOT = pathlib.Path(__file__).parents[1]
 IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
