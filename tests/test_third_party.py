@@ -40,4 +40,4 @@ def test_it_is_fused_everywhere_and_passes_the_kit(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b[12]\d\d passed", done.stdout), done.stdout
+    assert re.search(r"\b1\d\d passed", done.stdout), done.stdout
