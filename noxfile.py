@@ -14,8 +14,10 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 
 import nox
 
@@ -39,11 +41,19 @@ ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip insta
 UNSET = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH")
 
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-PLUGINS = {
-    nox.project.load_toml(path)["project"]["name"].removeprefix("opfuse-plugin-"): path.parent
+PACKAGES = {
+    path.parent.name: nox.project.load_toml(path)["project"]
     for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))
-    if not path.parent.name.startswith("_")
 }
+TOOLKITS = [ROOT / "plugins" / name for name in PACKAGES if not name.startswith("opfuse-plugin-")]
+NAMES = {name.removeprefix("opfuse-").removeprefix("plugin-"): name for name in PACKAGES}
+PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{short}"}
+
+
+def folders(name: str) -> list[pathlib.Path]:
+    """A package of this repository, and those that it depends on."""
+    needed = [re.split(r"[^a-z0-9-]", each)[0] for each in PACKAGES[name]["dependencies"]]
+    return [ROOT / "plugins" / each for each in (name, *needed) if each in PACKAGES]
 
 
 def group(*names: str) -> tuple[str, ...]:
@@ -107,8 +117,8 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     return python
 
 
-def pytest(session: nox.Session, folder: pathlib.Path, *options: str) -> None:
-    """Run the tests in ``folder`` against what is installed, with a process per core.
+def pytest(session: nox.Session, *where: pathlib.Path, options: Sequence[str] = ()) -> None:
+    """Run the tests in some folders against what is installed, with a process per core.
 
     What is installed must not be the checkout.
     """
@@ -124,7 +134,7 @@ def pytest(session: nox.Session, folder: pathlib.Path, *options: str) -> None:
     session.env["OMP_NUM_THREADS"] = "1"
     parallel = ["-n", str(workers), "--dist", "worksteal"]
     session.run(
-        "python", "-m", "pytest", *config, *parallel, *options, str(folder), *session.posargs
+        "python", "-m", "pytest", *config, *parallel, *options, *map(str, where), *session.posargs
     )
 
 
@@ -143,26 +153,33 @@ def show_plugins(session: nox.Session, python: str = "python") -> None:
         for row in rows
         if row["state"] == "loaded"
     }
-    if loaded != set(PLUGINS):
+    if loaded != PLUGINS:
         session.error(f"expected {sorted(PLUGINS)} to be loaded, got:\n{text}")
+
+
+def everything(session: nox.Session) -> None:
+    """Install and list every package of this repository."""
+    install(session, f"{ROOT}[examples]", *(ROOT / "plugins" / name for name in PACKAGES))
+    show_plugins(session)
 
 
 @nox.session(venv_params=ALONE)
 def tests(session: nox.Session) -> None:
     """The core's tests, with no plugin installed.
 
-    Those of whole models take minutes, and run in ``together``.
+    The toolkits are there, for what pages show of them. Tests of whole models take minutes, and run
+    in ``together``.
     """
-    install(session, ROOT)
-    pytest(session, ROOT / "tests", f"--ignore={ROOT / 'tests' / 'models'}")
+    install(session, ROOT, *TOOLKITS)
+    pytest(session, ROOT / "tests", options=[f"--ignore={ROOT / 'tests' / 'models'}"])
 
 
 @nox.session(venv_params=ALONE)
-@nox.parametrize("name", [nox.param(name, id=name) for name in PLUGINS])
+@nox.parametrize("name", [nox.param(name, id=name) for name in NAMES])
 def plugin(session: nox.Session, name: str) -> None:
-    """One plugin's tests, with the core and no other plugin installed."""
-    folder = PLUGINS[name]
-    install(session, ROOT, folder)
+    """The tests of one plugin or toolkit, with the core and no other plugin installed."""
+    install(session, ROOT, *folders(NAMES[name]))
+    folder = ROOT / "plugins" / NAMES[name]
     pytest(session, folder / "tests")
     sources = [path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")]
     if any("import triton" in text or "TRITON_INTERPRET" in text for text in sources):
@@ -176,9 +193,9 @@ def together(session: nox.Session) -> None:
 
     Fusing never changes the answer.
     """
-    install(session, f"{ROOT}[examples]", *PLUGINS.values())
-    show_plugins(session)
-    pytest(session, ROOT / "tests", "-m", "not alone")
+    everything(session)
+    where = [ROOT / "tests", *(folder / "tests" for folder in TOOLKITS)]
+    pytest(session, *where, options=["-m", "not alone"])
 
 
 @nox.session(venv_params=ALONE)
@@ -205,7 +222,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_params=ALONE, reuse_venv=True)
 def types(session: nox.Session) -> None:
-    """Mypy, strict on the core."""
+    """Mypy, strict on the core and the toolkits."""
     install(session, *group("types"))
     session.chdir(ROOT)
     session.run("python", "-m", "mypy", *session.posargs)
@@ -214,7 +231,7 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_params=ALONE, reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build; a warning is an error."""
-    install(session, ROOT, *group("docs"))
+    install(session, ROOT, *TOOLKITS, *group("docs"))
     out = ROOT / "docs" / "_build"
     session.run(
         "python",
@@ -241,7 +258,7 @@ def build(session: nox.Session) -> None:
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     install(session, "build")
-    for folder in (ROOT, *PLUGINS.values()):
+    for folder in (ROOT, *(ROOT / "plugins" / name for name in PACKAGES)):
         session.run(
             "python",
             "-m",
@@ -272,7 +289,7 @@ def build(session: nox.Session) -> None:
 @nox.session(venv_params=ALONE)
 def demo(session: nox.Session) -> None:
     """The main job: train a small language model with every plugin installed."""
-    install(session, f"{ROOT}[examples]", *PLUGINS.values())
+    everything(session)
     session.chdir(ROOT)
     session.run("python", str(ROOT / "examples" / "train_lm.py"), *session.posargs)
 
@@ -283,8 +300,7 @@ def models(session: nox.Session) -> None:
 
     It takes many minutes, so the other sessions have one tiny model of each family.
     """
-    install(session, ROOT, *PLUGINS.values())
-    show_plugins(session)
+    everything(session)
     session.env["OPFUSE_MODELS"] = "all"
     pytest(session, ROOT / "tests" / "models")
 
@@ -295,15 +311,15 @@ def check_all(session: nox.Session) -> None:
 
     It takes minutes, so the plugins' tests compile one configuration of each.
     """
-    install(session, ROOT, *PLUGINS.values())
+    everything(session)
     report = ROOT / "benchmarks" / "results" / "kernels.json"
-    session.run("python", "-m", "opfuse.triton", "check", "--all", "--report", str(report))
+    session.run("python", "-m", "opfuse_triton", "check", "--all", "--report", str(report))
 
 
 @nox.session(venv_params=ALONE)
 def gpu(session: nox.Session) -> None:
     """The plugins' tests in the tier that needs a GPU, every plugin by itself."""
-    for folder in PLUGINS.values():
-        session.log(f"{folder.name}")
-        install(session, ROOT, folder)
-        pytest(session, folder / "tests", "-k", "gpu")
+    for name in PACKAGES:
+        session.log(name)
+        install(session, ROOT, *folders(name))
+        pytest(session, ROOT / "plugins" / name / "tests", options=["-k", "gpu"])

@@ -27,7 +27,7 @@ def main() -> None:
     from opfuse_fp8 import compiled, make, opfuse_recipes, twins
 
     from opfuse import QuantizerRole, ops
-    from opfuse.quantization import BOTH
+    from opfuse.core.quantization import BOTH
     from opfuse.tuning.timing import compare
 
     parser = argparse.ArgumentParser(

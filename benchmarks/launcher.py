@@ -1,4 +1,4 @@
-"""What the Python of one kernel launch costs: Triton's JIT against ``opfuse.triton.Kernel``.
+"""What the Python of one kernel launch costs: Triton's JIT against ``opfuse_triton.Kernel``.
 
 python benchmarks/launcher.py
 
@@ -23,10 +23,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import TARGETS, Config, Kernel, kernels
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-
-from opfuse.triton import TARGETS, Config, Kernel, kernels
 
 TURNS, CALLS = 200, 200
 CONFIG = Config({"BLOCK": 1024}, num_warps=4, num_stages=2)

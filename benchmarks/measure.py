@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse import authoring
+from opfuse.core import authoring
 
 from .chains import Work, several
 from .providers import Built

@@ -119,7 +119,7 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
     from torch._functorch import config
 
     import opfuse
-    from opfuse.authoring import saved_bytes
+    from opfuse.core.authoring import saved_bytes
     from opfuse.tuning.timing import compare
 
     model, other = copy.deepcopy(model), copy.deepcopy(model)

@@ -220,13 +220,13 @@ or op["_backward_hooks"] or op["_backward_pre_hooks"]:
     "forward: nothing special about the program": ("program.is_plain", ""),
     "forward: an op gave a tensor": (
         "type(x) is not Tensor and not isinstance(x, kinds)",
-        "Tensor = torch.Tensor; kinds = Tensor, opfuse.quantization.QuantizedTensor; "
+        "Tensor = torch.Tensor; kinds = Tensor, opfuse.core.quantization.QuantizedTensor; "
         "x = torch.ones(4)",
     ),
     "forward: a fused op gave a tuple that begins with one": (
         "try:\n  y, extra = result if type(result) is tuple else None\n"
         "except ValueError: pass\nisinstance(y, kinds)",
-        "result = x, [()]; kinds = torch.Tensor, opfuse.quantization.QuantizedTensor",
+        "result = x, [()]; kinds = torch.Tensor, opfuse.core.quantization.QuantizedTensor",
     ),
     "forward: 4 ops that declare to save nothing saved nothing": (
         "for i in unsaved:\n"
@@ -266,7 +266,7 @@ import torch, opfuse
 from operator import is_
 from torch.autograd import forward_ad
 from opfuse import ops
-from opfuse.engine import execute, fuser
+from opfuse.core.engine import execute, fuser
 class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()

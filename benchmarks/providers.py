@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuse
-from opfuse.quantization import Usage
-from opfuse.recipes import new_quantizer
+from opfuse.core.quantization import Usage
+from opfuse.core.recipes import new_quantizer
 
 from . import hand
 from .chains import FP8_SCALE, PLAIN, Cast, Layer, Work, parse, plain, widths

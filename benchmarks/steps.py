@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import opfuse
-from opfuse.engine.execute import run_forward
-from opfuse.engine.saved import restore_more
-from opfuse.quantization.packing import rebuilt
+from opfuse.core.engine.execute import run_forward
+from opfuse.core.engine.saved import restore_more
+from opfuse.core.quantization.packing import rebuilt
 
 
 class _Saved:

@@ -15,10 +15,11 @@ import textwrap
 from contextlib import contextmanager
 
 import torch
+from opfuse_convert.grammar import reader, table
 
 import opfuse
-from opfuse import hookspecs, ops
-from opfuse.grammar import reader, table
+from opfuse import ops
+from opfuse.core import hookspecs
 
 HERE = pathlib.Path(__file__).parent
 DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"

@@ -170,7 +170,7 @@ class Run:
     def __init__(self, args, selection, recipe=None):
         torch.manual_seed(args.seed)
         self.args, self.selection, self.recipe = args, selection, recipe
-        self.model = opfuse.prepare(LanguageModel(args.width, args.layers))
+        self.model = opfuse.assign_names(LanguageModel(args.width, args.layers))
         self.forward = (
             self.model
             if args.compile == "none"

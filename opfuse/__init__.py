@@ -1,40 +1,45 @@
 """opfuse: fuse chains of PyTorch operations, forward and backward, with every fusion a plugin."""
 
-from . import ops, plugins
-from .contexts import autocast, checkpoint_contexts, options, quantized_model_init
-from .conversion import ConversionReport, convert, converted, revert
-from .converter import Conversion, Converter
-from .engine.fuser import OperationFuser
-from .engine.plan import FusionPlan
-from .environment import Environment
-from .errors import PluginWarning, TuningWarning
-from .fusible import FusibleOperation
-from .fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
-from .hookspecs import hookimpl
-from .op import BasicOperation, FusedOperation
-from .op_context import OperationContext
-from .overrides import computes_as
-from .plugins import (
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import ops
+from .core import plugins
+from .core.assign_names import assign_names
+from .core.context_managers import autocast, checkpoint_contexts, options, quantized_model_init
+from .core.engine.fuser import OperationFuser
+from .core.engine.plan import FusionPlan
+from .core.environment import Environment
+from .core.errors import PluginWarning, TuningWarning
+from .core.fusible import FusibleOperation
+from .core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from .core.hookspecs import hookimpl
+from .core.introspection import has_same_math
+from .core.op import BasicOperation, FusedOperation
+from .core.op_context import OperationContext
+from .core.plugins import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from .prepare import prepare
-from .quantization import Quantizer, QuantizerRole, Recipe
-from .quantization.watch import watch_quantization
-from .ranks import check_ranks
-from .report.explain import explain
-from .sequential import Sequential
-from .tuning import tune
+from .core.quantization import Quantizer, QuantizerRole, Recipe
+from .core.sequential import Sequential
+
+if TYPE_CHECKING:
+    from opfuse_convert import convert, converted, revert
+
+    from .core.quantization.observer import watch_quantization
+    from .core.ranks import check_ranks
+    from .report.explain import explain
+    from .tuning import tune
 
 __version__ = "0.1.0"
 
 # fmt: off
 __all__ = [
     "BasicOperation",
-    "Conversion",
-    "ConversionReport",
-    "Converter",
     "Environment",
     "FusedOperation",
     "FusibleOperation",
@@ -52,18 +57,18 @@ __all__ = [
     "Sequential",
     "Subclasses",
     "TuningWarning",
+    "assign_names",
     "autocast",
     "check_ranks",
     "checkpoint_contexts",
-    "computes_as",
     "convert",
     "converted",
     "explain",
+    "has_same_math",
     "hookimpl",
     "ops",
     "options",
     "plugins",
-    "prepare",
     "quantized_model_init",
     "register_backward_fusion",
     "register_forward_backward_fusion",
@@ -73,5 +78,32 @@ __all__ = [
     "watch_quantization",
 ]
 # fmt: on
+
+_AT_FIRST_USE = {
+    "check_ranks": "opfuse.core.ranks",
+    "convert": "opfuse_convert",
+    "converted": "opfuse_convert",
+    "explain": "opfuse.report.explain",
+    "revert": "opfuse_convert",
+    "tune": "opfuse.tuning",
+    "watch_quantization": "opfuse.core.quantization.observer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("report", "testing", "tuning"):
+        return importlib.import_module(f"opfuse.{name}")
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module 'opfuse' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_AT_FIRST_USE[name])
+    except ModuleNotFoundError as error:
+        if error.name != "opfuse_convert":
+            raise
+        what = f"opfuse.{name} needs the package opfuse-convert, which is not installed"
+        raise ImportError(f"{what}: python -m pip install opfuse-convert") from None
+    value = globals()[name] = getattr(module, name)
+    return value
+
 
 plugins.manager.discover()  # reads metadata, imports no plugin

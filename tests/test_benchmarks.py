@@ -20,7 +20,7 @@ from rounding import RoundingPlugin, round_to
 
 import opfuse
 from opfuse import ops
-from opfuse.authoring import matmul_precision
+from opfuse.core.authoring import matmul_precision
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -603,7 +603,7 @@ def test_peak_memory_is_of_a_call_with_the_plugins_of_its_provider(register, fus
     selections = []
 
     def peak(step, device):
-        selections.append(opfuse.settings.current.selection)
+        selections.append(opfuse.core.settings.current.selection)
         return 100 * len(selections)
 
     monkeypatch.setattr(measure, "peak_bytes", peak)

@@ -8,7 +8,7 @@ from rounding import Rounding, RoundingPlugin, RoundingQuantizer, round_to
 
 import opfuse
 from opfuse import ops
-from opfuse.quantization import QuantizedActivation, QuantizedTensor, Usage
+from opfuse.core.quantization import QuantizedActivation, QuantizedTensor, Usage
 
 CAST = "Cast[RoundingQuantizer]"
 

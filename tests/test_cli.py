@@ -15,9 +15,12 @@ from fakes import OneByOne
 from tuned import Prescribed
 
 import opfuse
-from opfuse import Fusion, cli, plugins, settings, tables
+from opfuse import Fusion
+from opfuse.cli import commands as cli
+from opfuse.core import plugins, settings
+from opfuse.core import tuning_table as tables
+from opfuse.core.tuning_table import Measurement
 from opfuse.ops import GELU
-from opfuse.tables import Measurement
 
 
 class Pair(OneByOne):
@@ -409,7 +412,7 @@ def test_as_processes(tmp_path):
         "Metadata-Version: 2.1\nName: opfuse-plugin-bad\nVersion: 0.1\n"
     )
     info.joinpath("entry_points.txt").write_text("[opfuse.v1]\nbad-for-test = bad_for_test\n")
-    script = "import sys; sys.argv[0] = 'opfuse'; from opfuse.cli import main; main()"
+    script = "import sys; sys.argv[0] = 'opfuse'; from opfuse.cli.commands import main; main()"
     env = {name: value for name, value in os.environ.items() if not name.startswith("OPFUSE_")}
     env["PYTHONPATH"] = str(tmp_path)
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.plugins import manager
-from opfuse.settings import current
+from opfuse.core.plugins import manager
+from opfuse.core.settings import current
 
 pytestmark = pytest.mark.alone
 

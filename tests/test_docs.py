@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse import hookspecs
+from opfuse.core import hookspecs
 
 if sys.version_info >= (3, 11):
     import tomllib

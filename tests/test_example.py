@@ -167,7 +167,7 @@ def test_wrong_plugin_fails(tmp_path):
 def trained(script, plugins, steps=6):
     """The losses of a short training under a recipe, the weights after it, and what ran."""
     torch.manual_seed(0)
-    model = opfuse.prepare(script.LanguageModel(64, 2))
+    model = opfuse.assign_names(script.LanguageModel(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     losses, tokens = [], torch.randint(256, (4, 33))
     with opfuse.plugins.using(plugins):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse import Fusion, plugins, settings
+from opfuse import Fusion
+from opfuse.core import plugins, settings
 from opfuse.ops import GELU, BasicLinear, Bias, Identity, Linear
 from opfuse.report.explain import Explanation
 

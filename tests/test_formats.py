@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from opfuse.quantization.formats import (
+from opfuse.core.quantization.formats import (
     BlockScaledTensor,
     MXTensor,
     NVFP4Tensor,

@@ -15,9 +15,9 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.overrides import op_class
-from opfuse.plugins import manager
-from opfuse.settings import current
+from opfuse.core.introspection import op_class
+from opfuse.core.plugins import manager
+from opfuse.core.settings import current
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,8 @@ def test_nothing_is_planned_after_one_warm_call_per_key(monkeypatch):
         planned, built = plugin.calls, []
         monkeypatch.setattr(nn.Module, "__init__", lambda self: built.append(self))
         monkeypatch.setattr(
-            "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+            "opfuse.core.engine.planner.choose",
+            lambda *args, **kwargs: pytest.fail("planned again"),
         )
         one_of_each()
         one_of_each()
@@ -91,7 +92,7 @@ def test_an_op_called_alone_keeps_its_plan(monkeypatch):
     linear = ops.Linear(4, 4)
     linear(torch.ones(2, 4))
     monkeypatch.setattr(
-        "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+        "opfuse.core.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
     )
     linear(torch.ones(3, 4))
 

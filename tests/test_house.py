@@ -7,170 +7,180 @@ import pathlib
 import tokenize
 
 import pytest
+import tomllib
 
 pytestmark = pytest.mark.alone
 
 ROOT = pathlib.Path(__file__).parents[1]
-FLOORS = (  # the lowest first; a module knows those of its own floor and of the floors below
-    ("errors", "precision", "settings"),
-    ("grammar",),
-    ("quantization",),
-    ("environment",),
-    ("debug", "op_context"),
-    ("fusible",),
-    ("op",),
-    ("extra_inputs", "overrides"),
-    ("ops",),
-    ("triton",),
-    ("authoring", "converter", "fusion", "tolerance"),
-    ("hookspecs",),
-    ("records",),
-    ("plugins",),
-    ("recipes", "tables"),
-    ("engine.chain",),
-    ("engine.edges", "engine.plan"),
-    ("engine.step",),
-    ("engine.measured",),
-    ("engine.calls", "engine.choose", "engine.pool"),
-    ("engine.program",),
-    ("engine.checks", "engine.extras"),
-    ("engine.saved",),
-    ("engine.execute",),
-    ("engine.planner",),
-    ("engine.cutting",),
-    ("engine.fuser",),
-    ("contexts", "prepare", "ranks", "sequential"),
-    ("conversion",),
-    ("report",),
-    ("tuning",),
-    ("scaffold", "testing"),
-    ("",),
-    ("doctor",),
-    ("cli",),
-    ("__main__",),
-)
-EXCEPTIONS = {("fusible", "engine.fuser")}
-"""``op(x)`` makes a fuser of its own, at its first call."""
+FOLDERS = ("core", "ops", "report", "tuning", "testing", "cli")
+"""Of opfuse, the lowest first: one knows those before it."""
+TOOLKITS = ("opfuse_triton", "opfuse_convert")
+"""What plugins may import beside opfuse."""
+PACKAGES = {"opfuse": ROOT / "opfuse"} | {
+    path.name: path for path in sorted(ROOT.glob("plugins/*/src/*")) if path.is_dir()
+}
 
 
-def module_of(path):
-    parts = path.relative_to(ROOT / "opfuse").with_suffix("").parts
+def module_of(package, path):
+    """The dotted name of a file of a package."""
+    parts = [package, *path.relative_to(PACKAGES[package]).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 SOURCES = {
-    module_of(path): path
-    for path in sorted((ROOT / "opfuse").rglob("*.py"))
-    if "template" not in path.relative_to(ROOT).parts
+    module_of(package, path): path
+    for package, folder in PACKAGES.items()
+    for path in sorted(folder.rglob("*.py"))
+    if "template" not in path.relative_to(folder).parts
 }
 
 
-def imports_of(path, package):
-    """What a file imports, at its head and in its functions: absolute module names, with the names taken from them."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports_of(tree, package):
+    """What a file imports, at its head and in its functions: absolute names, with what is taken from them."""
+    checking = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    apart = {id(inner) for node in checking for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in apart:  # they may run up
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            up = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
+            parts = package.split(".")
+            up = parts[: len(parts) - node.level + 1] if node.level else []
             base = ".".join([*up, *([node.module] if node.module else [])])
             yield from ((base, alias.name) for alias in node.names)
 
 
 @functools.cache
 def arrows():
-    """Pairs of modules of the core, the first of which imports the second."""
+    """Pairs of modules here, the first of which imports the second."""
     found = set()
     for module, path in SOURCES.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for base, name in imports_of(path, f"opfuse.{package}".rstrip(".")):
-            if base.partition(".")[0] != "opfuse":
-                continue
-            inner = base.partition(".")[2]
-            whole = f"{inner}.{name}".lstrip(".")
-            found.add((module, whole if whole in SOURCES else inner))
-    return {(a, b) for a, b in found if a != b}
+        for base, name in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
+            whole = f"{base}.{name}"
+            found.add((module, whole if whole in SOURCES else base))
+    return {(a, b) for a, b in found if a != b and b in SOURCES}
 
 
-def floor(module):
-    """On which floor a module is: the floor of the longest name that it begins with."""
-    fits = [
-        (len(name), i) for i, names in enumerate(FLOORS) for name in names if within(module, name)
+def unit_of(module):
+    """What counts as one in the house: a folder of opfuse, a loose file of the core, or a package."""
+    package, *inner = module.split(".")
+    if package != "opfuse" or not inner:
+        return package
+    return ".".join(inner[:2]) if inner[0] == "core" else inner[0]
+
+
+def folder_of(module):
+    parts = module.split(".")
+    return parts[1] if parts[0] == "opfuse" and len(parts) > 1 else ""
+
+
+def circle_in(pairs):
+    """What is left of a graph once everything that knows only what is below it is taken away."""
+    known = {}
+    for a, b in pairs:
+        known.setdefault(a, set()).add(b)
+        known.setdefault(b, set())
+    while leaves := {a for a, below in known.items() if not below}:
+        known = {a: below - leaves for a, below in known.items() if a not in leaves}
+    return sorted(known)
+
+
+def test_files_form_no_circle():
+    assert not circle_in(arrows())
+
+
+def test_folders_form_no_circle():
+    assert not circle_in(
+        {(unit_of(a), unit_of(b)) for a, b in arrows() if unit_of(a) != unit_of(b)}
+    )
+
+
+def test_a_folder_knows_those_below_it():
+    pairs = {(folder_of(a), folder_of(b)) for a, b in arrows()}
+    pairs = {pair for pair in pairs if all(pair) and "__main__" not in pair}
+    assert {folder for pair in pairs for folder in pair} == set(FOLDERS)
+    assert not [(a, b) for a, b in pairs if FOLDERS.index(b) > FOLDERS.index(a)]
+
+
+def test_the_root_holds_no_other_module():
+    files = {path.name for path in PACKAGES["opfuse"].iterdir() if path.name != "__pycache__"}
+    assert files == {"__init__.py", "__main__.py", "py.typed", *FOLDERS}
+
+
+def test_nothing_in_opfuse_imports_a_toolkit_or_a_plugin():
+    assert not [
+        (a, b)
+        for a, b in arrows()
+        if unit_of(b) != "opfuse" and a.split(".")[0] == "opfuse" != b.split(".")[0]
     ]
-    assert fits, f"{module} has no floor"
-    return max(fits)[1]
+    assert not [
+        name
+        for name in SOURCES
+        if name.startswith("opfuse.") and "import triton" in SOURCES[name].read_text()
+    ]
 
 
-def within(module, name):
-    return module == name or (name and module.startswith(f"{name}."))
+def test_a_plugin_imports_no_other_plugin():
+    assert not [
+        (a, b) for a, b in arrows() if b.split(".")[0] not in ("opfuse", *TOOLKITS, a.split(".")[0])
+    ]
+    assert not [
+        (a, b)
+        for a, b in arrows()
+        if a.startswith(TOOLKITS) and b.startswith(TOOLKITS) and a[:9] != b[:9]
+    ]
 
 
-def test_no_arrow_runs_up():
-    up = {(a, b) for a, b in arrows() if floor(b) > floor(a)}
-    assert up == EXCEPTIONS
-
-
-def test_nothing_here_imports_what_is_for_authors_of_kernels():
-    users = {a for a, b in arrows() if within(b, "triton") and not within(a, "triton")}
-    assert not users and "triton.kernels" in SOURCES
-
-
-def test_there_is_no_circle():
-    known = {module: {b for a, b in arrows() - EXCEPTIONS if a == module} for module in SOURCES}
-    known |= {module: known[module] - {""} for module in known}
-    while known:
-        leaves = {module for module, below in known.items() if not below & known.keys() - {module}}
-        # a package knows what is in it
-        assert leaves, f"a circle: {sorted(known)}"
-        known = {module: below - leaves for module, below in known.items() if module not in leaves}
-
-
-def test_every_floor_is_lived_on():
-    assert {name for names in FLOORS for name in names} <= {
-        *SOURCES,
-        *(m.partition(".")[0] for m in SOURCES),
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "opfuse"])
+def test_what_a_package_imports_of_another_is_public_and_declared(package):
+    known = set()
+    for module, path in SOURCES.items():
+        if module.split(".")[0] != package:
+            continue
+        inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for base, name in imports_of(ast.parse(path.read_text(encoding="utf-8")), inside):
+            parts = [*base.split("."), *([name] if name else [])]
+            if parts[0] != package and parts[0] in PACKAGES:
+                private = [p for p in parts if p.startswith("_") and not p.startswith("__")]
+                assert not private, f"{path.name} imports {base}.{name}"
+                known.add(parts[0].replace("_", "-"))
+    project = tomllib.loads(
+        (PACKAGES[package].parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    )
+    declared = {requirement.partition(">")[0] for requirement in project["project"]["dependencies"]}
+    assert known <= declared and {d for d in declared if d.startswith("opfuse")} <= known | {
+        "opfuse"
     }
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("plugins/*/src")), ids=lambda path: path.parent.name
-)
-def test_a_plugin_imports_nothing_private(path):
-    for file in path.rglob("*.py"):
-        for base, name in imports_of(file, f"{file.parent.name}"):
-            if base.partition(".")[0] in (
-                "opfuse",
-                *(p.name for p in ROOT.glob("plugins/*/src/*")),
-            ):
-                parts = [*base.split("."), *([name] if name else [])]
-                private = [
-                    part for part in parts if part.startswith("_") and not part.startswith("__")
-                ]
-                assert not private, f"{file.name} imports {base}.{name}"
-                mine = (
-                    base.startswith("opfuse.")
-                    or base == "opfuse"
-                    or base.partition(".")[0] == file.parent.name
-                )
-                assert mine, f"{file.name} imports another plugin: {base}"
+def test_the_engine_is_handed_down_once():
+    """``op(x)`` runs through the engine, which is above the ops: nothing else is known above and used below."""
+    callers = [
+        name for name, path in SOURCES.items() if "bind_engine(" in path.read_text(encoding="utf-8")
+    ]
+    assert callers == ["opfuse.core.engine.fuser", "opfuse.core.fusible"]
 
 
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
-# of the engine 350 are for casts between ops, 320 to choose by what was measured, and 80 for inputs that are computed again; of the ops 510 are for groups of rows, whose product
-# torch has for one dtype on two kinds of GPU, and which are quantized one by one, and 400 for the parameters of other modules,
-# which change where the op does not see it, 150 for the loss, whose options torch has in part, and 170 for rotary embeddings in two layouts; of the kit 600 are for recipes and for what is cast;
-# of the report 20 are for what a recipe quantizes
-MOST = {
-    "engine": 2760,
-    "ops": 3030,
-    "report": 540,
-    "testing": 3800,
-    "tuning": 865,
-    "conversion": 1900,
+BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
+    "opfuse.core": 6200,
+    "opfuse.ops": 3000,
+    "opfuse.report": 540,
+    "opfuse.tuning": 1040,
+    "opfuse.testing": 3800,
+    "opfuse.cli": 600,
+    "opfuse_triton": 1850,
+    "opfuse_convert": 3350,
 }
-LONGER = {  # functions of more than 40 lines, and why
+A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
+LONGER = {  # functions of more lines, and why
     "run_forward": "the loop of every call",
     "run_backward": "the loop of every call",
     "_replace": "the functions that it puts in place of Triton's",
@@ -205,16 +215,21 @@ def test_files_and_functions_are_short():
     long = []
     for module, path in SOURCES.items():
         lines, functions = code_of(path)
-        if len(lines) > 350:
-            long.append((module, len(lines)))
-        long += [(name, size) for name, size in functions if size > 40 and name not in LONGER]
+        if module.startswith(("opfuse.", *TOOLKITS)):
+            long += [(module, len(lines))] * (len(lines) > A_FILE * SLACK)
+            most = A_FUNCTION * SLACK
+            long += [(name, n) for name, n in functions if n > most and name not in LONGER]
     assert not long
 
 
-@pytest.mark.parametrize("folder", MOST)
+@pytest.mark.parametrize("folder", BUDGETS)
 def test_a_folder_keeps_to_its_budget(folder):
-    sizes = [len(code_of(p)[0]) for module, p in SOURCES.items() if within(module, folder)]
-    assert sum(sizes) <= MOST[folder]
+    sizes = [
+        len(code_of(path)[0])
+        for name, path in SOURCES.items()
+        if f"{name}.".startswith(f"{folder}.")
+    ]
+    assert sum(sizes) <= BUDGETS[folder] * SLACK
 
 
 def test_a_kernel_library_becomes_a_plugin_in_under_200_lines():

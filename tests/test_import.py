@@ -38,13 +38,13 @@ def test_public_names():
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
-    checkpoint_contexts plugins prepare ops computes_as tune check_ranks TuningWarning
-    quantized_model_init watch_quantization convert converted revert ConversionReport Converter Conversion"""
+    checkpoint_contexts plugins assign_names ops has_same_math tune check_ranks TuningWarning
+    quantized_model_init watch_quantization convert converted revert"""
     assert set(names.split()) == set(opfuse.__all__)
 
 
 def test_the_fusion_limit_is_read_from_the_environment():
-    code = "from opfuse.settings import current; print(dict(current.options))"
+    code = "from opfuse.core.settings import current; print(dict(current.options))"
     assert python("import opfuse;" + code, OPFUSE_FUSION_LIMIT="2") == "{'fusion_limit': 2}"
 
 

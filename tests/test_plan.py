@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import opfuse
-from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops, plugins
-from opfuse.engine.choose import choose
-from opfuse.engine.edges import Needs
-from opfuse.engine.measured import Measurements, best_cover
-from opfuse.engine.plan import FusionPlan, PlanStep, Refusal
-from opfuse.engine.step import Step
-from opfuse.records import FusionSource
+from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
+from opfuse.core import plugins
+from opfuse.core.engine.edges import Needs
+from opfuse.core.engine.measured import Measurements, best_cover
+from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
+from opfuse.core.engine.selection import choose
+from opfuse.core.engine.step import Step
+from opfuse.core.records import FusionSource
 
 
 class Op(opfuse.BasicOperation):

@@ -14,10 +14,11 @@ import torch
 from fakes import OneByOne, make_plugin
 
 import opfuse
-from opfuse import Fusion, PluginWarning, plugins, settings
-from opfuse.plugins import PluginManager, metadata
-from opfuse.recipes import new_quantizer
-from opfuse.records import Selection
+from opfuse import Fusion, PluginWarning
+from opfuse.core import plugins, settings
+from opfuse.core.plugins import PluginManager, metadata
+from opfuse.core.recipes import new_quantizer
+from opfuse.core.records import PluginFilter
 
 
 class A(opfuse.BasicOperation):
@@ -50,23 +51,23 @@ def states():
     return {row["name"]: row["state"] for row in plugins.listing()}
 
 
-# Selection
+# PluginFilter
 
 
 @pytest.mark.parametrize(
     ("text", "selection"),
     [
-        (None, Selection(None)),
-        ("", Selection(())),
-        ("  ", Selection(())),
-        ("a,b", Selection(("a", "b"))),
-        (" a , b ,", Selection(("a", "b"))),
-        ("-a", Selection(None, ("a",))),
-        ("-a, -b", Selection(None, ("a", "b"))),
+        (None, PluginFilter(None)),
+        ("", PluginFilter(())),
+        ("  ", PluginFilter(())),
+        ("a,b", PluginFilter(("a", "b"))),
+        (" a , b ,", PluginFilter(("a", "b"))),
+        ("-a", PluginFilter(None, ("a",))),
+        ("-a, -b", PluginFilter(None, ("a", "b"))),
     ],
 )
 def test_selection_grammar(text, selection):
-    assert Selection.parse(text) == selection
+    assert PluginFilter.parse(text) == selection
 
 
 @pytest.mark.parametrize("text", ["a,-b", "-a,b", "-a,-b,c"])
@@ -74,7 +75,7 @@ def test_the_two_forms_do_not_mix(text):
     with pytest.raises(
         ValueError, match="mixes names to use and names to block: give 'a,b' or '-a,-b'"
     ):
-        Selection.parse(text)
+        PluginFilter.parse(text)
     with pytest.raises(ValueError, match="mixes names"):
         plugins.using(text)
 

@@ -13,8 +13,9 @@ from fp32 import WAYS, restored
 from torch import backends
 
 import opfuse
-from opfuse import ops, tables
-from opfuse.authoring import matmul_precision
+from opfuse import ops
+from opfuse.core import tuning_table as tables
+from opfuse.core.authoring import matmul_precision
 
 HOMES = [
     backends,
@@ -81,7 +82,7 @@ def test_under_compile(way):
 
 def test_what_the_environment_says():
     """torch reads this variable when it is imported."""
-    code = "from opfuse.authoring import matmul_precision as p; print(p('cpu'), p('cuda'))"
+    code = "from opfuse.core.authoring import matmul_precision as p; print(p('cpu'), p('cuda'))"
     variable = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],

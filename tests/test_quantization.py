@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.settings import current
+from opfuse.core.settings import current
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_two_recipes_alternate_without_planning(monkeypatch):
 
     first = alternate()
     monkeypatch.setattr(
-        "opfuse.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
+        "opfuse.core.engine.planner.choose", lambda *args, **kwargs: pytest.fail("planned again")
     )
     second = alternate()
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])

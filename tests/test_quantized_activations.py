@@ -10,8 +10,8 @@ from rounding import Rounding, RoundingPlugin
 
 import opfuse
 from opfuse import ops, testing
+from opfuse.core.quantization import BOTH, QuantizedActivation, QuantizedTensor
 from opfuse.ops import Cast
-from opfuse.quantization import BOTH, QuantizedActivation, QuantizedTensor
 from opfuse.testing import recipes
 
 STEP, LEVELS = Rounding(), Rounding(levels=8)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse import ops, plugins, testing
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizedParameter
-from opfuse.settings import current
+from opfuse import ops, testing
+from opfuse.core import plugins
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizedParameter
+from opfuse.core.settings import current
 from opfuse.testing import recipes
 
 pytestmark = pytest.mark.alone
@@ -886,7 +887,7 @@ def test_names_and_reports():
     torch.manual_seed(0)
     with opfuse.quantized_model_init(DELAYED):
         model = opfuse.Sequential(ops.BasicLinear(8, 8, name="first"), ops.Linear(8, 8))
-    opfuse.prepare(model)  # before its quantizers know a name
+    opfuse.assign_names(model)  # before its quantizers know a name
     x = batch(4, 8)
     with opfuse.autocast(DELAYED):
         text = str(opfuse.explain(model, x))

@@ -6,7 +6,7 @@ import toy_recipe
 from toy_recipe import DelayedInt8, Int8Quantizer
 
 import opfuse
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 from opfuse.testing import QuantizerSuite
 
 pytestmark = pytest.mark.alone

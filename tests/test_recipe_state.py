@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.quantization import ROWWISE
-from opfuse.quantization.formats import ScaledTensor
+from opfuse.core.quantization import ROWWISE
+from opfuse.core.quantization.formats import ScaledTensor
 
 RECIPE = Rounding(levels=8)
 
@@ -366,7 +366,7 @@ def test_only_what_ran_advances_unless_the_model_is_prepared():
     step(chain, x)
     assert updates(other) == [1, 1, 0] * 2
     (chain, x), (other, _) = mlp(), mlp()
-    opfuse.prepare(nn.ModuleDict({"chain": chain, "other": other}))
+    opfuse.assign_names(nn.ModuleDict({"chain": chain, "other": other}))
     step(chain, x)
     assert updates(other) == [1, 1, 0] * 2  # forward quantizers, with 0
 
@@ -384,11 +384,11 @@ def test_prepare_names_the_ops():
     try:
         chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(name="act"), ops.Quantize(name="q"))
         model = nn.ModuleDict({"block": chain, "head": ops.BasicLinear(8, 8, name="mine")})
-        assert chain[0].name == "" and opfuse.prepare(model) is model
+        assert chain[0].name == "" and opfuse.assign_names(model) is model
         assert [chain[0].name, chain[0].basic_ops[0].name] == ["block.0"] * 2
         assert (chain[1].name, chain[2].name, model["head"].name) == ("act", "q", "mine")
         named = ops.Linear(2, 2, name="given")
-        assert opfuse.prepare(nn.ModuleList([named]))[0].basic_ops[0].name == "given"
+        assert opfuse.assign_names(nn.ModuleList([named]))[0].basic_ops[0].name == "given"
         with opfuse.plugins.using("names"), opfuse.autocast(RECIPE):
             model["head"](chain(torch.randn(2, 8)))
         roles = [("linear", "input"), ("linear", "weight"), ("linear", "grad_output")]
@@ -397,7 +397,7 @@ def test_prepare_names_the_ops():
         assert [tuple(role) for role, _ in asked] == expected
         assert {device for _, device in asked} == {"cpu"}
         with pytest.raises(RuntimeError, match="know it as 'block.0'"):
-            opfuse.prepare(chain)
+            opfuse.assign_names(chain)
     finally:
         opfuse.plugins.remove(record)
     with pytest.raises(TypeError, match="GELU expected a string as name, got 3"):
@@ -420,7 +420,7 @@ def test_a_name_can_be_set():
                 self.name = name
 
     assert (Own("a").name, Own("b", late=True).name) == ("a", "b")
-    assert opfuse.prepare(nn.ModuleList([Own("a")]))[0].name == "a"
+    assert opfuse.assign_names(nn.ModuleList([Own("a")]))[0].name == "a"
     with opfuse.autocast(RECIPE):
         linear(torch.randn(3, 2))
     with pytest.raises(RuntimeError, match="know it as 'after', not 'later'"):
@@ -429,7 +429,7 @@ def test_a_name_can_be_set():
 
 def test_copies_of_a_prepared_op_are_not_prepared():
     chain, x = mlp()
-    opfuse.prepare(chain)
+    opfuse.assign_names(chain)
     twin = copy.deepcopy(chain)
     step(twin, x)
     assert not chain[0].basic_ops[0]._quantizers.in_use and twin[0].name == "0"
@@ -437,7 +437,7 @@ def test_copies_of_a_prepared_op_are_not_prepared():
 
 def test_a_group_needs_a_prepared_model():
     chain, x = mlp()
-    with pytest.raises(RuntimeError, match=r"call opfuse.prepare\(model\) first"):
+    with pytest.raises(RuntimeError, match=r"call opfuse.assign_names\(model\) first"):
         step(chain, x, amax_reduction_group=object())
     with opfuse.autocast(RECIPE), pytest.raises(ValueError, match="is for the outermost block"):
         step(chain, x, amax_reduction_group=object())

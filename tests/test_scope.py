@@ -13,7 +13,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.settings import current
+from opfuse.core.settings import current
 
 RECIPE = Rounding(levels=8)
 STATELESS = Rounding()
@@ -33,7 +33,7 @@ def model():
     made = nn.Sequential()
     made.add_module("block", block)
     made.add_module("head", opfuse.Sequential(ops.Linear(8, 4)))
-    return opfuse.prepare(made), (4 * torch.randn(4, 8)).requires_grad_()
+    return opfuse.assign_names(made), (4 * torch.randn(4, 8)).requires_grad_()
 
 
 def casts(explanation):
@@ -197,7 +197,7 @@ def test_calibrating_goes_with_skip_and_with_recipes_without_state():
 
 def test_a_pattern_for_a_part_of_an_op_is_refused():
     both = {"gate_proj": ops.Linear(8, 8), "up_proj": ops.Linear(8, 8)}
-    made = opfuse.prepare(nn.ModuleDict({"mlp": opfuse.Sequential(ops.ParallelLinear(both))}))
+    made = opfuse.assign_names(nn.ModuleDict({"mlp": opfuse.Sequential(ops.ParallelLinear(both))}))
     x = torch.randn(4, 8)
     with opfuse.autocast(STATELESS, skip=["*.gate_proj"]):
         with pytest.raises(ValueError, match="a part of ParallelLinear 'mlp.0': skip all of it"):
@@ -213,7 +213,7 @@ def test_only_names_of_ops_that_are_there_and_quantized_count():
             with opfuse.autocast(STATELESS, skip=[name]):
                 raise AssertionError
     around = nn.ModuleDict({"inner": made})
-    opfuse.prepare(around)  # the ops have other names now
+    opfuse.assign_names(around)  # the ops have other names now
     twin = copy.deepcopy(around)
     del made, around
     gc.collect()
@@ -226,7 +226,7 @@ def test_preparing_renames_all_or_none():
     with opfuse.autocast(STATELESS):
         chain(x)
     with pytest.raises(RuntimeError, match="know it as '', not '0'"):
-        opfuse.prepare(chain)
+        opfuse.assign_names(chain)
     assert [op.name for op in chain.modules() if isinstance(op, opfuse.FusibleOperation)] == [
         ""
     ] * 7

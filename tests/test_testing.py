@@ -11,14 +11,14 @@ import torch
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.testing import report
 from opfuse.testing import suite as suites
 from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
-from opfuse.tolerance import skew
+from opfuse.tuning.tolerance import skew
 
 pytestmark = pytest.mark.alone
 
@@ -421,7 +421,7 @@ def test_options_do_not_reach_the_checks(register):
     )
     with opfuse.options(fusion_limit=0), pytest.raises(Failure, match="the output is wrong by 1"):
         testing.run("output", case)
-    assert opfuse.settings.current.options == ()
+    assert opfuse.core.settings.current.options == ()
 
 
 def test_dropout_draws_the_same_in_every_call():

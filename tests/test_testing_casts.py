@@ -8,13 +8,13 @@ from chains import Forwarding
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.fusion import Fusion
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE, Quantizer
-from opfuse.quantization.formats import MXTensor, ScaledTensor
+from opfuse.core.fusion import Fusion
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, Quantizer
+from opfuse.core.quantization.formats import MXTensor, ScaledTensor
 from opfuse.testing.placing import matched
 from opfuse.testing.reference import compare_codes
 from opfuse.testing.running import Declined, Failure, only
-from opfuse.tolerance import code_steps
+from opfuse.tuning.tolerance import code_steps
 
 pytestmark = pytest.mark.alone
 
@@ -129,7 +129,7 @@ def test_own_recipes_come_first_with_sizes_that_they_take(register):
 def quantizer(recipe, tensor_type="input"):
     role = opfuse.QuantizerRole("linear", tensor_type)
     with only():
-        return opfuse.recipes.new_quantizer(recipe, role, None)
+        return opfuse.core.recipes.new_quantizer(recipe, role, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -23,9 +23,10 @@ from torch.multiprocessing import spawn
 from tuned import Prescribed
 
 import opfuse
-from opfuse import Fusion, ops, tables
+from opfuse import Fusion, ops
+from opfuse.core import tuning_table as tables
+from opfuse.core.tuning_table import Measurement
 from opfuse.ops import GELU, Identity, ReLU, SiLU
-from opfuse.tables import Measurement
 from opfuse.tuning import parts, timing
 from opfuse.tuning.timing import compare, interval
 
@@ -426,7 +427,7 @@ def test_an_interrupt_keeps_what_is_known(register, quick, folder):
 
 ADDING = """
 import pathlib, sys
-from opfuse import tables
+from opfuse.core import tuning_table as tables
 first = int(sys.argv[2])
 for number in range(first, first + 20):
     found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}

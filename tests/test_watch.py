@@ -10,8 +10,8 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.quantization import COLUMNWISE, ROWWISE
-from opfuse.quantization.formats import MXTensor, NVFP4Tensor, ScaledTensor
+from opfuse.core.quantization import COLUMNWISE, ROWWISE
+from opfuse.core.quantization.formats import MXTensor, NVFP4Tensor, ScaledTensor
 from opfuse.testing.recipes import offered
 
 
@@ -26,7 +26,7 @@ def model():
     made = nn.Sequential(opfuse.Sequential(ops.Linear(128, 128), ops.ReLU(), ops.Linear(128, 128)))
     x = torch.randn(32, 128)
     x[0, :4] = torch.tensor([1000.0, 440.0, 1e-4, 0.0])  # too large, just not, to zero, zero
-    return opfuse.prepare(made), x.requires_grad_()
+    return opfuse.assign_names(made), x.requires_grad_()
 
 
 def test_what_is_recorded():
@@ -136,7 +136,7 @@ def watched(x):
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE])
 def test_the_largest_number_of_every_format(usage):
-    from opfuse.quantization.watch import _limit
+    from opfuse.core.quantization.observer import _limit
 
     fp8, scale = torch.zeros(32, 64).to(torch.float8_e4m3fn), torch.full((1,), 0.5)
     turned = fp8.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn)
@@ -225,8 +225,8 @@ def test_a_block_in_a_block_tells_both_and_recipes_have_rows_of_their_own():
 
 def test_mixed_values_are_compared_with_mixed_ones():
     """The columnwise copy of NVFP4 may hold each 16 rows times an orthogonal matrix."""
-    from opfuse.quantization.hadamard import mixed
-    from opfuse.quantization.watch import _as_cast
+    from opfuse.core.quantization.hadamard import mixed
+    from opfuse.core.quantization.observer import _as_cast
 
     torch.manual_seed(0)
     x, scale = torch.randn(32, 4, dtype=torch.float64), torch.full((1,), 1.0)

@@ -51,7 +51,7 @@ def test_a_delayed_scale_follows_the_steps_before():
     quantizer = delayed.DelayedInt8Quantizer(2, False, None)
     scales = []
     for largest in (127.0, 254.0, torch.inf, 63.5, 63.5):
-        quantizer.quantize(torch.tensor([[largest, 1.0]]), opfuse.quantization.BOTH)
+        quantizer.quantize(torch.tensor([[largest, 1.0]]), opfuse.core.quantization.BOTH)
         delayed.DelayedInt8().update([quantizer], None)
         scales.append(quantizer.scale.item())
     assert scales == [1.0, 2.0, 2.0, 0.5, 0.5]
@@ -67,7 +67,7 @@ def test_it_is_40_lines():
 def test_its_codes(shape, dtype):
     """Of any shape: the nearest of 255 steps, of two the even one, in both copies."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    made = int8.Int8Quantizer().quantize(x, opfuse.quantization.BOTH)
+    made = int8.Int8Quantizer().quantize(x, opfuse.core.quantization.BOTH)
     matrix = x.double().reshape(-1, shape[-1])
     scale = (matrix.abs().max().float() / 127).double() if x.numel() else torch.tensor(1.0)
     codes = (matrix.float() / scale.float()).double().round().to(torch.int8)
@@ -80,7 +80,7 @@ def test_a_linear_multiplies_what_the_codes_stand_for():
     """Output and gradients against fp64, and the checkpoint of a plain layer loads and back."""
     op, x, dy = ops.Linear(24, 40, bias=False), torch.randn(12, 24), torch.randn(12, 40)
     q = int8.Int8Quantizer()
-    stands_for = [q.quantize(t.detach(), opfuse.quantization.BOTH).dequantize().double() for t in (x, op.weight, dy)]  # fmt: skip
+    stands_for = [q.quantize(t.detach(), opfuse.core.quantization.BOTH).dequantize().double() for t in (x, op.weight, dy)]  # fmt: skip
     x.requires_grad_()
     with opfuse.autocast("int8"):
         y = op(x)

@@ -1,12 +1,13 @@
 """The basic ops, and ``Linear``, which stands for two of them."""
 
+from ..core.cast import Cast
+from ..core.identity import Identity
+from ..core.quantize import Quantize
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
-from .cast import Cast
 from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, ReduceScatter
 from .dropout import Dropout
-from .extra import AddExtraInput, MakeExtraOutput
 from .gated import (
     GEGLU,
     GLU,
@@ -22,8 +23,8 @@ from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
-from .pointwise import ConstantScale, Identity, Reshape
-from .quantize import Quantize
+from .pointwise import ConstantScale, Reshape
+from .residual import AddExtraInput, MakeExtraOutput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from ._common import wide
+from ..core.precision import wide
 
 BLOCK = 1 << 18
 """How many numbers a block has.

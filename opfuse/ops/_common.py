@@ -1,4 +1,4 @@
-"""What several ops share: precision, argument checks, and the base of ops with extra tensors."""
+"""What several ops share: argument checks, and the base of ops with extra tensors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..op import BasicOperation
-from ..op_context import OperationContext
-
-Grads = Iterable[Tensor | None] | None
-Outputs = tuple[Tensor, Sequence[Sequence[Tensor | None]]]
-"""What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
-AllGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Sequence[Tensor | None]]]
-"""What ``fuser_backward`` returns: the gradients of input, parameters, and extra inputs."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to do pointwise math in: fp32 for half precision, else ``dtype`` itself."""
-    return torch.float32 if dtype is torch.float16 or dtype is torch.bfloat16 else dtype
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, at no cost where there is nothing to do."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """``tensor`` in the dtype that :func:`wide` gives."""
-    return cast(tensor, wide(tensor.dtype))
+from ..core.op import BasicOperation
+from ..core.op_context import Grads, OperationContext
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -128,27 +107,6 @@ class WithLaterArguments(BasicOperation):
             if value not in (None, False) and not cleared:
                 what = f"{type(self).__name__}: {name}={value!r} is not supported"
                 raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
-
-
-class PassThrough(BasicOperation):
-    """An op that returns its input as it is, and its gradient too."""
-
-    saved_names = ()
-    feature_ratio = 1
-    keeps_rows = True
-    grad_input = "same"
-    differentiable = True
-
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
-        """The input itself, cast on its way here where the op asks for it; saves nothing."""
-        return input_
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
-        """``dx = dy``, cast on its way here where the op asks for it."""
-        return grad_output, ()
 
 
 class ExtraTensorOperation(BasicOperation):

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ._common import cast, sum_rows, widen
+from ..core.precision import cast, widen
+from ._common import sum_rows
 
 
 class Groups(NamedTuple):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..op_context import OperationContext
-from ..quantization import QuantizedTensor, Usage
-from ..quantization.products import quantized_backward, quantized_operands
-from ..quantization.state import quantizer_names
+from ..core.op_context import OperationContext
+from ..core.quantization import QuantizedTensor, Usage
+from ..core.quantization.products import quantized_backward, quantized_operands
+from ..core.quantization.state import quantizer_names
 from ._common import rows_of
 from ._grouped import Groups
 

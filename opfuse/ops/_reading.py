@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..overrides import hook_kinds
+from ..core.introspection import hook_kinds
 
 
 def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ..op import BasicOperation
-from ..op_context import OperationContext
-from ..quantization import ROWWISE, Recipe, dequantize
-from ..settings import current
+from ..core.identity import PassThrough
+from ..core.op import BasicOperation
+from ..core.op_context import Grads, OperationContext
+from ..core.precision import cast, wide, widen
+from ..core.quantization import ROWWISE, Recipe, dequantize
+from ..core.settings import current
 from ._blocks import blocks, dispatch_modes, in_blocks
-from ._common import Grads, PassThrough, cast, wide, widen
 
 _SHORTCUTS = {
     "value_and_derivative": ("value", "derivative"),
@@ -243,7 +244,7 @@ class Activation(BasicOperation):
         Each takes one fp32 value, and then the op's numbers in the order of :meth:`numbers_of`. A
         gated activation with a ``linear_value`` of its own gives four, the last two for that half.
         None means that there are none. A kernel that takes any activation asks for them by
-        ``opfuse.triton.functions_of(op)``, and declines where there are none.
+        ``opfuse_triton.functions_of(op)``, and declines where there are none.
         """
         return None
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ..fusible import ParamSource
-from ..op import BasicOperation
-from ..op_context import OperationContext
-from ..quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..quantization.products import quantized_backward, quantized_operands
-from ..settings import current
-from ._common import Grads, WithLaterArguments, check_size, shows
+from ..core.fusible import ParamSource
+from ..core.op import BasicOperation
+from ..core.op_context import Grads, OperationContext
+from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..core.quantization.products import quantized_backward, quantized_operands
+from ..core.settings import current
+from ._common import WithLaterArguments, check_size, shows
 from ._reading import tensor_of
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fusible import check_real
+from ..core.fusible import check_real
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import wide, widen
 from . import _blocks
-from ._common import AllGrads, ExtraTensorOperation, Outputs, rows_of, shows, whole, wide, widen
+from ._common import ExtraTensorOperation, rows_of, shows, whole
 
 REDUCTIONS = ("mean", "sum", "none")
 

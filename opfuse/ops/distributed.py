@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..op import BasicOperation
-from ..op_context import OperationContext
-from ._common import Grads, shows
+from ..core.op import BasicOperation
+from ..core.op_context import Grads, OperationContext
+from ._common import shows
 
 
 class _Collective(BasicOperation):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op import BasicOperation
-from ._common import Grads, shows
+from ..core.op import BasicOperation
+from ..core.op_context import Grads
+from ._common import shows
 
 
 class Dropout(BasicOperation):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from ..core.precision import cast, wide
 from ._blocks import blocks, in_blocks, tracing
-from ._common import cast, check_size, shows, wide
+from ._common import check_size, shows
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 

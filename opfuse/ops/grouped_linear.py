@@ -10,20 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..extra_inputs import is_kind, refuse_kind
-from ..fusible import ParamSource
-from ..quantization import QuantizerRole
+from ..core.channels import is_kind, refuse_kind
+from ..core.fusible import ParamSource
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import cast
+from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
-from ._common import (
-    AllGrads,
-    ExtraTensorOperation,
-    Outputs,
-    WithLaterArguments,
-    cast,
-    check_shapes,
-    check_size,
-    shows,
-)
+from ._common import ExtraTensorOperation, WithLaterArguments, check_shapes, check_size, shows
 from ._grouped import (
     Groups,
     add_scaled,

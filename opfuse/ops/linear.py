@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fusible import ParamSource
-from ..op import BasicOperation, FusedOperation
-from ..op_context import ModuleCache, OperationContext
-from ._common import Grads, WithLaterArguments, check_size, sum_rows
+from ..core.fusible import ParamSource
+from ..core.op import BasicOperation, FusedOperation
+from ..core.op_context import Grads, ModuleCache, OperationContext
+from ._common import WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
 from .basic_linear import BasicLinear
 

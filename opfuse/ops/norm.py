@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..fusible import ParamSource
-from ..op import BasicOperation
+from ..core.fusible import ParamSource
+from ..core.op import BasicOperation
+from ..core.op_context import Grads
+from ..core.precision import cast, wide
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
-from ._common import Grads, cast, check_shape, shows, sum_rows, wide
+from ._common import check_shape, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
 
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fusible import ParamSource
-from ..op import BasicOperation
-from ..op_context import OperationContext
-from ..overrides import hook_dicts, hook_kinds, op_class
-from ..quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..quantization.products import quantized_backward, quantized_operands
-from ..quantization.state import quantizer_names
+from ..core.fusible import ParamSource
+from ..core.identity import Identity
+from ..core.introspection import hook_dicts, hook_kinds, op_class
+from ..core.op import BasicOperation
+from ..core.op_context import Grads, OperationContext
+from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..core.quantization.products import quantized_backward, quantized_operands
+from ..core.quantization.state import quantizer_names
 from ._blocks import writes_out
-from ._common import Grads, check_shapes, rows_of
+from ._common import check_shapes, rows_of
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, kept_weights
 from .linear import Linear
-from .pointwise import Identity
 
 _LINEARS = nn.Linear, Linear, BasicLinear
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential

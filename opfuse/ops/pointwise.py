@@ -1,4 +1,4 @@
-"""Ops with nothing to compute or little: ConstantScale, Identity, Reshape."""
+"""Ops with nothing to compute or little: ConstantScale and Reshape."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op import BasicOperation
-from ._common import Grads, PassThrough, shows, whole
+from ..core.op import BasicOperation
+from ..core.op_context import Grads
+from ._common import shows, whole
 
 
 class ConstantScale(BasicOperation):
@@ -45,10 +46,6 @@ class ConstantScale(BasicOperation):
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """``dx = scale * dy``, with the forward's ``scale``."""
         return grad_output * ctx.scale, ()
-
-
-class Identity(PassThrough):
-    """``y = x``, for any shape."""
 
 
 class Reshape(BasicOperation):

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._common import AllGrads, ExtraTensorOperation, Outputs, check_size, shows, wide
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import wide
+from ._common import ExtraTensorOperation, check_size, shows
 
 
 class Rotation(NamedTuple):

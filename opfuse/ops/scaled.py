@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..overrides import overridden, why_apart
-from ._common import AllGrads, ExtraTensorOperation, Outputs, widen
+from ..core.introspection import overridden, why_apart
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import widen
+from ._common import ExtraTensorOperation
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 

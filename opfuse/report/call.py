@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..engine.plan import FusionPlan
-from ..quantization.planned import Quantized
+from ..core.engine.plan import FusionPlan
+from ..core.quantization.planned import Quantized
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 from collections import Counter
@@ -13,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion import Candidates, converted
-from ..engine.cutting import Cut
-from ..engine.fuser import OperationFuser, _functorch_active
-from ..engine.plan import FusionPlan, PlanStep, Refusal
-from ..engine.program import Program
-from ..fusible import FusibleOperation
-from ..op import FusedOperation
-from ..overrides import chain_beside, op_class, why_apart
-from ..plugins import manager
-from ..quantization import QuantizedParameter, QuantizedTensor
-from ..quantization.planned import Quantized, quantized_by
-from ..records import Selection
-from ..sequential import Sequential, parts
-from ..settings import Recorder, current
+from ..core.engine.fuser import OperationFuser, _functorch_active
+from ..core.engine.partition import Cut
+from ..core.engine.plan import FusionPlan, PlanStep, Refusal
+from ..core.engine.program import Program
+from ..core.fusible import FusibleOperation
+from ..core.introspection import op_class, why_apart
+from ..core.op import FusedOperation
+from ..core.plugins import manager
+from ..core.quantization import QuantizedParameter, QuantizedTensor
+from ..core.quantization.planned import Quantized, quantized_by
+from ..core.records import PluginFilter
+from ..core.replaced_forward import replaced_forward, replaced_forwards
+from ..core.sequential import Sequential, parts
+from ..core.settings import Recorder, current
 from .call import Call
 from .text import (
     MATCHES_NOTHING,
@@ -239,7 +240,7 @@ def _why_unfused() -> str:
     selected = [
         record
         for record in manager.records
-        if Selection.parse(selection).position(record) is not None
+        if PluginFilter.parse(selection).position(record) is not None
     ]
     if not selected:
         return f"every plugin is blocked by the selection {selection!r}"
@@ -253,8 +254,9 @@ def _containers(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         owner = op_class(module).__name__
         yield path, module, owner
-        if (chain := chain_beside(module)) is not None:
-            yield path, chain, owner
+        replaced = replaced_forward(module)
+        if replaced is not None and replaced.chain is not None:
+            yield path, replaced.chain, owner
 
 
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
@@ -337,8 +339,15 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     if not isinstance(model, nn.Module):
         return Explanation(calls)
     own = [
-        (path, op_class(model.get_submodule(path)).__name__, why)
-        for path, why in converted(model).items()
-        if why
+        (path, op_class(module).__name__, replaced.fallback)
+        for path, module, replaced in replaced_forwards(model)
+        if replaced.fallback
     ]
-    return Explanation(calls, tuple(own), 0 if calls or own else len(Candidates(model).made))
+    return Explanation(calls, tuple(own), 0 if calls or own else _convertible(model))
+
+
+def _convertible(model: nn.Module) -> int:
+    """How many modules of a model opfuse-convert could convert; 0 where it is not installed."""
+    if importlib.util.find_spec("opfuse_convert") is None:
+        return 0
+    return int(importlib.import_module("opfuse_convert").count_convertible(model))

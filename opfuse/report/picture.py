@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from xml.sax.saxutils import escape
 
-from ..engine.plan import FusionPlan, PlanStep
+from ..core.engine.plan import FusionPlan, PlanStep
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22

@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from ..engine.plan import FusionPlan, PlanStep
+from ..core.engine.plan import FusionPlan, PlanStep
 from .call import Call
 
 _WIDTH = 100

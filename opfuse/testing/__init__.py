@@ -6,7 +6,7 @@ kernels.
 Not imported by opfuse itself. Needs pytest.
 """
 
-from ..tolerance import ROWS, TOLERANCES, assert_close, tolerance
+from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, subjects
 from .checks import CHECKS
 from .generate import Chains, make_chains

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
-from ..contexts import autocast as quantize
-from ..contexts import options
-from ..engine.chain import Chain
-from ..errors import PluginWarning
-from ..extra_inputs import kinds_of
-from ..fusion import FusionLike, fusion_name
-from ..op import BasicOperation
-from ..plugins import manager, using
-from ..quantization import Recipe
-from ..sequential import Sequential
+from ..core.channels import kinds_of
+from ..core.context_managers import autocast as quantize
+from ..core.context_managers import options
+from ..core.engine.chain import Chain
+from ..core.errors import PluginWarning
+from ..core.fusion import FusionLike, fusion_name
+from ..core.op import BasicOperation
+from ..core.plugins import manager, using
+from ..core.quantization import Recipe
+from ..core.sequential import Sequential
 from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
 
 

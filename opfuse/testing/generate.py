@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
-from ..engine.chain import Chain
-from ..engine.planner import rows_of
-from ..extra_inputs import kinds_of
-from ..fusion import Fusion, OneOrMore, Optional
-from ..quantization import Recipe, Usage
+from ..core.channels import kinds_of
+from ..core.engine.chain import Chain
+from ..core.engine.planner import rows_of
+from ..core.fusion import Fusion, OneOrMore, Optional
+from ..core.quantization import Recipe, Usage
 from .cases import Case, Op, Subject, is_cast
 from .makers import Makers, classes_of, variants_of
 from .placing import environment, matched, next_width_behind, placed, width_behind

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import ops as built_in
-from ..fusion import OneOf, Subclasses
-from ..op import BasicOperation
+from ..core.fusion import OneOf, Subclasses
+from ..core.op import BasicOperation
 from .cases import CAST, CubicActivation, CubicGLU, Op
 from .placing import DEEP
 

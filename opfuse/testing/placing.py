@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
-from ..engine.chain import Chain
-from ..engine.edges import Needs
-from ..engine.planner import _ask_ops
-from ..environment import Environment
-from ..op import BasicOperation
-from ..settings import EVERYTHING, current
+from ..core.engine.chain import Chain
+from ..core.engine.edges import Needs
+from ..core.engine.planner import _ask_ops
+from ..core.environment import Environment
+from ..core.op import BasicOperation
+from ..core.settings import EVERYTHING, current
 from .cases import Case, Op, first_width, is_cast
 from .running import Declined, only
 from .tensors import next_width

@@ -11,8 +11,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..hookspecs import GROUP
-from ..plugins import manager
+from ..core.hookspecs import GROUP
+from ..core.plugins import manager
 from .cases import Case
 from .running import Failure
 
@@ -21,7 +21,7 @@ import json, sys, warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import opfuse, torch
-    from opfuse.plugins import manager, using
+    from opfuse.core.plugins import manager, using
     name, chains, module = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     if module:
         import importlib

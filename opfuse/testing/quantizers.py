@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..contexts import autocast
-from ..ops import Linear
-from ..quantization import (
+from ..core.context_managers import autocast
+from ..core.quantization import (
     BOTH,
     COLUMNWISE,
     ROWWISE,
@@ -22,8 +21,9 @@ from ..quantization import (
     QuantizerRole,
     Recipe,
 )
-from ..recipes import new_quantizer
-from ..sequential import Sequential
+from ..core.recipes import new_quantizer
+from ..core.sequential import Sequential
+from ..ops import Linear
 
 USAGES = {"rowwise": ROWWISE, "columnwise": COLUMNWISE, "both": BOTH}
 ROLES = ("input", "weight", "grad_output")

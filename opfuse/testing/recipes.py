@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..environment import Environment
-from ..hookspecs import hookimpl
-from ..plugins import manager
-from ..quantization import (
+from ..core.environment import Environment
+from ..core.hookspecs import hookimpl
+from ..core.plugins import manager
+from ..core.quantization import (
     QuantizedTensor,
     Quantizer,
     QuantizerRole,
@@ -28,8 +28,8 @@ from ..quantization import (
     Usage,
     nothing_recorded,
 )
-from ..quantization.formats import BlockScaledTensor, ScaledTensor
-from ..records import PluginRecord
+from ..core.quantization.formats import BlockScaledTensor, ScaledTensor
+from ..core.records import PluginRecord
 
 OVERRIDES = (None, "high_precision", "dequantized")
 NAME = "opfuse-testing"
@@ -190,18 +190,18 @@ class _Plugin:
 
     @hookimpl
     def opfuse_recipes(self) -> dict[str, type[Recipe]]:
-        """See :func:`opfuse.hookspecs.opfuse_recipes`."""
+        """See :func:`opfuse.core.hookspecs.opfuse_recipes`."""
         return {f"testing-{cls.__name__}": cls for cls in TOYS}
 
     @hookimpl
     def opfuse_quantizer(
         self, recipe: Recipe, role: QuantizerRole, env: Environment | None
     ) -> Quantizer | None:
-        """See :func:`opfuse.hookspecs.opfuse_quantizer`."""
+        """See :func:`opfuse.core.hookspecs.opfuse_quantizer`."""
         if type(recipe) in TOYS:
             toy: Any = TOYS[type(recipe)]
             return toy(role, env and env.device)  # type: ignore[no-any-return]
-        given = dict(recipe=recipe, role=role, env=env)
+        given: Any = dict(recipe=recipe, role=role, env=env)
         for record in manager.records:
             if record.name != NAME and type(recipe) in record.recipes.values():
                 if quantizer := manager.ask(record, "opfuse_quantizer", Quantizer, **given):

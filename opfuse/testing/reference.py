@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization import COLUMNWISE, ROWWISE, QuantizedTensor
-from ..quantization.formats import BlockScaledTensor
-from ..tolerance import TOLERANCES, code_steps, difference, skew
+from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
+from ..core.quantization.formats import BlockScaledTensor
+from ..tuning.tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
 from .running import Failure, Result
 

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..engine.fuser import OperationFuser
-from ..engine.plan import FusionPlan
-from ..engine.program import Program
-from ..errors import PluginWarning
-from ..fusion import Fusion
-from ..op import FusedOperation
-from ..plugins import manager
-from ..settings import EVERYTHING, Recorder, current
+from ..core.engine.fuser import OperationFuser
+from ..core.engine.plan import FusionPlan
+from ..core.engine.program import Program
+from ..core.errors import PluginWarning
+from ..core.fusion import Fusion
+from ..core.op import FusedOperation
+from ..core.plugins import manager
+from ..core.settings import EVERYTHING, Recorder, current
 from . import recipes
 from .cases import Built, Case, Subject
 

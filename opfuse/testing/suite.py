@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ..quantization import Recipe
+from ..core.quantization import Recipe
 from .cases import Op, Subject, subjects
 from .checks import CHECKS, DEPENDENT, ROOTS
 from .generate import Chains, make_chains

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
-from ..extra_inputs import kinds_of
-from ..op import BasicOperation
+from ..core.channels import kinds_of
+from ..core.op import BasicOperation
 
 LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
 

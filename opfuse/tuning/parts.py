@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from ..engine.chain import Chain
-from ..engine.choose import Choice, find_candidates
-from ..engine.edges import Edges, Needs
-from ..engine.measured import Measurements
-from ..engine.planner import build_step
-from ..engine.program import Program, compile_program
-from ..engine.step import Step
-from ..environment import Environment
-from ..ops.cast import Cast
-from ..records import FusionSource
-from ..tables import NO_TABLE
+from ..core.cast import Cast
+from ..core.engine.chain import Chain
+from ..core.engine.edges import Edges, Needs
+from ..core.engine.measured import Measurements
+from ..core.engine.planner import build_step
+from ..core.engine.program import Program, compile_program
+from ..core.engine.selection import Selection, find_candidates
+from ..core.engine.step import Step
+from ..core.environment import Environment
+from ..core.records import FusionSource
+from ..core.tuning_table import NO_TABLE
 
 BACKEND = "inductor"
 _numbers = itertools.count()
@@ -114,7 +114,9 @@ def part_program(
         edges = Edges({}, {}, [{}] * len(of))
     measurements = Measurements(env, needs, edges, chain.widths, whole.params[here])
     taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
-    return compile_program(chain, Choice(taken, (), ()), env, autocast, measurements, kwargs[here])
+    return compile_program(
+        chain, Selection(taken, (), ()), env, autocast, measurements, kwargs[here]
+    )
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:

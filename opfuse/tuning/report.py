@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.tuning_table import THRESHOLD, Measurement, Shape
 from ..report.text import as_bytes, wrap
-from ..tables import THRESHOLD, Measurement, Shape
 
 
 @dataclasses.dataclass(frozen=True)

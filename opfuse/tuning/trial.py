@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..authoring import saved_bytes
-from ..engine.execute import Pipeline, run_forward
-from ..engine.planner import rows_of
-from ..engine.program import Program
-from ..engine.step import Step
-from ..fusible import declared
-from ..op import BasicOperation
-from ..tables import Measurement, Shape
-from ..tolerance import difference
+from ..core.authoring import saved_bytes
+from ..core.engine.execute import Pipeline, run_forward
+from ..core.engine.planner import rows_of
+from ..core.engine.program import Program
+from ..core.engine.step import Step
+from ..core.fusible import declared
+from ..core.op import BasicOperation
+from ..core.tuning_table import Measurement, Shape
 from .parts import compiled, extent, part_program
 from .timing import TURNS, Timing, compare
+from .tolerance import difference
 
 MOST_CONFIGURATIONS = 8
 _DIFFERS = "differs from the separate ops"

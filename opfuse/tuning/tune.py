@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import tables
-from ..contexts import options
-from ..conversion import Standing
-from ..engine.fuser import OperationFuser
-from ..engine.planner import rows_of
-from ..engine.program import Program
-from ..engine.step import Step
-from ..overrides import op_class
-from ..plugins import manager
-from ..settings import Recorder, current
+from ..core import tuning_table as tables
+from ..core.context_managers import options
+from ..core.engine.fuser import OperationFuser
+from ..core.engine.planner import rows_of
+from ..core.engine.program import Program
+from ..core.engine.step import Step
+from ..core.introspection import op_class
+from ..core.plugins import manager
+from ..core.replaced_forward import ReplacedForward
+from ..core.settings import Recorder, current
 from .parts import as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Call, Trial
@@ -43,7 +43,7 @@ def tune(
     fusion that fits is then compared with the separate ops, at the shapes that came by: values and
     gradients first, within the tolerances of the dtype, then time in turns, and the bytes kept for
     the backward. What is alike is measured once. The results go into the table of this device, see
-    :mod:`opfuse.tables`, and plans are made anew by them.
+    :mod:`opfuse.core.tuning_table`, and plans are made anew by them.
 
     Parameters, buffers, gradients and the state of quantizers stay as they are, and so do random
     number generators of PyTorch, Python and NumPy, and attributes that forwards set. What a forward
@@ -76,20 +76,20 @@ def tune(
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     recorder, report = _Candidates(compiled), TuningReport([], None)
-    off: list[Standing] = []
+    off: list[ReplacedForward] = []
     again = True
     with torch.random.fork_rng(devices), unchanged(model):
         try:
             while again:  # what is inside of those that give way runs by itself
                 recorder.hear(model, inputs, kwargs)
                 report = _measured(recorder, report, progress)
-                slower = [whole.standing for whole in recorder.wholes if whole.gives_way]
-                for standing in slower:
-                    standing.off = True
+                slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
+                for each in slower:
+                    each.off = True
                 off, again = off + slower, bool(slower)
         finally:
-            for standing in off:
-                standing.off = False
+            for each in off:
+                each.off = False
     return report
 
 
@@ -236,10 +236,10 @@ class _Candidates(Recorder):
                 self._seen.add(key)
                 self.found.append(_Job(call, step))
 
-    def stands(self, standing: Standing, module: nn.Module, tensors: Any) -> None:
-        """Keep the chain of a converted module, if it is not like one before."""
-        super().stands(standing, module, tensors)
-        whole = Whole.of(standing, module, tensors, self._compiled)
+    def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:
+        """Keep the two ways of a module, if it is not like one before."""
+        super().replaced(replaced, module, tensors)
+        whole = Whole.of(replaced, module, tensors, self._compiled)
         key = tables.subject_key(whole.subject), whole.shape
         if key not in self._seen and current.recipe is None:
             self._seen.add(key)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fusible import FusibleOperation
-from ..sequential import Sequential
+from ..core.fusible import FusibleOperation
+from ..core.sequential import Sequential
 
 _CONTAINERS = list, dict, set
 

@@ -1,4 +1,4 @@
-"""The chain of a converted module against the module's own operations."""
+"""The chain of a module against the module's own operations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tables
-from ..authoring import saved_bytes
-from ..contexts import options
-from ..conversion import Standing, standing_in
-from ..conversion.choosing import Kind, pays_in_graph, shape_of, subject
-from ..conversion.verifying import as_tuple, differ, in_fp64
-from ..overrides import op_class
-from ..tables import Measurement, Shape
+from ..core import tuning_table as tables
+from ..core.authoring import saved_bytes
+from ..core.context_managers import options
+from ..core.introspection import op_class
+from ..core.replaced_forward import ReplacedForward, replaced_forward
+from ..core.tuning_table import Measurement, Shape, shape_of
+from .comparing import as_tuple, differ, in_fp64
 from .parts import compiled
 from .report import Result
 from .timing import compare
@@ -26,35 +25,38 @@ from .timing import compare
 
 @dataclasses.dataclass
 class Whole:
-    """One converted module to measure, with the tensors that came to its chain.
+    """One module to measure, with the tensors that came to its chain.
 
     Attributes:
-        standing: What stands for it.
+        replaced: Its two ways.
         module: The module.
         given: The chain's input and extra inputs.
-        kind: The kind of call.
+        autocast: The dtype of autocast; None: it is off.
+        compiled: Whether it is measured under ``torch.compile``.
         subject: What the entry is of.
         found: What was measured.
     """
 
-    standing: Standing
+    replaced: ReplacedForward
     module: nn.Module
     given: Sequence[Tensor]
-    kind: Kind
+    autocast: torch.dtype | None
+    compiled: bool
     subject: dict[str, Any]
     found: Measurement | None = None
     unmeasured: str = ""
 
     @classmethod
     def of(
-        cls, standing: Standing, module: nn.Module, given: Sequence[Tensor], compiled: bool
+        cls, replaced: ReplacedForward, module: nn.Module, given: Sequence[Tensor], compiled: bool
     ) -> Whole:
         """The one of a call, to be measured as it is or under ``torch.compile``."""
-        kind = Kind.of(given[0], compiled)
-        chain, _ = standing.both()
-        about = subject(*standing.choice.of, module, chain, kind)
+        device = given[0].device.type
+        on = torch.is_autocast_enabled(device)
+        autocast = torch.get_autocast_dtype(device) if on else None
+        about = replaced.subject(module, given[0], compiled)
         kept = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
-        return cls(standing, module, kept, kind, about)
+        return cls(replaced, module, kept, autocast, compiled, about)
 
     @property
     def shape(self) -> Shape:
@@ -74,7 +76,7 @@ class Whole:
         """
         chain, own = self._ways()
         grads = torch.is_grad_enabled()
-        params = self.standing.parameters(self.module)
+        params = self.replaced.parameters(self.module)
         wanted = [t for t in (*self.given, *params) if grads and t.requires_grad]
         try:
             with self._alone(), self._cast():
@@ -105,20 +107,19 @@ class Whole:
 
     def _difference(self, own: Any, chain: Any, wanted: list[Tensor]) -> str:
         """How the chain differs from the module's own operations; both round, so fp64 decides."""
-        exact = in_fp64(self.module, self.standing.both()[1], self.given, wanted)
-        dtype = self.kind.autocast or self.given[0].dtype
+        exact = in_fp64(self.module, self.replaced.own_operations, self.given, wanted)
+        dtype = self.autocast or self.given[0].dtype
         return differ(own, chain, self.given, wanted, exact=exact, dtype=dtype)
 
     def _ways(self) -> tuple[Any, Any]:
         """The chain, and the module's own operations, as functions of what is given."""
-        chain, own = self.standing.both()
-        ways = chain, partial(own, self.module)
-        return tuple(map(compiled, ways)) if self.kind.compiled else ways  # type: ignore[return-value]
+        ways: Any = self.replaced.chain, partial(self.replaced.own_operations, self.module)
+        return (compiled(ways[0]), compiled(ways[1])) if self.compiled else ways
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """A block in which nothing stands for the parts of the module."""
-        below = [s for s in map(standing_in, self.module.modules()) if s is not None]
+        """A block in which the parts of the module run their own forwards."""
+        below = [r for r in map(replaced_forward, self.module.modules()) if r is not None]
         for each in below:
             each.off = True
         try:
@@ -128,17 +129,13 @@ class Whole:
                 each.off = False
 
     def _cast(self) -> Any:
-        dtype = self.kind.autocast
+        dtype = self.autocast
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     @property
     def gives_way(self) -> bool:
         """Whether the module's own operations run, by what was measured."""
-        if self.found is None:
-            return False
-        if self.kind.compiled:
-            return not pays_in_graph(self.found)
-        return bool(self.found.refusal(trades_time=True, prefer="speed"))
+        return self.found is not None and self.replaced.gives_way(self.found, self.compiled)
 
     @property
     def title(self) -> str:
@@ -158,8 +155,8 @@ class Whole:
     def result(self, prefer: str) -> Result:
         """For the report."""
         assert self.found is not None
-        chain, _ = self.standing.both()
+        chain: Any = self.replaced.chain
         names = tuple(op_class(op).__name__ for op in chain)
         refusal = self.found.refusal(trades_time=True, prefer=prefer)
-        who = (self.standing.choice.of[1] or ("opfuse",))[0]
+        who = (self.replaced.plugin or ("opfuse",))[0]
         return Result(self.title, who, "whole", names, self.shape, self.found, refusal)

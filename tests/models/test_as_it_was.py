@@ -22,8 +22,8 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import DynamicCache
 
 import opfuse
-from opfuse.conversion import standing_in
-from opfuse.overrides import op_class
+from opfuse.core.introspection import op_class
+from opfuse.core.replaced_forward import replaced_forward
 
 SUPPORT = pathlib.Path(families.__file__).parent
 
@@ -507,7 +507,7 @@ def test_a_forward_replaced_on_a_class(family, which, when, monkeypatch):
     if when == "after":
         monkeypatch.undo()
         for each in model.modules():  # what is inside of a chain is not called again
-            if (standing := standing_in(each)) is not None:
+            if (standing := replaced_forward(each)) is not None:
                 standing.fallback = ""
         check(step(model, family), step(reference, family), family)
         assert not fallbacks(model)

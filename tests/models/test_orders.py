@@ -15,8 +15,8 @@ from steps import check, step, twins
 from torch import nn
 
 import opfuse
-from opfuse.authoring import saved_bytes
-from opfuse.overrides import op_class
+from opfuse.core.authoring import saved_bytes
+from opfuse.core.introspection import op_class
 
 each_family = pytest.mark.parametrize("family", families.FAMILIES.values(), ids=families.FAMILIES)
 few_families = pytest.mark.parametrize("family", families.FEW, ids=[f.name for f in families.FEW])

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import opfuse
-from opfuse import ops, plugins
+from opfuse import ops
+from opfuse.core import plugins
 
 ELEMENTWISE = [ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU]
 GATED = [

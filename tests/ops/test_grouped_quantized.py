@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.quantization import QuantizedParameter
+from opfuse.core.quantization import QuantizedParameter
 from opfuse.testing.recipes import offered
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -158,7 +158,7 @@ def test_biases_are_added_before_rounding_and_their_gradients_are_not_quantized(
 
 def test_skip_by_name():
     op, x, sizes = op_of((2, 3)), torch.randn(5, 128), torch.tensor([2, 3])
-    model = opfuse.prepare(nn.ModuleDict({"experts": opfuse.Sequential(op)}))
+    model = opfuse.assign_names(nn.ModuleDict({"experts": opfuse.Sequential(op)}))
     with opfuse.autocast(RECIPES[0], skip=["experts"]):
         same(model["experts"](x, sizes), op(x, sizes))
         report = opfuse.explain(model["experts"], x, sizes)

@@ -596,8 +596,8 @@ NAMED = {
 def test_they_take_a_name_as_constructors_do(way):
     op = NAMED[way](name="mine")
     assert op.name == "mine" and all(part.name == "mine" for part in getattr(op, "basic_ops", ()))
-    assert opfuse.prepare(nn.ModuleDict({"path": op}))["path"].name == "mine"
-    assert opfuse.prepare(nn.ModuleDict({"path": NAMED[way]()}))["path"].name == "path"
+    assert opfuse.assign_names(nn.ModuleDict({"path": op}))["path"].name == "mine"
+    assert opfuse.assign_names(nn.ModuleDict({"path": NAMED[way]()}))["path"].name == "path"
     with pytest.raises(TypeError, match="expected a string as name, got 3"):
         NAMED[way](name=3)
 

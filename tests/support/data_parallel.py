@@ -12,7 +12,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.overrides import op_class
+from opfuse.core.introspection import op_class
 
 WIDTH = 16
 WRAPPINGS = (

@@ -15,7 +15,7 @@ from chains import Forwarding
 from torch.nn import functional as F
 
 import opfuse
-from opfuse.fusion import Fusion, Optional, Subclasses
+from opfuse.core.fusion import Fusion, Optional, Subclasses
 from opfuse.ops import (
     GELU,
     Activation,

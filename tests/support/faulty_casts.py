@@ -6,9 +6,9 @@ from faulty import faulty
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.core.quantization import COLUMNWISE, ROWWISE
+from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops import GELU, BasicLinear, Bias, Cast, RMSNorm
-from opfuse.quantization import COLUMNWISE, ROWWISE
-from opfuse.quantization.formats import ScaledTensor
 
 # As they should be
 

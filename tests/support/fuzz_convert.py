@@ -23,14 +23,13 @@ from unittest import mock
 import random_forwards
 import torch
 import twins
+from opfuse_convert import choosing, converted_forward, guard, site
+from opfuse_convert.grammar import Attributes
+from opfuse_convert.grammar.reads import Keys
 from torch import nn
 
 import opfuse
-from opfuse.conversion import choosing, guard, site
-from opfuse.grammar import Attributes
-from opfuse.grammar.reads import Keys
 
-standing = sys.modules["opfuse.conversion.standing"]
 WIDTH = random_forwards.WIDTH
 
 
@@ -240,7 +239,7 @@ GUARDS = {
     "parameters": without(guard.Guard, "_of_parameters"),
     "arguments": without(site.Site, "refusal"),
     "the forward itself": without(site.Site, "change"),
-    "modes of functions": without(standing, "watched_elsewhere"),
+    "modes of functions": without(converted_forward, "watched_elsewhere"),
     "dtypes and shapes": without(choosing, "fits"),
 }
 """Ways to take a guard out, by its name."""
@@ -290,8 +289,8 @@ def tried(seed, index, folder):
         why, before = "", None
         if d.grammar or rng.random() < 0.9:  # else the first call comes after the first change
             before, why = both.run()
-            standing = opfuse.converted(both.copy)
-            chained, reason = standing.get("") == "", standing.get("", both.reason)
+            found = opfuse.converted(both.copy)
+            chained, reason = (found.get("") == "", found.get("", both.reason))
         for _ in range(2):
             if why:
                 break

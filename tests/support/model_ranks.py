@@ -12,7 +12,7 @@ import torch
 from steps import plain_name
 
 import opfuse
-from opfuse.overrides import op_class
+from opfuse.core.introspection import op_class
 
 ORDERS = {
     "ddp": ("ddp, convert", "convert, ddp"),

@@ -25,7 +25,7 @@ def worker(rank, path):
 def _one_rank_skips_an_op(rank):
     torch.manual_seed(0)
     model = nn.ModuleDict({"one": ops.BasicLinear(4, 4), "two": ops.BasicLinear(4, 4)})
-    opfuse.prepare(model)
+    opfuse.assign_names(model)
     x = torch.full((2, 4), 3.0 + rank)
     for number in range(2):
         with opfuse.autocast(RECIPE, amax_reduction_group=dist.group.WORLD):

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 import opfuse
-from opfuse.quantization import nothing_recorded
-from opfuse.quantization.formats import ScaledTensor
+from opfuse.core.quantization import nothing_recorded
+from opfuse.core.quantization.formats import ScaledTensor
 
 
 @dataclasses.dataclass(frozen=True)

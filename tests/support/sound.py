@@ -8,7 +8,7 @@ import torch
 from chains import Forwarding, Joint
 
 from opfuse import ops
-from opfuse.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
 COLLECTIVES = ("AllGather", "AllReduce", "ReduceScatter")

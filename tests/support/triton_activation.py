@@ -3,9 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, functions_of
 
 from opfuse.ops import Activation, GatedActivation
-from opfuse.triton import Config, Kernel, functions_of
 
 
 @triton.jit

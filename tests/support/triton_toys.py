@@ -3,9 +3,8 @@
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, KernelCase, Operand
 from triton.language.extra.libdevice import rsqrt
-
-from opfuse.triton import Config, Kernel, KernelCase, Operand
 
 
 @triton.jit

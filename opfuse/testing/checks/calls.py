@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...settings import current
+from ...core.settings import current
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import compare_grads, compare_results, describe

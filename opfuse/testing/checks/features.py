@@ -15,7 +15,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...contexts import checkpoint_contexts
+from ...core.context_managers import checkpoint_contexts
 from ...ops import BasicLinear
 from ..cases import Case, Op
 from ..generate import Chains

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...authoring import saved_bytes as count_saved_bytes
-from ...contexts import _CORE_OPTIONS, options
-from ...op import BasicOperation
+from ...core.authoring import saved_bytes as count_saved_bytes
+from ...core.context_managers import _CORE_OPTIONS, options
+from ...core.op import BasicOperation
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import describe

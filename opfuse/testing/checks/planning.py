@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ... import ops as built_in
-from ...environment import Environment
-from ...fusion import Fusion, OneOrMore, Optional, Subclasses
-from ...op import BasicOperation
-from ...quantization import Recipe
+from ...core.environment import Environment
+from ...core.fusion import Fusion, OneOrMore, Optional, Subclasses
+from ...core.op import BasicOperation
+from ...core.quantization import Recipe
 from ..cases import Case, Op, is_cast
 from ..generate import WIDTHS, chains, structures
 from ..placing import environment, matched, placed
@@ -236,7 +236,7 @@ def subclasses(case: Case) -> None:
                         case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what
                     )
                 except Failure as failure:
-                    hint = "ask opfuse.computes_as(op, cls) before you stand for a class by name"
+                    hint = "ask opfuse.has_same_math(op, cls) before you stand for a class by name"
                     raise Failure(f"{failure}; {hint}") from failure
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fusion import Fusion
+from ...core.fusion import Fusion
+from ...core.quantization import QuantizedTensor
 from ...ops import BasicLinear, Cast
-from ...quantization import QuantizedTensor
 from ..cases import Case, Op, is_cast
 from ..generate import Chains
 from ..placing import matched, width_behind

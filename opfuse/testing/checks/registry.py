@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...fusion import PASSES
-from ...quantization import Recipe
-from ...tolerance import MORE_ROWS, ROWS
+from ...core.fusion import PASSES
+from ...core.quantization import Recipe
+from ...tuning.tolerance import MORE_ROWS, ROWS
 from ..cases import Case, Op
 from ..generate import Chains, neighbours
 from ..running import Declined

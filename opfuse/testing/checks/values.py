@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.quantization import QuantizedTensor
 from ...ops import Cast
-from ...quantization import QuantizedTensor
 from ..cases import Case, subjects
 from ..generate import Chains
 from ..reference import compare, compare_codes, compare_grads, compare_outputs, compare_results

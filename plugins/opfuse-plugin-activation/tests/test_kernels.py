@@ -20,8 +20,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from opfuse_activation import cases, formulas, fused, kernels, library
-
-from opfuse.triton import TARGETS, recording
+from opfuse_triton import TARGETS, recording
 
 GPU = torch.cuda.is_available() and not is_interpreting()
 DEVICE = "cuda" if GPU else "cpu"
@@ -480,7 +479,7 @@ def test_the_operations_are_as_they_declare():
 @compiles
 @pytest.mark.parametrize("number", range(0, len(cases.CASES), 8))
 def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
-    from opfuse.triton.checking import check_case
+    from opfuse_triton.checking import check_case
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for arch in TARGETS:
@@ -491,7 +490,7 @@ def test_it_compiles_for_every_target(number, monkeypatch, tmp_path):
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_byte_is_moved_once(case):
-    from opfuse.triton.ledger import count_small
+    from opfuse_triton.ledger import count_small
 
     for shape in case.small:
         assert count_small(case, shape).full <= 1.02 * case.floor_bytes(shape)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuse
 from opfuse import ops
-from opfuse.quantization import QuantizedParameter
+from opfuse.core.quantization import QuantizedParameter
 
 group, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=2)

@@ -9,7 +9,7 @@ import torch
 from opfuse_fp8 import casts
 
 from opfuse import QuantizerRole
-from opfuse.quantization import ROWWISE
+from opfuse.core.quantization import ROWWISE
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 HALVES = (torch.float16, torch.bfloat16)

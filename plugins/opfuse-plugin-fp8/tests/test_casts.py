@@ -10,7 +10,7 @@ import torch
 from opfuse_fp8 import casts
 
 from opfuse import QuantizerRole
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import exact  # from the folder just added

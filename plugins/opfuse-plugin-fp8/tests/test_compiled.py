@@ -10,12 +10,13 @@ import torch
 from opfuse_fp8 import compiled, conditions, twins
 
 import opfuse
-from opfuse import ops, tables
-from opfuse.quantization import BOTH, COLUMNWISE
+from opfuse import ops
+from opfuse.core import tuning_table as tables
+from opfuse.core.quantization import BOTH, COLUMNWISE
 from opfuse.testing.machine import is_interpreting
-from opfuse.tolerance import code_steps
 from opfuse.tuning import trial
 from opfuse.tuning.timing import Timing
+from opfuse.tuning.tolerance import code_steps
 
 pytestmark = [
     pytest.mark.skipif(is_interpreting(), reason="Triton's interpreter runs the kernels instead"),

@@ -10,7 +10,7 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.settings import current
+from opfuse.core.settings import current
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 

@@ -13,10 +13,10 @@ from opfuse_fp8 import casts
 
 import opfuse
 from opfuse import ops
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 from opfuse.testing import assert_close, interpreter
 from opfuse.testing.machine import is_interpreting
-from opfuse.tolerance import code_steps
+from opfuse.tuning.tolerance import code_steps
 
 pytest.importorskip("triton")
 
@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from opfuse_fp8 import cases, formulas, library
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
-
-from opfuse.triton import TARGETS, recording
+from opfuse_triton import TARGETS, recording
 
 GPU = torch.cuda.is_available() and not is_interpreting()
 DEVICE = "cuda" if GPU else "cpu"
@@ -674,7 +673,7 @@ EACH_KERNEL = (
 @compiles
 @pytest.mark.parametrize("name", EACH_KERNEL)
 def test_it_compiles_for_every_target(name, monkeypatch, tmp_path):
-    from opfuse.triton.checking import check_case
+    from opfuse_triton.checking import check_case
 
     (number,) = [i for i, case in enumerate(cases.CASES) if case.name == name]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -686,7 +685,7 @@ def test_it_compiles_for_every_target(name, monkeypatch, tmp_path):
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
-    from opfuse.triton.ledger import count_small
+    from opfuse_triton.ledger import count_small
 
     for shape in case.small:
         assert count_small(case, shape).full <= 1.02 * case.floor_bytes(shape)

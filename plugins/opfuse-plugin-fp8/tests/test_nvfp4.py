@@ -12,8 +12,8 @@ import torch
 
 import opfuse
 from opfuse import QuantizerRole, ops
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
-from opfuse.quantization.hadamard import mixed, unmixed
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization.hadamard import mixed, unmixed
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import exact  # from the folder just added
@@ -384,7 +384,7 @@ def test_what_differs_in_its_last_bit_is_rounded_alike():
 
 
 def test_layers_with_names_draw_numbers_of_their_own():
-    model = opfuse.prepare(chain())
+    model = opfuse.assign_names(chain())
     step(model, batch(0))
     state = model.state_dict()
     seeds = [value.item() for key, value in state.items() if key.endswith("seed")]

@@ -14,7 +14,7 @@ import torch
 
 import opfuse
 from opfuse import QuantizerRole, ops
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 import exact  # from the folder just added
@@ -148,7 +148,7 @@ def test_a_step_is_that_of_unquantized_weights(name, dtype):
         op._quantizers.use(op, recipe)
         quantizer = op._quantizers.of(recipe)["weight"]
         if quantizer.state_names:
-            quantizer.quantize(op.weight.detach(), opfuse.quantization.BOTH)
+            quantizer.quantize(op.weight.detach(), opfuse.core.quantization.BOTH)
             recipe.update([quantizer], None)
     found = []
     for m in (model, twin):

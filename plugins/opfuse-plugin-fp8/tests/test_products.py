@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import opfuse
 from opfuse import QuantizerRole, ops
-from opfuse.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32}

@@ -14,7 +14,7 @@ from opfuse_fp8.quantizers import DelayedQuantizer, RescaledTensor, update_delay
 
 import opfuse
 from opfuse import QuantizerRole, ops
-from opfuse.quantization import BOTH, ROWWISE
+from opfuse.core.quantization import BOTH, ROWWISE
 
 NAMES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 WIDTH, ROWS = 64, 32
@@ -56,7 +56,7 @@ def test_what_a_linear_computes(name):
         found = quantizer.quantize(tensor, BOTH)
         stands_for[kind] = (
             found.dequantize(ROWWISE).double(),
-            found.dequantize(opfuse.quantization.COLUMNWISE).double(),
+            found.dequantize(opfuse.core.quantization.COLUMNWISE).double(),
         )
     with opfuse.plugins.using("fp8"):
         leaf = x.clone().requires_grad_()
@@ -356,7 +356,7 @@ where = {"init_method": f"file://{group}", "rank": rank, "world_size": 2}
 torch.distributed.init_process_group("gloo", **where)
 torch.manual_seed(0)
 model = opfuse.Sequential(ops.Linear(64, 96), ops.GELU(), ops.Linear(96, 64))
-opfuse.prepare(model)
+opfuse.assign_names(model)
 recipe = opfuse_fp8.DelayedScaling(amax_history_len=4)
 for seed in range(3):
     x = (rank + 1) * torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))

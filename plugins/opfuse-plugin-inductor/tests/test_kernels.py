@@ -18,7 +18,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.plugins import using
+from opfuse.core.plugins import using
 from opfuse.testing import recipes
 
 SMALL = {"inductor.min_elements": 0}

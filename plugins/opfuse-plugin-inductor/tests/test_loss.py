@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.plugins import using
+from opfuse.core.plugins import using
 
 SMALL = {"inductor.min_elements": 0}
 TRACED = {**SMALL, "inductor.backend": "eager"}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.plugins import using
+from opfuse.core.plugins import using
 
 TRACED = {"inductor.min_elements": 0, "inductor.backend": "eager"}
 SLOPE = 2.0

@@ -21,7 +21,7 @@ TRITON = (
 
 def as_large_as_the_matrices(rows, target, facts):
     """A configuration for the interpreter: few programs, no larger than what they multiply."""
-    from opfuse.triton import Config
+    from opfuse_triton import Config
 
     sizes = ("BLOCK_M", "rows", 128), ("BLOCK_N", "features", 512), ("BLOCK_K", "depth", 512)
     tile = {name: min(max(16, 1 << (facts[of] - 1).bit_length()), most) for name, of, most in sizes}

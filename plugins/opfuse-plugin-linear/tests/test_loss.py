@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import opfuse
 from opfuse import ops
-from opfuse.authoring import saved_bytes
+from opfuse.core.authoring import saved_bytes
 from opfuse.testing import recipes
 from opfuse.testing.machine import is_interpreting
 

@@ -17,9 +17,8 @@ from opfuse.testing.machine import is_interpreting
 pytest.importorskip("triton")
 
 from opfuse_linear import cases, choice, products, tiles
-
-from opfuse.triton import TARGETS, Config, functions_of, recording, target
-from opfuse.triton.resources import read_resources
+from opfuse_triton import TARGETS, Config, functions_of, recording, target
+from opfuse_triton.resources import read_resources
 
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 compiled = pytest.mark.skipif(is_interpreting(), reason="TRITON_INTERPRET is set")
@@ -235,8 +234,8 @@ def test_the_output_is_computed_again_where_that_is_wanted():
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_each_tile_is_stored_once(case):
     """Tiles are read again by other programs, from the cache; what is written is written once."""
-    from opfuse.triton.counting import counting
-    from opfuse.triton.recorded import storage_of
+    from opfuse_triton.counting import counting
+    from opfuse_triton.recorded import storage_of
 
     for shape in case.small:
         with counting() as launches:

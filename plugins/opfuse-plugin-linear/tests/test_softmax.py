@@ -13,10 +13,9 @@ from opfuse.testing import assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_linear import cases, softmax
-
-from opfuse.triton import Config
-from opfuse.triton.checking import check
-from opfuse.triton.targets import is_interpreting
+from opfuse_triton import Config, current_target
+from opfuse_triton.checking import check
+from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +59,7 @@ def test_the_values(dtype, numbers):
 @runs
 def test_every_configuration_gives_the_same():
     logits, targets, weights = arguments(torch.bfloat16, 3, 5000, 2)
-    found = softmax.SOFTMAX.candidates(opfuse.triton.current_target(torch.device(DEVICE)), {"classes": 5000})  # fmt: skip
+    found = softmax.SOFTMAX.candidates(current_target(torch.device(DEVICE)), {"classes": 5000})  # fmt: skip
     results = []
     assert len(found) > 1
     for config in found:
@@ -125,7 +124,7 @@ def test_it_compiles():
 @pytest.mark.skipif(not is_interpreting(), reason="bytes are counted in Triton's interpreter")
 @pytest.mark.parametrize("case", cases.CASES[-2:], ids=lambda case: case.name)
 def test_it_reads_twice_and_writes_once(case):
-    from opfuse.triton.counting import counting
+    from opfuse_triton.counting import counting
 
     for shape in case.small:
         given = case.inputs(shape, "cpu")

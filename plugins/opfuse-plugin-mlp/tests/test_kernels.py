@@ -10,11 +10,10 @@ from opfuse.testing import CubicActivation, assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_mlp import cases, kernels
-
-from opfuse.triton import TARGETS, DeviceFunctions, functions_of
-from opfuse.triton.checking import check
-from opfuse.triton.ledger import assert_floor
-from opfuse.triton.targets import is_interpreting
+from opfuse_triton import TARGETS, DeviceFunctions, functions_of
+from opfuse_triton.checking import check
+from opfuse_triton.ledger import assert_floor
+from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +66,7 @@ def test_the_values(dtype, op):
 @runs
 @pytest.mark.parametrize("op", ACTIVATIONS[:5:4], ids=str)
 def test_every_configuration_gives_the_same(op):
-    from opfuse.triton import Config
+    from opfuse_triton import Config
 
     dy, z = arguments(op, (9, 200), torch.bfloat16)
     expected = kernels.launch(dy, z, None, functions_of(op))

@@ -9,7 +9,7 @@ from opfuse_mlp import fused
 
 import opfuse
 from opfuse import ops
-from opfuse.authoring import saved_bytes
+from opfuse.core.authoring import saved_bytes
 from opfuse.testing import CubicActivation, assert_close, interpreter, recipes
 from opfuse.testing.machine import is_interpreting
 

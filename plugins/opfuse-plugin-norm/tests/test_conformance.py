@@ -20,7 +20,7 @@ class TestConformance(FusionSuite):
             return
         if request.node.originalname == "test_plugin":
             pytest.skip("its processes do not interpret: the other tier has run them")
-        from opfuse.triton import TARGETS, target
+        from opfuse_triton import TARGETS, target
 
         with target(dataclasses.replace(TARGETS[90], multiprocessors=1)):
             yield

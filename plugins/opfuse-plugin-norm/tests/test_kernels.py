@@ -17,12 +17,11 @@ from opfuse_norm.cases import CASES
 from opfuse_norm.kernels import backward as backward_kernels
 from opfuse_norm.kernels import forward as forward_kernels
 from opfuse_norm.kernels import library
-
-from opfuse.triton import TARGETS, target
-from opfuse.triton.ledger import assert_floor, count_small, estimate
-from opfuse.triton.peers import estimate_peer
-from opfuse.triton.recorded import record
-from opfuse.triton.resources import read_resources
+from opfuse_triton import TARGETS, target
+from opfuse_triton.ledger import assert_floor, count_small, estimate
+from opfuse_triton.peers import estimate_peer
+from opfuse_triton.recorded import record
+from opfuse_triton.resources import read_resources
 
 INTERPRETING = machine.is_interpreting()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
@@ -227,7 +226,7 @@ HEAVY = [
 @needs_compiler
 @pytest.mark.parametrize("arch", TARGETS, ids=str)
 def test_they_compile_without_spills(arch, monkeypatch, tmp_path):
-    """Those that take most registers; ``python -m opfuse.triton check norm`` compiles all."""
+    """Those that take most registers; ``python -m opfuse_triton check norm`` compiles all."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     seen = set()
     for case in HEAVY:
@@ -242,7 +241,7 @@ def test_they_compile_without_spills(arch, monkeypatch, tmp_path):
 @needs_interpreter
 @pytest.mark.parametrize("case", [case for case in CASES if case.small], ids=lambda case: case.name)
 def test_they_move_no_more_than_they_have_to(case):
-    """Two at one width: ``python -m opfuse.triton ledger norm`` shows the others."""
+    """Two at one width: ``python -m opfuse_triton ledger norm`` shows the others."""
     two = case.name in ("RMSNorm backward", "LayerNorm backward")
     width = [{"rows": 8192, "features": 4096}] if two else []
     assert_floor(dataclasses.replace(case, shapes=width, small=case.small[:1]))

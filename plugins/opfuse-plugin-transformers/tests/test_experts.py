@@ -70,7 +70,7 @@ def test_experts_under_a_recipe(models, name, most):
     """Each expert is quantized, whatever its number of tokens; they are skipped by name."""
     pytest.importorskip("opfuse_fp8")
     _, twin, _ = models.pair("mixtral")
-    part = experts(opfuse.prepare(twin))
+    part = experts(opfuse.assign_names(twin))
     x, index = torch.randn(7, 64), torch.tensor([[0, 2]] * 5 + [[1, 2]] * 2)
     weights, found = torch.rand(7, 2), []
     for skip in ([], ["model.layers.0.mlp.experts"]):

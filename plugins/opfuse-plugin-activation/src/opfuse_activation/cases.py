@@ -1,4 +1,4 @@
-"""What ``python -m opfuse.triton`` compiles and counts; never imported otherwise."""
+"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import KernelCase, Operand
 from torch import Tensor
 
 from opfuse import ops
-from opfuse.triton import KernelCase, Operand
 
 from . import formulas, kernels, twins
 

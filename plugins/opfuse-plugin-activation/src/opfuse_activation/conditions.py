@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opfuse import Environment, computes_as
+from opfuse import Environment, has_same_math
 from opfuse.ops import GELU, ReLU, ScaledActivation, SiLU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +71,7 @@ def runs_alone(ops: Any, env: Environment) -> bool | str:
 
 def is_one_kernel(op: Any) -> bool:
     """Whether PyTorch has one kernel for the activation, and one for its gradient."""
-    return any(computes_as(op, cls) for cls in (GELU, ReLU, SiLU))
+    return any(has_same_math(op, cls) for cls in (GELU, ReLU, SiLU))
 
 
 # How many tensors as large as the input are not read or written any more. PyTorch's operations for

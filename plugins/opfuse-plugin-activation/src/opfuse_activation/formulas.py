@@ -7,9 +7,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from opfuse import computes_as
+from opfuse_triton import DeviceFunctions, functions_of
+
+from opfuse import has_same_math
 from opfuse.ops import GEGLU, ReGLU, SReGLU, SwiGLU
-from opfuse.triton import DeviceFunctions, functions_of
 
 
 class Formula(NamedTuple):
@@ -54,7 +55,7 @@ def formula_of(op: Any, scaled: bool = False) -> Formula | None:
     names = [f"{fn.fn.__module__}:{fn.fn.__qualname__}" for fn in given]
     if any(_find(name) is not fn for name, fn in zip(names, given, strict=True)):
         names = []
-    rounds = not scaled and any(computes_as(op, cls) for cls in (SwiGLU, GEGLU, ReGLU, SReGLU))
+    rounds = not scaled and any(has_same_math(op, cls) for cls in (SwiGLU, GEGLU, ReGLU, SReGLU))
     size = getattr(op, "glu_interleave_size", None) or 0
     return _formula(functions, names, size, rounds)
 

@@ -38,7 +38,7 @@ class _Fused(FusedOperation):
 
             self._run, self._first = getattr(twins, self._call), (activation,)
             return
-        from opfuse.triton import Config
+        from opfuse_triton import Config
 
         from . import formulas, library
 
@@ -51,7 +51,7 @@ class _Fused(FusedOperation):
         op, activation = self._last
         if env.features is None or env.compiling or conditions.why_not(op, env):
             return ()
-        from opfuse.triton import current_target
+        from opfuse_triton import current_target
 
         from . import formulas, kernels
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
-
-from opfuse.triton import Config, Kernel, Target, current_target
 
 from .formulas import Formula
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse_triton import Config
 from torch import Tensor
 from torch.compiler import is_compiling
-
-from opfuse.triton import Config
 
 from . import formulas, kernels, twins
 from .conditions import DTYPES

@@ -7,13 +7,12 @@ from typing import Any
 from opfuse import Environment, Fusion, Quantizer, QuantizerRole, Recipe, hookimpl
 
 from . import nvfp4, quantizers, recipes, te_checkpoint
-from .hardware import support
 from .nvfp4 import *  # noqa: F403
 from .quantizers import *  # noqa: F403
 from .recipes import *  # noqa: F403
 from .te_checkpoint import *  # noqa: F403
 
-__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__, "support"]
+__all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
 
 @hookimpl
@@ -27,7 +26,7 @@ def opfuse_quantizer(
     recipe: Recipe, role: QuantizerRole, env: Environment | None
 ) -> Quantizer | None:
     """A quantizer for a tensor under one of the recipes."""
-    return quantizers.make(recipe, role, None if env is None else env.device)
+    return recipes.make(recipe, role, None if env is None else env.device)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""What ``python -m opfuse.triton`` compiles and counts; never imported otherwise."""
+"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from opfuse_triton import KernelCase, Operand
 from torch import Tensor
 
 from opfuse import ops
-from opfuse.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
-from opfuse.triton import KernelCase, Operand
+from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 
 from . import formulas, twins
 from .kernels import launch, launch_norms

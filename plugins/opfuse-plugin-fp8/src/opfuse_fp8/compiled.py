@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import PluginWarning
+from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 from opfuse.ops import LayerNorm
-from opfuse.quantization import QuantizedTensor, Usage
-from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 
 from . import casts, twins
 from .conditions import DTYPES, described

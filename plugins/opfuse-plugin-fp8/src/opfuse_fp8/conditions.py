@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opfuse import Environment
-from opfuse.authoring import op_class
+from opfuse.core.authoring import op_class
 from opfuse.ops import Identity
 
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer

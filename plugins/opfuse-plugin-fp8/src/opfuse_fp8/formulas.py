@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from opfuse import computes_as
+from opfuse_triton import DeviceFunctions, functions_of
+
+from opfuse import has_same_math
 from opfuse.ops import GEGLU, ReGLU, SReGLU, SwiGLU
-from opfuse.triton import DeviceFunctions, functions_of
 
 MOST_WOVEN = 64
 """How many features of each half may alternate: a tile holds whole runs of them."""
@@ -34,7 +35,7 @@ class Formula(NamedTuple):
         return self.functions is not None and self.functions.linear_value is not None
 
     def numbers(self, values: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
-        """The numbers of a call, see :meth:`opfuse.triton.DeviceFunctions.numbers`."""
+        """The numbers of a call, see :meth:`opfuse_triton.DeviceFunctions.numbers`."""
         return () if self.functions is None else self.functions.numbers(values)
 
 
@@ -50,7 +51,7 @@ def formula_of(op: Any) -> Formula | None:
     names = ("value", "linear_value", "derivative", "linear_derivative")
     given = {name.upper(): getattr(functions, name, None) for name in names}
     # torch's kernels for these gates give bfloat16, which is then multiplied
-    rounds = any(computes_as(op, cls) for cls in (SwiGLU, GEGLU, ReGLU, SReGLU)) if op else False
+    rounds = any(has_same_math(op, cls) for cls in (SwiGLU, GEGLU, ReGLU, SReGLU)) if op else False
     size = getattr(op, "glu_interleave_size", None) or 0
     backward = {**given, "SIZE": size, "ROUNDS": rounds}
     forward = {name: value for name, value in backward.items() if "DERIVATIVE" not in name}

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
+from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import Activation, Bias, Cast
-from opfuse.quantization import QuantizedTensor
 
 from . import conditions
 

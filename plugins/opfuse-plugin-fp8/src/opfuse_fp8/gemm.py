@@ -1,4 +1,4 @@
-"""PyTorch's scaled matrix product over the formats of :mod:`opfuse.quantization.formats`."""
+"""PyTorch's scaled matrix product over the formats of :mod:`opfuse.core.quantization.formats`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from opfuse.quantization import QuantizedTensor, Usage
-from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 
 DEPTH = 16
 """What the size that a product sums over has to be a multiple of on a GPU; zeros fill it up."""

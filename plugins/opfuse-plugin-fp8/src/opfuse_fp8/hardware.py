@@ -8,8 +8,6 @@ import torch
 
 from opfuse import Environment, Recipe
 
-from . import recipes
-
 NATIVE, EMULATED, CANNOT = "native", "emulated", "cannot run"
 
 OCP_FP8 = ("gfx950", "gfx1200", "gfx1201")
@@ -61,22 +59,6 @@ class Support(NamedTuple):
     why: str
 
 
-def support(device: torch.device | str | Hardware = "cpu") -> dict[str, Support]:
-    """How each recipe runs on a device, by the recipe's name.
-
-    Args:
-        device: A device, or what one would be.
-
-    Returns:
-        What the products of a linear with a multiple of 16 features do. Others, and tensors that a
-        recipe leaves as they are, are emulated.
-    """
-    from . import opfuse_recipes
-
-    here = device if isinstance(device, Hardware) else Hardware.of(device)
-    return {name: how(cls, here) for name, cls in opfuse_recipes().items()}
-
-
 def how(cls: type[Recipe], here: Hardware) -> Support:
     """How a recipe runs on a device."""
     if here.device not in ("cpu", "cuda", "meta", "xpu"):
@@ -91,11 +73,7 @@ def how(cls: type[Recipe], here: Hardware) -> Support:
 
 def kind_of(recipe: type[Recipe]) -> str:
     """How the tensors of a recipe are scaled: ``"tensor"``, ``"block"``, ``"mx"``; or ``""``."""
-    if issubclass(recipe, (recipes.DelayedScaling, recipes.Float8CurrentScaling)):
-        return "tensor"
-    if issubclass(recipe, recipes.Float8BlockScaling):
-        return "block"
-    return "mx" if issubclass(recipe, recipes.MXFP8BlockScaling) else ""
+    return getattr(recipe, "scales", "")
 
 
 def why_no_gemm(kind: str, here: Hardware) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import QuantizedTensor, Usage
 
 from . import twins
 from .conditions import DTYPES

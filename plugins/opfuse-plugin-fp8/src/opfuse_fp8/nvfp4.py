@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opfuse import Quantizer, QuantizerRole
-from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded
-from opfuse.quantization.formats import NVFP4Tensor
-from opfuse.quantization.hadamard import mixed
+from opfuse import Quantizer
+from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded
+from opfuse.core.quantization.formats import NVFP4Tensor
+from opfuse.core.quantization.hadamard import mixed
 
 from . import casts
-from .quantizers import BaseQuantizer, as_matrix, named, update_delayed
-from .recipes import NVFP4BlockScaling
+from .quantizers import BaseQuantizer, as_matrix, update_delayed
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
 
@@ -29,19 +28,6 @@ SIGNS = 0xD7E8
 
 BLOCK = 16
 MOST, MOST_OF_SCALES = 6.0, 448.0
-
-
-def make(recipe: NVFP4BlockScaling, role: QuantizerRole, device: Any) -> NVFP4Quantizer:
-    """A new quantizer for a tensor of a role."""
-    is_weight, is_grad = role.tensor_type == "weight", role.tensor_type == "grad_output"
-    square = is_weight and not recipe.disable_2d_quantization
-    signs = None if is_weight or recipe.disable_rht else SIGNS
-    what = named(role)
-    if is_grad and not recipe.disable_stochastic_rounding:
-        return StochasticNVFP4Quantizer(
-            square=square, signs=signs, what=what, name=role.name, device=device
-        )
-    return NVFP4Quantizer(square=square, signs=signs, what=what)
 
 
 class NVFP4Quantizer(BaseQuantizer):
@@ -53,7 +39,7 @@ class NVFP4Quantizer(BaseQuantizer):
     Args:
         square: Whether 16 x 16 values share a scale.
         signs: None, or of the Hadamard transform of the columnwise copy, see
-            :class:`opfuse.quantization.formats.NVFP4Tensor`.
+            :class:`opfuse.core.quantization.formats.NVFP4Tensor`.
         what: Which tensor it casts, for messages.
     """
 
@@ -150,7 +136,7 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
     a value, and not from the values: what differs in its last bit, since it was computed by a
     fusion, is rounded alike. The seed is torch's (:func:`torch.initial_seed`) when the quantizer is
     made, mixed with the name of the layer: layers draw numbers of their own where
-    :func:`opfuse.prepare` has given them names, and otherwise all the same. Seed and steps are
+    :func:`opfuse.assign_names` has given them names, and otherwise all the same. Seed and steps are
     state, so a checkpoint resumes to the bit; torch's own generator is left alone. A cast that is
     made again in a step draws the same, and so do two gradients that one layer casts in one step,
     as where it runs twice: their errors are not independent.

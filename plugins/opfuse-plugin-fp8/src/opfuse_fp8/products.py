@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
-from opfuse.quantization import COLUMNWISE, ROWWISE, Usage
 
 from . import hardware, recipes
 from .gemm import DEPTH, Operand, multiply

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse import Quantizer, QuantizerRole, Recipe
-from opfuse.quantization import QuantizedTensor, Usage, nothing_recorded, unchanged
-from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse import Quantizer, QuantizerRole
+from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded, unchanged
+from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 
-from . import casts, recipes
+from . import casts
 
 __all__ = [
     "BlockQuantizer",
@@ -21,36 +21,7 @@ __all__ = [
     "DelayedQuantizer",
     "IdentityQuantizer",
     "MXQuantizer",
-    "make",
 ]
-
-
-def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
-    """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""
-    if isinstance(recipe, recipes.CustomRecipe):
-        return _made_by_a_user(recipe, role)
-    if isinstance(recipe, recipes.DelayedScaling):
-        return DelayedQuantizer(
-            recipe.fp8_format.dtype(role),
-            is_grad=role.tensor_type == "grad_output",
-            history=recipe.amax_history_len,
-            margin=recipe.margin,
-            most_recent=recipe.amax_compute_algo == "most_recent",
-            device=device,
-        )
-    if isinstance(recipe, recipes.Float8CurrentScaling):
-        return CurrentQuantizer(recipe.fp8_format.dtype(role), recipe.use_power_2_scales)
-    if isinstance(recipe, recipes.Float8BlockScaling):
-        dtype = recipe.fp8_format.dtype(role)
-        return BlockQuantizer(dtype, recipe.block(role), power_of_2=not recipe.use_f32_scales)
-    if isinstance(recipe, recipes.MXFP8BlockScaling):
-        square = recipe.enable_2d_quantization and role.tensor_type == "weight"
-        return MXQuantizer(recipe.fp8_format.dtype(role), square, who=named(role))
-    if isinstance(recipe, recipes.NVFP4BlockScaling):
-        from . import nvfp4  # whose quantizer is one of these
-
-        return nvfp4.make(recipe, role, device)
-    return None
 
 
 def named(role: QuantizerRole) -> str:
@@ -64,23 +35,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.float8_").removesuffix("fn").upper()
 
 
-def _made_by_a_user(recipe: recipes.CustomRecipe, role: QuantizerRole) -> Quantizer:
-    """What the function of a recipe gives; its mistake is the caller's to see, not the plugin's."""
-    try:
-        made = recipe.qfactory(role)
-    except Exception as error:
-        return _Refusing(error)
-    if isinstance(made, Quantizer):
-        return made
-    return _Refusing(
-        TypeError(
-            f"CustomRecipe {recipe.name!r}: qfactory expected to give a Quantizer for {role}, got "
-            f"{made!r}; IdentityQuantizer() leaves a tensor as it is"
-        )
-    )
-
-
-class _Refusing(Quantizer):
+class RefusingQuantizer(Quantizer):
     """Raises at the first cast."""
 
     def __init__(self, error: Exception) -> None:

@@ -15,7 +15,19 @@ import torch
 from torch.compiler import is_compiling
 
 import opfuse
-from opfuse import Quantizer, QuantizerRole
+from opfuse import Quantizer, QuantizerRole, Recipe
+
+from .hardware import Hardware, Support, how
+from .nvfp4 import SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer, update_counting
+from .quantizers import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    MXQuantizer,
+    RefusingQuantizer,
+    named,
+    update_delayed,
+)
 
 __all__ = [
     "CustomRecipe",
@@ -25,6 +37,8 @@ __all__ = [
     "Format",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "make",
+    "support",
 ]
 
 _FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
@@ -57,8 +71,10 @@ class _FP8Recipe(opfuse.Recipe):
     Attributes:
         fp8_dpa: Attention in FP8: only False, since opfuse has no attention op.
         fp8_mha: As ``fp8_dpa``.
+        scales: How tensors are scaled: ``"tensor"``, ``"block"``, ``"mx"``; or ``""``.
     """
 
+    scales: ClassVar[str] = ""
     _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
     fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
     fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
@@ -95,9 +111,11 @@ class _FP8Recipe(opfuse.Recipe):
     @classmethod
     def support(cls, device: torch.device) -> tuple[str, str]:
         """How the recipe runs on a device, see :meth:`opfuse.Recipe.support`."""
-        from .hardware import Hardware, how  # which knows these recipes
-
         return how(cls, Hardware.of(device))
+
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """A new quantizer for a tensor of a role."""
+        raise NotImplementedError
 
     def _refuse(self, name: str, expected: str, value: Any) -> None:
         raise TypeError(f"{type(self).__name__}.{name}: expected {expected}, got {value!r}")
@@ -129,6 +147,7 @@ class DelayedScaling(_FP8Recipe):
     amax_compute_algo: str = "max"
     scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
+    scales = "tensor"
 
     def __post_init__(self) -> None:
         """Refuse what no recipe is."""
@@ -161,10 +180,19 @@ class DelayedScaling(_FP8Recipe):
                 f"the scales of gradients follow from gradients that were cast"
             )
 
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """See :meth:`_FP8Recipe.new_quantizer`."""
+        return DelayedQuantizer(
+            self.fp8_format.dtype(role),
+            is_grad=role.tensor_type == "grad_output",
+            history=self.amax_history_len,
+            margin=self.margin,
+            most_recent=self.amax_compute_algo == "most_recent",
+            device=device,
+        )
+
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
         """Advance the scales by one step, see :meth:`opfuse.Recipe.update`."""
-        from .quantizers import update_delayed
-
         update_delayed(quantizers, group if self.reduce_amax else None)
 
 
@@ -181,6 +209,11 @@ class Float8CurrentScaling(_FP8Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    scales = "tensor"
+
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """See :meth:`_FP8Recipe.new_quantizer`."""
+        return CurrentQuantizer(self.fp8_format.dtype(role), self.use_power_2_scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +234,7 @@ class Float8BlockScaling(_FP8Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    scales = "block"
 
     def __post_init__(self) -> None:
         """Refuse what no recipe is."""
@@ -219,6 +253,11 @@ class Float8BlockScaling(_FP8Recipe):
                 "Float8BlockScaling: expected at most one operand of a product with blocks of "
                 "128 x 128, got w_block_scaling_dim=2 and another; no GEMM multiplies two of them"
             )
+
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """See :meth:`_FP8Recipe.new_quantizer`."""
+        dtype = self.fp8_format.dtype(role)
+        return BlockQuantizer(dtype, self.block(role), power_of_2=not self.use_f32_scales)
 
     def block(self, role: QuantizerRole) -> tuple[int, int]:
         """The block of a tensor."""
@@ -240,12 +279,18 @@ class MXFP8BlockScaling(_FP8Recipe):
     margin: int = 0
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
+    scales = "mx"
 
     def __post_init__(self) -> None:
         """Refuse what no recipe is."""
         super().__post_init__()
         if self.margin != 0:
             raise ValueError(f"MXFP8BlockScaling.margin: expected 0, got {self.margin}")
+
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """See :meth:`_FP8Recipe.new_quantizer`."""
+        square = self.enable_2d_quantization and role.tensor_type == "weight"
+        return MXQuantizer(self.fp8_format.dtype(role), square, who=named(role))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,10 +342,18 @@ class NVFP4BlockScaling(_FP8Recipe):
                     f"NVFP4BlockScaling.{name}: expected {default!s}, got {value!s}: {why}"
                 )
 
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """See :meth:`_FP8Recipe.new_quantizer`."""
+        is_weight, is_grad = role.tensor_type == "weight", role.tensor_type == "grad_output"
+        square = is_weight and not self.disable_2d_quantization
+        signs = None if is_weight or self.disable_rht else SIGNS
+        given: Any = {"square": square, "signs": signs, "what": named(role)}
+        if is_grad and not self.disable_stochastic_rounding:
+            return StochasticNVFP4Quantizer(**given, name=role.name, device=device)
+        return NVFP4Quantizer(**given)
+
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
         """Count the steps of stochastic rounding, see :meth:`opfuse.Recipe.update`."""
-        from .nvfp4 import update_counting
-
         update_counting(quantizers, group)
 
 
@@ -336,10 +389,23 @@ class CustomRecipe(opfuse.Recipe):
         fields = {"recipe": name or "CustomRecipe", "name": self.name}
         return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
 
+    def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
+        """What the function gives; its mistake is the caller's to see, not the plugin's."""
+        try:
+            made = self.qfactory(role)
+        except Exception as error:
+            return RefusingQuantizer(error)
+        if isinstance(made, Quantizer):
+            return made
+        return RefusingQuantizer(
+            TypeError(
+                f"CustomRecipe {self.name!r}: qfactory expected to give a Quantizer for {role}, "
+                f"got {made!r}; IdentityQuantizer() leaves a tensor as it is"
+            )
+        )
+
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
         """Advance the scales of the delayed quantizers among them, and count others' steps."""
-        from .nvfp4 import update_counting
-
         update_counting(quantizers, group)
 
 
@@ -352,3 +418,24 @@ BY_NAME: dict[str, type[opfuse.Recipe]] = {
     "fp8-custom": CustomRecipe,
 }
 """What names the plugin offers."""
+
+
+def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
+    """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""
+    if isinstance(recipe, (_FP8Recipe, CustomRecipe)):
+        return recipe.new_quantizer(role, device)
+    return None
+
+
+def support(device: torch.device | str | Hardware = "cpu") -> dict[str, Support]:
+    """How each recipe runs on a device, by the recipe's name.
+
+    Args:
+        device: A device, or what one would be.
+
+    Returns:
+        What the products of a linear with a multiple of 16 features do. Others, and tensors that a
+        recipe leaves as they are, are emulated.
+    """
+    here = device if isinstance(device, Hardware) else Hardware.of(device)
+    return {name: how(cls, here) for name, cls in BY_NAME.items()}

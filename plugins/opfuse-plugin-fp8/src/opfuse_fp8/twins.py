@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opfuse.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import QuantizedTensor, Usage
 
 
 def cast(

@@ -21,8 +21,6 @@ def opfuse_joint_fusions() -> list[Fusion]:
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
     """From which size on it compiles, how much the separate ops must do, and what compiles."""
-    return {
-        "inductor.min_elements": 1 << 14,
-        "inductor.min_passes": 2,
-        "inductor.backend": ("inductor", "eager"),
-    }
+    from .conditions import DEFAULTS
+
+    return DEFAULTS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opfuse import Environment
-from opfuse.authoring import op_class
+from opfuse.core.authoring import op_class
 from opfuse.ops import (
     GELU,
     AddExtraInput,
@@ -29,10 +29,14 @@ from opfuse.ops import (
     SiLU,
 )
 
-from . import opfuse_options
 from .reads import Reads
 
-DEFAULTS = opfuse_options()
+DEFAULTS: dict[str, Any] = {
+    "inductor.min_elements": 1 << 14,
+    "inductor.min_passes": 2,
+    "inductor.backend": ("inductor", "eager"),
+}
+"""From which size on it compiles, how much the separate ops must do, and what compiles."""
 
 
 def option(env: Environment, name: str) -> Any:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_convert.grammar import Unreadable
 from torch import Tensor
 from torch.nn import Parameter
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OneOrMore, PluginWarning, Subclasses
-from opfuse.authoring import op_class
-from opfuse.grammar import Unreadable
+from opfuse.core.authoring import op_class
 from opfuse.ops import (
     Activation,
     AddExtraInput,

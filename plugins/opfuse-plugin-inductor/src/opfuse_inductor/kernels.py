@@ -24,12 +24,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from opfuse_convert.grammar import Unreadable
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opfuse import BasicOperation, OperationContext, PluginWarning, computes_as
-from opfuse.authoring import ModuleCache, wide
-from opfuse.grammar import Unreadable
+from opfuse import BasicOperation, OperationContext, PluginWarning, has_same_math
+from opfuse.core.authoring import ModuleCache, wide
 from opfuse.ops import (
     AddExtraInput,
     Bias,
@@ -387,7 +387,7 @@ def twin_of(op: Any) -> Any:
     modules = {name: twin_of(child) for name, child in op.named_children()}
     vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
     vars(twin).pop("_sources", None)
-    if computes_as(op, GatedActivation, "backward_value"):
+    if has_same_math(op, GatedActivation, "backward_value"):
         vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
     return twin
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Environment, FusedOperation, Fusion
-from opfuse.authoring import wide
+from opfuse.core.authoring import wide
 from opfuse.ops import CrossEntropy
 from opfuse.ops.cross_entropy import LossNumbers, reduced, row_weights
 

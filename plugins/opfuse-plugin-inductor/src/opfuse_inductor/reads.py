@@ -2,8 +2,8 @@
 
 A kernel is made once of what an op computes, so all that its methods read must be known. Numbers
 are part of the kernel's key. Those of an op of opfuse are its attributes. The methods of any other
-op are read by :mod:`opfuse.grammar`: what they look up must be as it was, or they are read again.
-What the grammar does not know is refused, in a sentence.
+op are read by :mod:`opfuse_convert.grammar`: what they look up must be as it was, or they are read
+again. What the grammar does not know is refused, in a sentence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
-
-from opfuse import BasicOperation, computes_as, ops
-from opfuse.authoring import op_class
-from opfuse.grammar import (
+from opfuse_convert.grammar import (
     MISSING,
     Callee,
     Everywhere,
@@ -32,6 +28,10 @@ from opfuse.grammar import (
     parameters_of,
     table,
 )
+from torch import fx
+
+from opfuse import BasicOperation, has_same_math, ops
+from opfuse.core.authoring import op_class
 
 _ROOTS = (
     *(
@@ -194,4 +194,4 @@ def _is_ours(cls: type) -> bool:
 def is_stock(op: Any) -> bool:
     """Whether an op is one of opfuse's own, as it was written."""
     cls = op_class(op)
-    return getattr(ops, cls.__name__, None) is cls and computes_as(op, cls)
+    return getattr(ops, cls.__name__, None) is cls and has_same_math(op, cls)

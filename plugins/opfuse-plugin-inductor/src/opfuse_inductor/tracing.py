@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from opfuse_convert.grammar import Unreadable
 from torch import Tensor
 
-from opfuse.authoring import wide
-from opfuse.grammar import Unreadable
+from opfuse.core.authoring import wide
 
 HINT = 4096
 """The number of rows that Inductor optimizes for first, whatever comes: the same code in every

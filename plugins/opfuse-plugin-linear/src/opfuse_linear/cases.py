@@ -1,4 +1,4 @@
-"""What ``python -m opfuse.triton`` checks: the Triton products at the sizes of real models."""
+"""What ``python -m opfuse_triton`` checks: the Triton products at the sizes of real models."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.ops import GELU, SwiGLU
 from opfuse.ops.cross_entropy import LossNumbers
-from opfuse.triton import KernelCase, Operand, functions_of
 
 from .products import BY_POINTERS, BY_TILES, multiply
 from .softmax import softmax_in_place

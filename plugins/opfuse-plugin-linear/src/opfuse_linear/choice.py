@@ -8,13 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from opfuse import Environment
 from opfuse.ops import ParallelLinear
 
-DTYPES = torch.float32, torch.bfloat16, torch.float16
-"""What the kernels compute in."""
+from .kernels import DTYPES
 
 MIN_CAPABILITY = 8, 0
 
@@ -67,7 +64,7 @@ def _cannot_run(env: Environment) -> str:
 
 
 def _does_not_compute(ops: Sequence[Any]) -> str:
-    from opfuse.triton import functions_of
+    from opfuse_triton import functions_of
 
     linear, last = ops[0], ops[-1]
     gated = getattr(last, "gated", None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.authoring import wide
+from opfuse.core.authoring import wide
 from opfuse.ops.cross_entropy import LossNumbers
 
 from . import kernels

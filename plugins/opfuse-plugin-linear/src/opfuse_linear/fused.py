@@ -15,7 +15,7 @@ from opfuse import (
     OperationContext,
     Optional,
     Subclasses,
-    computes_as,
+    has_same_math,
 )
 from opfuse.ops import (
     GELU,
@@ -48,9 +48,9 @@ MIN_SPEED = 1.02
 
 def _epilogue(act: Activation) -> tuple[str, str] | None:
     """How oneDNN calls the activation at the end of a matrix product, if it can be there."""
-    if computes_as(act, GELU):
+    if has_same_math(act, GELU):
         return "gelu", act.approximate
-    return ("swish", "") if computes_as(act, SiLU) else None
+    return ("swish", "") if has_same_math(act, SiLU) else None
 
 
 # A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's

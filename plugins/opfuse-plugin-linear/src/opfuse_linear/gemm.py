@@ -2,7 +2,7 @@
 
 ``y = act(x @ w.T + bias)``, of one product or of a gate and what it multiplies, or
 ``y = addend + scale * (x @ w.T + bias)``. The activation is a device function, see
-:func:`opfuse.triton.functions_of`. Products are added up in fp32, and rounded before the activation
+:func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded before the activation
 as the linear layer rounds them: the activation gets what its backward reads.
 
 Arguments of both kernels, where the tile of each program has ``BLOCK_M`` rows and ``BLOCK_N``

@@ -40,6 +40,8 @@ ONEDNN_MIN_ADDEND = 1 << 14
 
 
 HALF = torch.bfloat16, torch.float16
+DTYPES = torch.float32, *HALF
+"""What the Triton products compute in."""
 
 PLAIN = Tensor, Parameter
 """A subclass of them brings its own operations."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
-from opfuse.authoring import wide
+from opfuse.core.authoring import wide
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
 
@@ -170,7 +170,7 @@ def _no_kernel(env: Environment) -> str:
         return "its kernel needs a GPU"
     if importlib.util.find_spec("triton") is None:
         return "its kernel needs Triton, which is not installed"
-    if env.dtype not in choice.DTYPES:
+    if env.dtype not in kernels.DTYPES:
         return f"its kernel takes no {str(env.dtype)[6:]}"
     if env.capability is not None and env.capability < choice.MIN_CAPABILITY:
         return "its kernel needs a GPU of compute capability 8.0"

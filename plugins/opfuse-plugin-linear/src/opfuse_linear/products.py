@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 import triton
+from opfuse_triton import Config, DeviceFunctions, Kernel, Target, current_target, functions_of
 from torch import Tensor
 from triton.runtime import _allocation
 
 from opfuse import OperationContext
-from opfuse.authoring import matmul_precision
-from opfuse.triton import Config, DeviceFunctions, Kernel, Target, current_target, functions_of
+from opfuse.core.authoring import matmul_precision
 
 from . import gemm, tiles
-from .choice import DTYPES
-from .kernels import PLAIN
+from .kernels import DTYPES, PLAIN
 
 BY_TILES = Kernel(gemm.gemm_by_tiles, tiles.by_tiles)
 BY_POINTERS = Kernel(gemm.gemm_by_pointers, tiles.by_pointers)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, Target
+from opfuse_triton.functions import tanh
 from torch import Tensor
 
 from opfuse.ops.cross_entropy import LossNumbers
-from opfuse.triton import Config, Kernel, Target
-from opfuse.triton.functions import tanh
 
 
 @triton.jit

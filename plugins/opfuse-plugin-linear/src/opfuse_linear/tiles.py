@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
-
-from opfuse.triton import Config, Target
+from opfuse_triton import Config, Target
 
 CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's compiler can divide the work of these kernels among warps; that of 3.6 fails."""
@@ -93,12 +92,12 @@ def moves_tiles(target: Target) -> bool:
 
 
 def by_tiles(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
-    """The configurations of the product by tiles, see :class:`opfuse.triton.Kernel`."""
+    """The configurations of the product by tiles, see :class:`opfuse_triton.Kernel`."""
     return _fitting(_BY_TILES[int(target.arch) // 10 * 10, _is_gated(facts)], target, facts)
 
 
 def by_pointers(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
-    """The configurations of the product by pointers, see :class:`opfuse.triton.Kernel`."""
+    """The configurations of the product by pointers, see :class:`opfuse_triton.Kernel`."""
     return _fitting(_BY_POINTERS[target.backend, _is_gated(facts)], target, facts)
 
 

@@ -1,4 +1,4 @@
-"""What of the kernel is checked and counted without a GPU; read by ``python -m opfuse.triton``."""
+"""What of the kernel is checked and counted without a GPU; read by ``python -m opfuse_triton``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
+from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 
 from opfuse import ops
-from opfuse.triton import KernelCase, Operand, functions_of
 
 from . import kernels
 

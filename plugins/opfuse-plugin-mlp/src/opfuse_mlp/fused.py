@@ -20,8 +20,8 @@ from opfuse import (
     Optional,
     Subclasses,
 )
+from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
-from opfuse.quantization import dequantize
 
 from . import formulas
 
@@ -54,7 +54,7 @@ class MLP(FusedOperation):
         self.fallback, functions = _why_not(self._ops, env)
         if self.fallback:
             return
-        from opfuse.triton import Config
+        from opfuse_triton import Config
 
         from . import kernels  # this imports Triton
 
@@ -236,7 +236,7 @@ def _why_not(ops: Sequence[Any], env: Environment) -> tuple[str, Any]:
     """Why no kernel can run for a chain, as a sentence; or "" and the device functions."""
     if reason := _why_not_on(env):
         return reason, None
-    from opfuse.triton import functions_of
+    from opfuse_triton import functions_of
 
     activation = ops[_place_of_activation(ops)]
     functions = functions_of(activation)

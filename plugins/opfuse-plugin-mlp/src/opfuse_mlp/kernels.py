@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, DeviceFunctions, Kernel, Target, current_target
 from torch import Tensor
 from torch.compiler import is_compiling
-
-from opfuse.triton import Config, DeviceFunctions, Kernel, Target, current_target
 
 _FUNCTIONS: dict[str, DeviceFunctions] = {}
 """The functions by the names that the operation for ``torch.compile`` takes."""

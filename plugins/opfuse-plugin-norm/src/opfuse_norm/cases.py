@@ -1,4 +1,4 @@
-"""What ``python -m opfuse.triton`` compiles and counts; never imported otherwise."""
+"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from opfuse_triton import KernelCase, Operand
 from torch import Tensor
-
-from opfuse.triton import KernelCase, Operand
 
 from . import kernels
 from .kernels import backward as backward_kernels

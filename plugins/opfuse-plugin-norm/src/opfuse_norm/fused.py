@@ -46,7 +46,7 @@ class _Fused(FusedOperation):
 
         self._run = getattr(library, self._pass)
         if env.configuration is not None:
-            from opfuse.triton import Config
+            from opfuse_triton import Config
 
             self._run = functools.partial(self._run, config=Config(**env.configuration))
 

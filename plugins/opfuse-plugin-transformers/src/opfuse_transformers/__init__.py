@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opfuse import Converter, hookimpl
+from opfuse import hookimpl
 
 
 @hookimpl
@@ -17,9 +17,9 @@ def opfuse_options() -> dict[str, Any]:
 
 
 @hookimpl
-def opfuse_converters() -> list[Converter]:
+def opfuse_converters() -> list[Any]:
     """Projections of attention, experts, LoRA, the loss of a causal language model, and chunks."""
-    from opfuse.conversion import ORDINARY
+    from opfuse_convert import ORDINARY, Converter
 
     from . import attention, chunks, experts, head, lora
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse_convert import Conversion
 from torch import Tensor, nn
 
-from opfuse import Conversion, Environment, Sequential
-from opfuse.authoring import op_class
+from opfuse import Environment, Sequential
+from opfuse.core.authoring import op_class
+from opfuse.core.settings import current
 from opfuse.ops import ParallelLinear
-from opfuse.settings import current
 
 from . import standin
 
@@ -80,7 +81,7 @@ class _Call:
         self._names, self._always = names, always
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`opfuse.Conversion`."""
+        """See :class:`opfuse_convert.Conversion`."""
         self.why = self._apart
         if not self._always and current.recipe is None:
             self.why = "its projections are joined under a recipe alone"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from opfuse_convert import by_reading
+from opfuse_convert.grammar import Reader, Unreadable, function_places
 from torch import nn
 
-from opfuse.conversion import by_reading
-from opfuse.grammar import Reader, Unreadable, function_places
-from opfuse.overrides import op_class
+from opfuse.core.introspection import op_class
 
 _HOME, _CHUNKS = "transformers.pytorch_utils", "apply_chunking_to_forward"
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse_convert import Conversion, gated, leaf_of
 from torch import Tensor, nn
 
-from opfuse import Conversion, Environment, Sequential
-from opfuse.authoring import op_class
-from opfuse.conversion import gated, leaf_of
+from opfuse import Environment, Sequential
+from opfuse.core.authoring import op_class
 from opfuse.ops import GatedActivation, GroupedLinear, ScaledActivation
 
 # what the library's decorator of such classes says of them
@@ -73,7 +73,7 @@ class _Call:
         top_k_index: Tensor,
         top_k_weights: Tensor,
     ) -> Any:
-        """See :class:`opfuse.Conversion`."""
+        """See :class:`opfuse_convert.Conversion`."""
         x, weight = hidden_states, module.gate_up_proj
         self.why = self._refusal(module, x, weight)
         if self.why:

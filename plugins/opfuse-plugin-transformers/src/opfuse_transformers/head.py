@@ -17,11 +17,12 @@ import types
 from typing import Any
 
 import torch
+from opfuse_convert import Conversion
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opfuse import Conversion, Environment, Sequential
-from opfuse.authoring import op_class
+from opfuse import Environment, Sequential
+from opfuse.core.authoring import op_class
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 
 from . import standin
@@ -156,7 +157,7 @@ class _Call:
         self._signature = inspect.signature(cls.forward)
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`opfuse.Conversion`."""
+        """See :class:`opfuse_convert.Conversion`."""
         self.why = why = self._refusal(module, args, kwargs)
         if why:
             return NotImplemented

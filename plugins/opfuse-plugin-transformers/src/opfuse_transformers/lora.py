@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse_convert import Conversion
 from torch import Tensor, nn
 
-from opfuse import Conversion, Environment, Sequential
-from opfuse.authoring import op_class
+from opfuse import Environment, Sequential
+from opfuse.core.authoring import op_class
 from opfuse.ops import AddExtraInput, BasicLinear, ConstantScale, Dropout
 
 LINEAR = "peft.tuners.lora.layer.Linear"
@@ -77,7 +78,7 @@ class _Call:
         self._name, self._dropout, self._scale = name, dropout, scale
 
     def __call__(self, module: Any, chain: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`opfuse.Conversion`."""
+        """See :class:`opfuse_convert.Conversion`."""
         name = self._name
         self.why = _refusal(module, name)
         if args or kwargs:

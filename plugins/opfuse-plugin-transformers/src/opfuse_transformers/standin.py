@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opfuse.authoring import op_class
+from opfuse.core.authoring import op_class
 
 
 def run(

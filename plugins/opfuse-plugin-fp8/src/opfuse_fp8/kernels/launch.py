@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
-from opfuse.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
-from opfuse.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
-from opfuse.triton import Config, Kernel, Target, current_target
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
+from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
 
 from ..formulas import Formula, formula_of
 from ..quantizers import (

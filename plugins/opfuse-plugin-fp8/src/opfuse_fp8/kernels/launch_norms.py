@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
-from opfuse.quantization import BOTH, COLUMNWISE, QuantizedTensor, Usage
-from opfuse.triton import Config, Kernel, Target, current_target
+from opfuse.core.quantization import BOTH, COLUMNWISE, QuantizedTensor, Usage
 
 from . import norms, tiles
 from .launch import Casting, format_of

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import triton
-
-from opfuse.triton import Config, Target
+from opfuse_triton import Config, Target
 
 _TILES = {  # rows, columns and warps, by format and whether there is a columnwise copy
     ("none", False): (32, 128, 4),

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton.model import LATENCY
 from torch import Tensor
-
-from opfuse.triton import Config, Kernel, Target, current_target
-from opfuse.triton.model import LATENCY
 
 from . import LAYER, Norm, normalized_dtype
 from .twins import Backward

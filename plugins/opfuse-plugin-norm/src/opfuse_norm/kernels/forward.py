@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_triton import Config, Kernel, Target
 from torch import Tensor
-
-from opfuse.triton import Config, Kernel, Target
 
 from . import LAYER, Norm, normalized_dtype
 from .twins import Forward

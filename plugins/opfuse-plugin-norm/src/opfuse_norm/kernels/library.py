@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import Config, current_target
 from torch import Tensor
 from torch.compiler import is_compiling
-
-from opfuse.triton import Config, current_target
 
 from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
 from . import backward as backward_kernels

@@ -1,0 +1,9 @@
+"""The command line, and what the commands of other packages are made of.
+
+A package adds a command by an entry point of group ``opfuse.commands``: a ``click.Command``.
+"""
+
+from .commands import main
+from .models import UserError, load_model, quiet_stdout, told
+
+__all__ = ["UserError", "load_model", "main", "quiet_stdout", "told"]

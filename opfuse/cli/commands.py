@@ -1,0 +1,246 @@
+"""The command line: which plugins there are, and what they do to a model."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata as metadata
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import torch
+
+from .. import __version__
+from ..core.plugins import manager
+from ..core.records import PluginFilter, is_strict
+from ..core.settings import current
+from ..report.explain import explain
+from ..report.text import wrap
+from ..tuning import tune
+from .doctor import as_text, examine
+from .models import UserError, load_model, quiet_stdout, told
+
+GROUP = "opfuse.commands"
+"""The entry-point group of commands that other packages add."""
+
+
+class _Commands(click.Group):
+    """The commands here, and those of toolkits, which are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names."""
+        return sorted({*super().list_commands(ctx), *(entry.name for entry in _entry_points())})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command of a name, or None."""
+        found = super().get_command(ctx, name)
+        if found is not None:
+            return found
+        for entry in _entry_points():
+            if entry.name == name:
+                with told(f"the command {name} of {entry.value} cannot be loaded:"):
+                    return entry.load()  # type: ignore[no-any-return]
+        return None
+
+
+def _entry_points() -> Any:
+    return metadata.entry_points(group=GROUP)
+
+
+@click.group(cls=_Commands, invoke_without_command=True)
+@click.version_option(__version__, prog_name="opfuse", message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Show which fusions the installed plugins offer, and what they do to a model."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    try:
+        PluginFilter.parse(current.selection)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+# Plugins
+
+
+@main.command(short_help="List every installed plugin.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout, nothing else.")
+def plugins(as_json: bool) -> None:
+    """List every installed plugin.
+
+    The environment variable OPFUSE_PLUGINS selects: unset means all, empty none, "a,b" these in
+    this precedence, "-a" all but a. With OPFUSE_STRICT=1 a plugin that fails makes the exit status
+    1.
+    """
+    with quiet_stdout():
+        rows = _listing()
+    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
+    if is_strict() and any(row["state"] == "failed" for row in rows):
+        sys.exit(1)
+
+
+def _listing() -> list[dict[str, Any]]:
+    """Every plugin, in strict mode too.
+
+    There each failure is raised, and the next call goes on behind it.
+    """
+    for _ in range(len(manager.records)):
+        try:
+            return manager.listing()
+        except Exception as error:
+            click.echo(f"Error: {type(error).__name__}: {' '.join(str(error).split())}", err=True)
+    return manager.listing()
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return [
+            "No plugins are installed: every op runs unfused.",
+            "A plugin is a package with an entry point in group opfuse.v1; pip install one.",
+        ]
+    cells = [("PLUGIN", "DISTRIBUTION", "STATE")]
+    cells += [
+        (row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    starts = [
+        "".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    lines = [starts[0] + "FUSIONS"]
+    for start, row in zip(starts[1:], rows, strict=True):
+        fusions = [
+            f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()
+        ]
+        lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
+        lines += wrap(" ".join((row["error"] or "").split()), "    ")
+    return lines
+
+
+# Explain
+
+
+@main.command(name="explain", short_help="Run a model once and tell what is fused, and why.")
+@click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--details", is_flag=True, help="Every step in order and every candidate refused.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def explain_command(target: str, details: bool, as_json: bool) -> None:
+    """Run a model once and tell what is fused, by which plugin, and why the rest is not.
+
+    MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
+    (model, input, ...), or a function without arguments that returns one. A dict as the last input
+    has inputs by name.
+    """
+    with quiet_stdout():
+        model, inputs, by_name = load_model(target)
+        with told(f"{target}: {type(model).__name__} raised"):
+            explanation = explain(model, *inputs, **by_name)
+    text = explanation.details if details else str(explanation)
+    click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else text)
+
+
+# Tune
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
+    with contextlib.ExitStack() as stack:
+        bars: list[Any] = []
+
+        def show(done: int, of: int, what: str) -> None:
+            if not bars:
+                bar = click.progressbar(
+                    length=of,
+                    label="Measuring",
+                    file=sys.stderr,
+                    item_show_func=lambda name: name or "",
+                )
+                bars.append(stack.enter_context(bar))
+            bars[0].length = of
+            bars[0].update(done - bars[0].pos, what)
+
+        yield show
+
+
+@main.command(name="tune", short_help="Measure which fusions are right and fast for a model here.")
+@click.argument("target", metavar="MODULE:OBJECT")
+@click.option("--no-grad", is_flag=True, help="For inference: under torch.no_grad().")
+@click.option("--compiled", is_flag=True, help="For torch.compile: measure each fusion there.")
+@click.option("--check", is_flag=True, help="Exit with status 1 if a fusion is wrong.")
+@click.option("--details", is_flag=True, help="A line about every candidate.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def tune_command(
+    target: str, no_grad: bool, compiled: bool, check: bool, details: bool, as_json: bool
+) -> None:
+    """Measure on this machine which fusions are right and not slower for a model.
+
+    What is found is written into the table of this device, and every plan goes by it from then on.
+    The tables are in the user's cache directory, or where the environment variable OPFUSE_TUNING
+    says; if it is empty, nothing is written.
+
+    MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
+    (model, input, ...), or a function without arguments that returns one. A dict as the last input
+    has inputs by name.
+    """
+    with quiet_stdout():
+        model, inputs, by_name = load_model(target)
+        with told(f"{target}:"), torch.set_grad_enabled(not no_grad):
+            try:
+                with _progress() as progress:
+                    given = {"compiled": compiled, "progress": progress, **by_name}
+                    report = tune(model, *inputs, **given)
+            except KeyboardInterrupt:
+                click.echo("Interrupted; what was measured by then is written.", err=True)
+                sys.exit(130)
+    text = report.details if details else str(report)
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else text)
+    if check and report.wrong:
+        sys.exit(1)
+
+
+# Doctor
+
+
+@main.command(short_help="Show versions, devices, tuning tables, and which recipes run here.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
+def doctor(as_json: bool) -> None:
+    """Show what is installed, what this machine has, and which recipes run on it.
+
+    For each device: the tuning table that counts there, and for each recipe whether its products
+    run natively, emulated or not at all, and why. With OPFUSE_STRICT=1 a plugin that fails makes
+    the exit status 1.
+    """
+    with quiet_stdout():
+        _listing()  # says what fails
+        found = examine()
+    click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    if is_strict() and found["errors"]:
+        sys.exit(1)
+
+
+# New plugins
+
+
+@main.command(short_help="Write a new plugin.")
+@click.argument("name")
+@click.option(
+    "--into",
+    metavar="DIR",
+    default=".",
+    help="The folder for the new one; default: the current one.",
+)
+def new(name: str, into: str) -> None:
+    """Write a complete plugin into a new folder opfuse-plugin-NAME.
+
+    It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
+    """
+    try:
+        from . import scaffold
+
+        click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
+    except (ImportError, ValueError, OSError) as error:
+        raise UserError(str(error)) from None

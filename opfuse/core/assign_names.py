@@ -1,0 +1,61 @@
+"""Names for the ops of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .fusible import FusibleOperation
+from .op import BasicOperation, FusedOperation
+from .quantization.scale_update import PreparedOps
+from .replaced_forward import replaced_forward
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def assign_names(model: M) -> M:
+    """Tell each op of a model what it is called there, and which ops belong together.
+
+    An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
+    got one; the basic ops inside of a ``Linear`` are called like the ``Linear``, and those of a
+    converted module (:func:`opfuse.convert`) like what they read. A recipe finds the
+    name in the roles of its tensors. ``autocast(amax_reduction_group=...)`` needs a prepared model:
+    every rank then takes the maxima of the same quantizers, in this order, whatever ran.
+
+    Args:
+        model: The model. Call this on every rank, before the first call under a recipe, and again
+            when its ops are others.
+
+    Returns:
+        The model.
+
+    Raises:
+        RuntimeError: An op has quantizers already that know it by another name.
+    """
+    ops: dict[BasicOperation, str] = {}
+    fused: dict[FusedOperation, str] = {}
+    paths = {module: path for path, module in model.named_modules()}
+    for path, module in model.named_modules():
+        replaced = replaced_forward(module)
+        chain: Any = () if replaced is None else replaced.chain or ()
+        for op in chain:
+            read = [source.module for source in op._sources.values()]
+            ops.setdefault(op, next((paths[each] for each in read if each in paths), path))
+        if isinstance(module, FusibleOperation):
+            basic: Iterable[nn.Module] = [module]
+            if isinstance(module, FusedOperation):
+                fused[module] = path
+                basic = module.basic_ops
+            for op in basic:
+                assert isinstance(op, BasicOperation)
+                ops.setdefault(op, path)
+    for op, path in ops.items():  # all, before any is renamed
+        op._check_name(op._name or path)
+    for named, path in [*fused.items(), *ops.items()]:
+        named._rename(path)
+    prepared = PreparedOps(ops)
+    for op in ops:
+        op._prepared = prepared
+    return model

@@ -1,0 +1,53 @@
+"""What the author of a plugin may use beside the classes of the contract.
+
+Attributes:
+    ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
+        pickled.
+    ParamSource: Where an op reads a parameter that another module holds, for
+        ``BasicOperation.read_parameters``.
+    matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
+    op_class: The class of an op as its author wrote it.
+    saved_bytes: How many bytes a forward keeps for its backward.
+    wide: The dtype that the built-in ops compute in, for an input's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fusible import ParamSource
+from .introspection import op_class
+from .op_context import ModuleCache
+from .precision import matmul_precision, wide
+
+__all__ = ["ModuleCache", "ParamSource", "matmul_precision", "op_class", "saved_bytes", "wide"]
+
+
+def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:
+    """How many bytes a forward keeps for its backward, each storage once.
+
+    Args:
+        forward: Runs it; what it returns stays alive until all is counted.
+        apart_from: Tensors whose memory does not count, such as parameters.
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Any) -> Any:
+        if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
+            for name in tensor.__tensor_flatten__()[0]:
+                keep(getattr(tensor, name))
+        else:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    for tensor in apart_from:
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    del result
+    return sum(kept.values())

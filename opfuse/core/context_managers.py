@@ -1,0 +1,344 @@
+"""Context managers over the settings of this thread: options, recipe, and both on recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .engine.fuser import OperationFuser
+from .engine.program import Program
+from .quantization import Quantizer, Recipe, WeightCache
+from .quantization.names import check_names
+from .quantization.observer import CALIBRATING
+from .quantization.parameter_state import ModelInit
+from .quantization.scale_update import Block
+from .quantization.state import quantizer_names
+from .recipes import DEFAULT_RECIPE, check_offered, recipe_of, why_off
+from .settings import Options, Recorder, Setting, checkpoint_frames, current
+
+_CORE_OPTIONS: dict[str, type] = {
+    "fusion_limit": int,
+    "double_backward": bool,
+    "debug": bool,
+    "prefer": str,
+    "chains_under_compile": bool,
+}
+
+
+class options(Setting):
+    """Set options of planning for a ``with`` block, in this thread.
+
+    The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong
+    number), ``double_backward=True`` (run unfused, differentiable any number of times),
+    ``debug=True`` (slow: raise where a step writes into its input, a parameter, an extra or a saved
+    tensor that is not its own), ``prefer``, and ``chains_under_compile=True`` (``torch.compile``
+    traces the chains of converted modules; by default it traces their own ``forward``, which it
+    compiles faster and often better). A plugin's option is named after the plugin:
+    ``options(**{"linear.recompute": True})``. Values must be hashable: they are part of the plan's
+    key.
+
+    ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
+    saves its weight for the backward and casts it again there, where it would save what autocast
+    made of it. The weight must be a plain ``nn.Parameter`` that needs a gradient: one that is
+    frozen, computed by a parametrization, a DTensor or of another class is kept as cast; so is what
+    ``reading(transposed=True)`` reads, and all of a ``ParallelLinear`` of which one parameter is
+    frozen. ``GroupedLinear`` keeps what autocast made of its weights in any case. Gradients are the
+    same bits. A weight that changes between forward and backward is an error there, as it
+    is in torch without autocast. But a **fused** optimizer step (``AdamW(..., fused=True)``) and
+    ``weight.data`` change weights and tell nobody: between forward and backward they make the
+    gradients wrong without an error. Do not use ``prefer="memory"`` where an optimizer steps there,
+    as in some pipelines. A recomputation by ``torch.utils.checkpoint`` must run under the same
+    options: pass ``context_fn=opfuse.checkpoint_contexts``. What a graph of ``torch.compile`` saves
+    is its partitioner's choice in the end.
+
+    Raises:
+        ValueError: An unknown option, a negative limit, or ``prefer`` of another value. An option
+            that its plugin does not know is refused by the next plan.
+        TypeError: A value of the wrong type, or one that is not hashable.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if "." not in name and name not in _CORE_OPTIONS:
+                known = (
+                    f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named "
+                    f"'<plugin>.<option>'"
+                )
+                raise ValueError(f"unknown option {name!r}: {known}")
+            expected = _CORE_OPTIONS.get(name)
+            if expected is not None and type(value) is not expected:
+                raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"option {name!r}: expected a hashable value, got {value!r}"
+                ) from None
+        if values.get("fusion_limit", 0) < 0:
+            raise ValueError(
+                f"option fusion_limit must not be negative, got {values['fusion_limit']}"
+            )
+        if values.get("prefer", "speed") not in ("speed", "memory"):
+            raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
+        super().__init__(0, values)
+
+    def _new_values(self, before: tuple[Options]) -> tuple[Options]:
+        return (tuple(sorted({**dict(before[0]), **self._values[0]}.items())),)
+
+
+class autocast(Setting):
+    """Quantize inside a ``with`` block, by a recipe, in this thread.
+
+    ``autocast(recipe)``, ``autocast("name")`` and ``autocast(recipe=recipe)`` mean the same. State
+    of a recipe, such as the scales that follow from earlier maxima, advances at the exit of the
+    outermost block (:meth:`Recipe.update`): if grad mode is on, nothing was raised, and this is no
+    recomputation in a backward.
+
+    Args:
+        enabled: False turns quantization off inside an enclosing block. What is no bool is the
+            recipe.
+        calibrating: With ``enabled=False``: nothing is quantized, but the recipe's quantizers see
+            what they would, and record it. So the scales of delayed scaling are known before the
+            first quantized call. It counts under ``torch.no_grad()`` too. A block that is enabled
+            records anyway.
+        recipe: The recipe, a value of a class that a plugin offers, or the name under which it
+            does. None: ``"fp8-delayed"``, on every device; Transformer Engine's default depends
+            on the GPU.
+        amax_reduction_group: The process group over which the maxima of a step are taken. The model
+            must be prepared, see :func:`opfuse.assign_names`.
+        weights: ``"fresh"`` casts each weight anew. ``"cached"`` uses the last cast again where the
+            Parameter and its version are the same. For several microbatches between two optimizer
+            steps: the first is to be "fresh", since fused optimizers change weights and raise no
+            version. One cast of each weight stays in memory.
+        skip: Ops that are not quantized, by name: patterns such as ``["head", "blocks.0.*"]``, in
+            which ``*`` stands for anything, dots too. A pattern that matches the name of a module
+            takes all ops below it. An op has its name from :func:`opfuse.assign_names` or from its
+            constructor. An inner block has only what it says itself.
+
+    Raises:
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``skip`` is no
+            list of strings.
+        ValueError: A recipe that no installed plugin offers; other ``weights``; a pattern of
+            ``skip`` that matches no op, which is found when the block is entered.
+    """
+
+    def __init__(
+        self,
+        enabled: bool | Recipe | str = True,
+        calibrating: bool = False,
+        recipe: Recipe | str | None = None,
+        amax_reduction_group: Any = None,
+        *,
+        weights: str = "fresh",
+        skip: Iterable[str] = (),
+    ) -> None:
+        if not isinstance(enabled, bool):
+            if recipe is not None:
+                raise TypeError(f"autocast: got two recipes, {enabled!r} and {recipe!r}")
+            recipe, enabled = enabled, True
+        patterns = None if isinstance(skip, str) or skip is None else tuple(skip)
+        if patterns is None or not all([isinstance(name, str) for name in patterns]):
+            raise TypeError(f"autocast: expected a list of patterns as skip, got {skip!r}")
+        if not isinstance(calibrating, bool):
+            raise TypeError(f"autocast: expected a bool as calibrating, got {calibrating!r}")
+        if weights not in ("fresh", "cached"):
+            raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
+        if recipe is None:
+            recipe = DEFAULT_RECIPE
+        in_force = _offered(recipe) if enabled or calibrating else None
+        observer = CALIBRATING if calibrating and not enabled else None
+        super().__init__(2, in_force, patterns, observer)
+        self._weights, self._group = weights, amax_reduction_group
+        self._outside: list[tuple[int, str, Block | None]] = []
+
+    def _new_values(self, before: Any) -> Any:
+        *given, observer = self._values
+        if observer is None and before[-1] is not CALIBRATING:
+            observer = before[-1]  # who watches around this block watches in it
+        return (*given, observer)
+
+    def __enter__(self) -> None:
+        if not is_compiling() and current.block is not None and self._group is not None:
+            if self._group is not current.block.group:
+                raise ValueError(
+                    "autocast: amax_reduction_group is for the outermost block, at whose exit "
+                    "state advances"
+                )
+        if not is_compiling():
+            check_names(self._values[1])
+        super().__enter__()
+        if is_compiling():
+            return
+        self._outside.append((current.recipe_depth, current.weights, current.block))
+        current.recipe_depth, current.weights = checkpoint_frames(), self._weights
+        if current.block is None:
+            current.block = Block(self._group)
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        if is_compiling():
+            return
+        block, current.recording = current.block, True
+        current.recipe_depth, current.weights, current.block = self._outside.pop()
+        if current.block is None:
+            block.end(failed=exc_info[0] is not None)
+
+
+class quantized_model_init:
+    """Have the weights of linears that are built in a ``with`` block live quantized.
+
+    Each such parameter is stored as a quantizer of the recipe casts it, in the copies that products
+    read, and nowhere in high precision: a :class:`opfuse.core.quantization.QuantizedParameter`.
+    Under ``autocast`` of the same recipe it is used without a cast; without a recipe it is
+    dequantized in every call; under another recipe the call is refused. An optimizer step computes
+    in the dtype
+    that the weight was built with, and quantizes the result: a small update may be rounded away, so
+    let the optimizer keep weights of its own.
+
+    A weight gets both copies with grad mode on, and only the one for the forward with it off. The
+    role that a recipe sees has the name that the constructor of the op got. On the meta device
+    nothing is quantized, nor are parameters that an op reads from another module.
+
+    Args:
+        enabled: False turns it off inside an enclosing block. What is no bool is the recipe.
+        recipe: The recipe, or its name, as for :class:`opfuse.autocast`. None: ``"fp8-delayed"``.
+        preserve_high_precision_init_val: Keep the values from before on the CPU. The parameters
+            have ``get_high_precision_init_val()`` then, for the weights of an optimizer, and
+            ``clear_high_precision_init_val()``, which frees them.
+
+    Raises:
+        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``preserve_...``
+            is no bool.
+        ValueError: A recipe that no installed plugin offers; a weight whose shape the recipe cannot
+            quantize.
+    """
+
+    def __init__(
+        self,
+        enabled: bool | Recipe | str = True,
+        recipe: Recipe | str | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if not isinstance(enabled, bool):
+            if recipe is not None:
+                raise TypeError(f"quantized_model_init: got two recipes, {enabled!r}, {recipe!r}")
+            recipe, enabled = enabled, True
+        if not isinstance(preserve_high_precision_init_val, bool):
+            raise TypeError(
+                f"quantized_model_init: preserve_high_precision_init_val expected a bool, got "
+                f"{preserve_high_precision_init_val!r}"
+            )
+        self._asked = None
+        if enabled:
+            found = _offered(DEFAULT_RECIPE if recipe is None else recipe, type(self).__name__)
+            self._asked = ModelInit(found, preserve_high_precision_init_val)
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> None:
+        asked = self._asked
+        if asked is not None and why_off(asked.recipe, current.selection):
+            asked = None  # the plugin is off, which the user was told
+        self._outside.append(current.model_init)
+        current.model_init = asked
+
+    def __exit__(self, *exc_info: object) -> None:
+        current.model_init = self._outside.pop()
+
+
+def _offered(recipe: Any, who: str = "autocast") -> Recipe:
+    """A recipe that an installed plugin offers, as a value."""
+    if isinstance(recipe, str):
+        if is_compiling():
+            raise TypeError(
+                f"{who}: inside of torch.compile give the recipe itself, not its name {recipe!r}"
+            )
+        return recipe_of(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{who}: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
+        )
+    if not is_compiling():
+        check_offered(recipe)
+    return recipe
+
+
+class _Forward(Recorder):
+    """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
+
+    restores = True
+
+    def __init__(self) -> None:
+        self.settings, self.weights = current.values, current.weights
+        self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
+        self.casts: list[list[tuple[WeightCache, Any]]] = []
+
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
+        """Keep the state of the chain's quantizers."""
+        super().record(fuser, program, given)
+        quantizers = [
+            quantizer
+            for op in fuser._chain.ops
+            for forward in [quantizer_names(op, "forward")]
+            for name, quantizer in op._quantizers.of(current.recipe).items()
+            if name in forward
+        ]
+        self.states.append(
+            [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
+        )
+        self.casts.append([(op._weights, op._weights.entries()) for op in fuser._chain.ops])
+
+
+class _Recompute(Recorder):
+    """Around the recomputation: the settings of the forward, and each chain's state before."""
+
+    restores = True
+
+    def __init__(self, forward: _Forward) -> None:
+        self._forward = forward
+        self._after: list[tuple[Tensor, Tensor]] = []
+        self._casts: list[tuple[WeightCache, Any]] = []
+
+    def __enter__(self) -> _Recompute:
+        super().__enter__()
+        self._outside = current.values, current.weights
+        current.values, current.weights = self._forward.settings, self._forward.weights
+        self._states, self._used = iter(self._forward.states), iter(self._forward.casts)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__()
+        current.values, current.weights = self._outside
+        while self._after:
+            state, value = self._after.pop()
+            state.copy_(value)
+        while self._casts:
+            cache, entries = self._casts.pop()
+            cache.put_back(entries)
+
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
+        """Put the state back that the chain started from.
+
+        An outer recorder is not told: it was in the forward.
+        """
+        for cache, entries in next(self._used):
+            self._casts.append((cache, cache.entries()))
+            cache.put_back(entries)
+        for quantizer, name, before in next(self._states):
+            state = getattr(quantizer, name)
+            self._after.append((state, state.clone()))
+            state.copy_(before)
+
+
+def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
+    """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
+
+    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU
+    in another thread). Without this it would run without the recipe and would update quantizer
+    state a second time; a chain that runs under a recipe inside of ``torch.utils.checkpoint``
+    raises then.
+    """
+    forward = _Forward()
+    return forward, _Recompute(forward)

@@ -1,0 +1,174 @@
+"""The fixed structure of a chain: its basic ops, where extra tensors go, and which widths it takes.
+
+Computed once when a fuser captures its ops; everything that can be refused without running is
+refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..cast import Cast
+from ..channels import Slot, arguments_of, kinds_of, takers
+from ..fusible import FusibleOperation
+from ..introspection import op_class
+from ..op import BasicOperation, FusedOperation
+
+
+def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
+    """The basic ops that ``ops`` stand for."""
+    basic: list[BasicOperation] = []
+    for op in ops:
+        if not isinstance(op, (BasicOperation, FusedOperation)):
+            raise TypeError(f"a fuser takes basic and fused ops, got {type(op).__name__}")
+        name = next((name for name in ("op_forward", "op_backward") if hasattr(op, name)), None)
+        if name is not None and isinstance(op, FusedOperation):
+            runs = ", ".join(op_class(part).__name__ for part in op.basic_ops)
+            remedy = "override forward, or derive from a basic op"
+            raise TypeError(
+                f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: "
+                f"{remedy}"
+            )
+        if isinstance(op, Cast):
+            raise TypeError("a Cast is put into a chain by the engine: Quantize is for you")
+        basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
+    return tuple(basic)
+
+
+class Chain:
+    """The ops of a chain, and where its tensors come from and go to.
+
+    Attributes:
+        written: The ops as the user wrote them, basic and fused.
+        ops: The basic ops that these stand for.
+        title: The chain as error messages call it.
+        param_sources: ``(module, attribute)`` of every parameter, in op order.
+        param_ranges: Which of them belong to each op.
+        kinds: What each ``(op, slot)`` takes, see :func:`~opfuse.core.channels.kinds_of`.
+        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; of
+            those that share a name the first.
+        arguments: Which of these each ``(op, slot)`` takes that no channel feeds.
+        public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
+        sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
+        width: Last dimension of the chain's input, or None for any.
+        later_widths: The same for ops whose input's width only the running chain knows.
+        widths: Last dimension on each edge, or None where the chain does not tell.
+
+    Args:
+        ops: The ops as the user wrote them.
+        part: Whether they are part of a longer chain: then who runs it passes on what a channel
+            brings or takes.
+    """
+
+    def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
+        self.written = tuple(ops)
+        self.ops = flatten(self.written)
+        self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
+        self.param_sources: list[tuple[nn.Module, str]] = []
+        self.param_ranges: list[Slot] = []
+        for op in self.ops:
+            start = len(self.param_sources)
+            self.param_sources += [op.param_source(name) for name in op.param_names or ()]
+            self.param_ranges.append((start, len(self.param_sources)))
+        self._bind_channels(part)
+        self.kinds = {
+            (i, k): kind for i, op in enumerate(self.ops) for k, kind in enumerate(kinds_of(op))
+        }
+        given = [slot for slot in self.kinds if slot not in self.sources]
+        self.external_inputs, self.arguments = arguments_of(self.ops, given, self.name)
+        self.public_outputs = [
+            (i, k)
+            for i, op in enumerate(self.ops)
+            for k, public in enumerate(op._extra_output_to_caller)
+            if public or part
+        ]
+        self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
+        self._infer_widths()
+
+    def _bind_channels(self, part: bool) -> None:
+        """Bind extra inputs to the producers of their channels."""
+        producers: dict[str, Slot] = {}
+        for i, op in enumerate(self.ops):
+            for k, channel in enumerate(op._extra_output_channels):
+                if channel is None:
+                    continue
+                if channel in producers:
+                    both = f"{self.name(producers[channel][0])} and {self.name(i)}"
+                    raise ValueError(f"channel {channel!r} has two producers: {both}")
+                producers[channel] = (i, k)
+        self.sources: dict[Slot, Slot] = {}
+        for i, op in enumerate(self.ops):
+            for k, channel in enumerate(op._extra_input_channels):
+                if channel is None:
+                    continue
+                if channel not in producers:
+                    if part:
+                        continue
+                    what = (
+                        f"channel {channel!r} read by {self.name(i)} has no producer in this chain"
+                    )
+                    chain = " + ".join(op_class(op).__name__ for op in self.ops)
+                    raise ValueError(
+                        f"{what}, {chain}; a module that is no op ends one, and no channel "
+                        f"crosses it"
+                    )
+                source = self.sources[i, k] = producers[channel]
+                if source[0] >= i:
+                    writer = self.name(source[0])
+                    raise ValueError(
+                        f"channel {channel!r} is read by {self.name(i)} but written later, by "
+                        f"{writer}"
+                    )
+
+    def name(self, index: int) -> str:
+        """An op as error messages call it."""
+        return f"op {index} ({op_class(self.ops[index]).__name__})"
+
+    def takers(self) -> list[str]:
+        """Who takes each argument beside the input, for messages."""
+        return takers(self.ops, self.external_inputs, self.arguments, self.name)
+
+    def needed_after(self, slot: Slot, stop: int) -> bool:
+        """Whether an extra output is used by the caller, or by an op from ``stop`` on."""
+        return slot in self.public_outputs or any(
+            source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
+        )
+
+    def _infer_widths(self) -> None:
+        """Follow the last dimension through the chain.
+
+        The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand
+        then fixes the width at the anchor.
+        """
+        demands: dict[int, int] = {}
+        known: list[tuple[int | None, int, int]] = []
+        value: int | None = None
+        anchor, ratio = 0, 1
+        for i, op in enumerate(self.ops):
+            if op.in_features is not None:
+                if value is None:
+                    demands[anchor] = op.in_features * ratio
+                elif value != op.in_features:
+                    takes = f"{self.name(i)} takes {op.in_features} features in the last dimension"
+                    raise ValueError(f"{takes}, but the ops before it give {value}")
+                value = op.in_features
+            known.append((value, anchor, ratio))
+            if op.out_features is not None:
+                value = op.out_features
+            elif op.feature_ratio is None:
+                value, anchor, ratio = None, i + 1, 1
+            elif value is None:
+                ratio *= op.feature_ratio
+            elif value % op.feature_ratio:
+                splits = f"{self.name(i)} splits its features into {op.feature_ratio}"
+                raise ValueError(f"{splits}, but gets {value} of them")
+            else:
+                value //= op.feature_ratio
+        known.append((value, anchor, ratio))
+        self.widths = [
+            v if v is not None or a not in demands else demands[a] // r for v, a, r in known
+        ]
+        self.width = demands.pop(0, None)
+        self.later_widths = demands

@@ -1,0 +1,267 @@
+"""What is refused, and in which words: bad arguments, and broken promises of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..channels import check_extra, kinds_of
+from ..introspection import kwarg_names, own_call
+from ..settings import checkpoint_frames, current
+from .chain import Chain
+from .program import Program
+
+# Arguments of a call
+
+
+def refuse_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> NoReturn:
+    """Say what is wrong with the arguments of a call."""
+    who, count = f"{chain.title} expected", len(chain.external_inputs)
+    if len(extra_inputs) != count:
+        wanting = ", ".join(chain.takers()) or "no op takes one"
+        raise ValueError(f"{who} {count} extra inputs, got {len(extra_inputs)} ({wanting})")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{who} a tensor, got {type(input).__name__}")
+    if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
+        got = ", ".join(type(tensor).__name__ for tensor in extra_inputs)
+        raise TypeError(f"{who} tensors as extra inputs, got {got}")
+    what = f"{chain.width} features in the last dimension, got shape {tuple(input.shape)}"
+    raise ValueError(f"{who} {what}")
+
+
+def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
+    """Refuse what is no tensor, too many or too few extra inputs, and another width."""
+    wrong = not isinstance(input, Tensor) or len(extra_inputs) != len(chain.external_inputs)
+    wrong = wrong or not all([isinstance(tensor, Tensor) for tensor in extra_inputs])
+    if wrong or (chain.width is not None and (not input.ndim or input.shape[-1] != chain.width)):
+        refuse_arguments(chain, input, extra_inputs)
+
+
+def check_tensors(
+    chain: Chain,
+    owner: nn.Module | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    extras: Sequence[Any],
+) -> None:
+    """Refuse dtypes and devices that do not go together.
+
+    Args:
+        chain: The chain.
+        owner: The op whose own call this is, if it is one.
+        dtype: Of the input.
+        device: Of the input.
+        autocast: The dtype that autocast asks for, or None.
+        extras: The extra inputs, or ``(dtype, device)`` of each.
+    """
+    if not dtype.is_floating_point:
+        raise TypeError(f"{chain.title} expected a floating-point input, got {dtype}")
+    for i, op in enumerate(chain.ops):
+        strict = op.params_in_compute_dtype and autocast is None
+        _check_params(chain, i, dtype if strict else None, device)
+        if op is not owner or not own_call(op):  # which uses what it has
+            _check_param_names(chain, i)
+        if kinds_of(op) != tuple(kind for (j, _), kind in chain.kinds.items() if j == i):
+            who = f"the extra_input_dtypes of {chain.name(i)}"
+            raise RuntimeError(f"{who} are fixed: a fuser captured them; use a new op")
+    for (i, k), number in chain.arguments.items():
+        strict = chain.ops[i].params_in_compute_dtype and not chain.ops[i].extras_of_any_dtype
+        strict = strict and autocast is None
+        wanted = chain.kinds[i, k], dtype if strict else None, device
+        check_extra(chain.ops[i], k, chain.name(i), extras[number], *wanted)
+
+
+def _check_params(
+    chain: Chain, index: int, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Refuse parameters on another device, or of another dtype where there is to be one."""
+    for module, name in chain.param_sources[slice(*chain.param_ranges[index])]:
+        param = module._parameters.get(
+            name
+        )  # a parametrized one is not computed just to look at it
+        if param is None:
+            continue
+        who = f"{chain.name(index)} of {chain.title}"
+        if param.device != device:
+            where = f"has its {name} on {param.device}, the input is on {device}"
+            raise ValueError(f"{who} {where}")
+        if dtype is not None and param.dtype != dtype:
+            what = f"expected {param.dtype}, the dtype of its {name}, got an input of {dtype}"
+            raise TypeError(f"{who} {what}")
+
+
+def _check_param_names(chain: Chain, index: int) -> None:
+    """Refuse parameters that an op did not have when it was made: their gradients would be lost."""
+    op = chain.ops[index]
+    names = op.param_names or ()
+    known = [f"{each}_" for each in names]  # weight_orig, weight_g
+    known += [f"{each.rpartition('.')[0]}.parametrizations.".lstrip(".") for each in names]
+    for name, _ in op.named_parameters():
+        if name in names or name.startswith(("parametrizations.", *known)):
+            continue
+        who = f"{chain.name(index)} of {chain.title}"
+        raise TypeError(
+            f"{who} has a parameter {name} that it does not take, or that it got after its "
+            f"__init__: its "
+            "gradient would be lost; register it in __init__, and use it in op_forward or in its "
+            "own forward"
+        )
+
+
+def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
+    """Refuse keyword arguments that an op does not take."""
+    if kwargs is None:
+        return
+    if len(kwargs) != (count := len(chain.ops)):
+        what = f"expected keyword arguments for {count} basic ops, got {len(kwargs)}"
+        raise ValueError(f"{chain.title} {what}")
+    for i, names in enumerate(kwargs):
+        takes = kwarg_names(chain.ops[i])
+        for name in names:
+            if takes is not None and name not in takes:
+                who, known = f"{chain.name(i)} of {chain.title}", ", ".join(takes) or "none"
+                raise TypeError(
+                    f"{who} does not take the keyword argument {name!r}; it takes {known}"
+                )
+
+
+def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
+    """Refuse tensors whose gradient would be lost: only parameters and extra inputs have one."""
+    for i, given in enumerate(kwargs):
+        for name, value in given.items():
+            if any(tensor.requires_grad for tensor in _tensors_in(value)):
+                who = (
+                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as {name!r}"
+                )
+                remedy = "use an extra input, or detach it"
+                raise TypeError(f"{who}, and a keyword argument gets no gradient: {remedy}")
+
+
+def check_attributes(chain: Chain, index: int) -> None:
+    """Refuse tensors on an op or its class whose gradient would be lost: no parameters."""
+    op = chain.ops[index]
+    held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
+    for name, value in held.items():
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            if name not in (op.param_names or ()):
+                who = f"{chain.name(index)} of {chain.title}"
+                what = f"has the tensor {name!r}, which requires grad"
+                remedy = "make it an nn.Parameter, and give its gradient"
+                raise TypeError(f"{who} {what} and would get none: {remedy}")
+
+
+def check_checkpoint(program: Program) -> None:
+    """Refuse a recipe in a checkpoint that would recompute without it, or with other scales."""
+    recorder = current.recorder
+    if (recorder is not None and recorder.restoring) or not (depth := checkpoint_frames()):
+        return
+    if depth != current.recipe_depth:
+        raise RuntimeError(
+            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
+            "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
+        )
+    if program.advances and program.recorded:
+        raise RuntimeError(
+            f"autocast of {program.recipe}, which has state, inside of torch.utils.checkpoint: the "
+            f"recomputation would use other scales, and cannot update them; put autocast around "
+            f"checkpoint, or use_reentrant=False with context_fn=opfuse.checkpoint_contexts"
+        )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, list, tuple or dict, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
+
+
+# What an op gives
+
+
+def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
+    """Refuse what an op gave instead of a tuple, which might be a tensor that unpacks by rows."""
+    method = run.__name__
+    got = type(result).__name__
+    if isinstance(result, tuple):
+        got = f"({', '.join(type(item).__name__ for item in result)})"
+    wanted = {
+        "op_forward": "its output, a tensor",
+        "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
+        "op_backward": "a tuple of the gradient of its input and those of its parameters",
+        "fuser_backward": (
+            "a tuple of the gradients of its input, of the parameters and of the extra inputs of "
+            "each op"
+        ),
+        "fuser_backward_with_output": "a tuple of what fuser_backward gives and of its output",
+    }
+    raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
+
+
+def refuse_none(program: Program, run: Any, start: int) -> NoReturn:
+    """Refuse a gradient that is missing although somebody needs it."""
+    needs = program.chain.name(start - 1) if start else "the input of the chain"
+    what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
+    raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
+
+
+def refuse_gradients(program: Program, index: int, grads: Any) -> None:
+    """Refuse gradients for parameters that an op does not have."""
+    if any(grad is not None for grad in tuple(grads)):
+        who, count = program.chain.name(index), len(tuple(grads))
+        raise RuntimeError(
+            f"{who} has no parameters, but its backward gave {count} gradients for some"
+        )
+
+
+def refuse_saved(program: Program, index: int, ctx: Any) -> None:
+    """Refuse tensors not saved by ``save_for_backward``, or saved although none is declared."""
+    who = program.chain.name(index)
+    if ctx.saved_tensors is not None:
+        what = (
+            "wrote saved_tensors on its context in its forward: give tensors to "
+            "ctx.save_for_backward"
+        )
+        raise RuntimeError(f"{who} {what}")
+    if any(tensor is not None for tensor in ctx.to_save):
+        what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
+        raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")
+    ctx.to_save = None
+
+
+def saved_nothing(
+    program: Program, index: int, count: int, ctx: Any, to_save: Any
+) -> tuple[None, ...]:
+    """What an op without a backward saves; every other must save what it declares."""
+    if to_save is None and not ctx.requires_grad:
+        return (None,) * count
+    what = f"{program.chain.name(index)} declares {count} saved tensors"
+    by = forward_of(program, index)
+    raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save or ())} for it")
+
+
+def as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:
+    """The parameter gradients of an op as a tuple."""
+    several: tuple[Any, ...] = (None,) * count if grads is None else tuple(grads)
+    if len(several) != count:
+        who = program.chain.name(index)
+        raise RuntimeError(f"{who} must give {count} parameter gradients, gave {len(several)}")
+    return several
+
+
+def forward_of(program: Program, index: int) -> str:
+    """Whose forward ran a basic op."""
+    step = next(s for s in program.plan.forward if 0 <= index - s.start < len(s.basic_ops))
+    return f"{step.op} ({step.distribution or 'no plugin'})"
+
+
+def _by(program: Program, run: Any) -> str:
+    """An op as errors call it, with who gave it."""
+    op = type(getattr(run, "__self__", None) or run.op).__name__
+    steps = (*program.plan.forward, *program.plan.backward)
+    return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)

@@ -1,0 +1,129 @@
+"""What each edge of a chain must carry: where a pass casts, before fusions are chosen.
+
+Edge ``i`` is the input of op ``i``, and edge ``n`` the output of the last one. The forward carries
+values along it, the backward their gradients. Positions on the way are counted in half steps: edge
+``i`` is at ``2 * i``, op ``i`` at ``2 * i + 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..cast import Cast
+from ..environment import Environment
+from ..op import BasicOperation
+from ..quantization import Quantizer, Recipe
+from ..quantization.names import why_unquantized
+from ..quantize import place_quantize
+from ..settings import current
+from .chain import Chain
+
+
+class Needs(NamedTuple):
+    """Which gradients a program computes.
+
+    Attributes:
+        recorded: Whether grad mode is on.
+        first_backward: The first op that takes part in the backward.
+        inputs: For each op, whether the gradient of its input is needed.
+        params: For each op, whether that of each of its parameters is.
+    """
+
+    recorded: bool
+    first_backward: int
+    inputs: tuple[bool, ...]
+    params: tuple[tuple[bool, ...], ...]
+
+
+class View(NamedTuple):
+    """The ops of a chain as the fusions of a pass see them, casts included.
+
+    Attributes:
+        ops: The ops, in the order of the forward.
+        places: The position of each, in half steps.
+    """
+
+    ops: tuple[BasicOperation, ...]
+    places: tuple[int, ...]
+
+
+class Edges(NamedTuple):
+    """What a recipe quantizes.
+
+    Attributes:
+        forward: The casts of the forward, by edge.
+        backward: Those of the backward.
+        quantizers: The quantizers of each op, by name.
+        unquantized: Why ops are not quantized that you would expect to be, by position.
+        row_facts: What it depends on of the number of rows.
+    """
+
+    forward: Mapping[int, Cast] = {}
+    backward: Mapping[int, Cast] = {}
+    quantizers: Sequence[Mapping[str, Quantizer]] = ()
+    unquantized: Mapping[int, str] = {}
+    row_facts: tuple[str, ...] = ()
+
+    def recipe_of(self, recipe: Recipe | None, start: int, stop: int) -> Recipe | None:
+        """The recipe for ``ops[start:stop]``: None where it quantizes none that it would."""
+        left = any(start <= i < stop for i in self.unquantized)
+        return None if left and not any(self.quantizers[start:stop]) else recipe
+
+    def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
+        """What a pass runs; ``"joint"``: the ops alone."""
+        casts = {} if pass_name == "joint" else getattr(self, pass_name)
+        placed: dict[int, BasicOperation] = {2 * i + 1: op for i, op in enumerate(ops)}
+        placed |= {2 * edge: cast for edge, cast in casts.items()}
+        places = sorted(placed)
+        return View(tuple([placed[place] for place in places]), tuple(places))
+
+    def between(self, passes: str, start: int, stop: int) -> str:
+        """What a pass casts between the ops of ``ops[start:stop]``, in words; ``""``: nothing."""
+        for edge in range(start + 1, stop):
+            if passes != "backward" and edge in self.forward:
+                return f"the input of op {edge} is cast by {_by(self.forward[edge])}"
+            if passes != "forward" and edge in self.backward:
+                by = _by(self.backward[edge])
+                return f"the gradient of the output of op {edge - 1} is cast by {by}"
+        return ""
+
+
+def _by(cast: Cast) -> str:
+    return type(cast.quantizer).__name__
+
+
+def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> Edges:
+    """Ask each op what its input, and its output's gradient, are to be quantized with.
+
+    Args:
+        chain: The chain.
+        env: Where the plan is made for.
+        needs: Which gradients it computes.
+        off: Why nothing serves the recipe in force, or ``""``.
+    """
+    unquantized = why_unquantized(chain.ops, current.skip, off)
+    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
+    if env.recipe is None:
+        return Edges({}, {}, serving, unquantized if off else {})
+    quantized_backward = env.recipe.backward_override is None
+    forward: dict[int, Cast] = {}
+    backward: dict[int, Cast] = {}
+    for i, op in enumerate(chain.ops):
+        dgrad, wgrad = needs.inputs[i], any(needs.params[i])
+        if (quantizer := op.get_input_quantizer()) is not None:
+            usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
+            forward[i] = Cast(_as_recorded(quantizer, needs), usage)
+        if i < needs.first_backward or not quantized_backward:
+            continue
+        if (quantizer := op.get_grad_output_quantizer()) is not None:
+            usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
+            if any(usage):
+                backward[i + 1] = Cast(_as_recorded(quantizer, needs), usage)
+    both = needs.recorded and not env.compiling
+    facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
+    return Edges(forward, backward, serving, unquantized, facts)
+
+
+def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:
+    return quantizer if needs.recorded else quantizer.unrecorded()

@@ -1,0 +1,369 @@
+"""Running a program: one loop per pass, one autograd function per chain.
+
+The two loops run at every call of every chain, and on small tensors a call in Python costs as much
+as an operation. So each loop is one function, and what is rare waits behind a flag of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..fusible import declared
+from ..quantization import QuantizedTensor
+from ..quantization import parameter_state as held
+from ..quantization.activation import entering, leaving
+from ..quantization.packing import rebuilt
+from .checks import as_many, refuse_gradients, refuse_none, refuse_result
+from .program import Program
+from .saved import leave, parameter_gradients, recompute, restore_more
+from .side_tensors import BackwardExtras, ForwardExtras
+from .step import Step
+from .step_calls import separate
+
+any_autocast = torch._C._is_any_autocast_enabled
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+
+Kwargs = Sequence[dict[str, Any]]
+_TENSORS = Tensor, QuantizedTensor
+
+
+def run_forward(
+    func_ctx: Any, program: Program, kwargs: Kwargs | None, x: Any, *tensors: Tensor
+) -> Any:
+    """Run the forward steps.
+
+    Args:
+        func_ctx: The autograd function's context, to keep on it what the backward steps need; None:
+            there is no backward.
+        program: What to run.
+        kwargs: Keyword arguments per basic op, or None.
+        x: The chain's input.
+        *tensors: The parameters, then the extra inputs that the caller gave.
+
+    Returns:
+        The output, or ``(output, *extra_outputs)``.
+    """
+    try:
+        ctxs = program.pool.idle.pop()
+    except IndexError:
+        ctxs = program.pool.new()
+    params = held.plain(tensors, program.dequantized) if program.dequantized else tensors
+    for index, first, last in program.params:
+        ctxs[index].params = params[first:last]
+    extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
+    steps: Sequence[Step] = program.forward
+    if type(x) is not Tensor:
+        x, steps = _begin_with(program, "forward", x)
+    for step in steps:
+        if step.prepares:
+            x = _prepare(step, x)
+        if step.direct:
+            x = step.run(ctxs[step.start], x)
+            if type(x) is not Tensor and not isinstance(x, _TENSORS):
+                refuse_result(program, step.run, x)
+            continue
+        start, stop, run = step.start, step.stop, step.run
+        for index, op, name in step.numbers:
+            setattr(ctxs[index], name, op.context_value(name))
+        result = run(
+            ctxs[start:stop],
+            x,
+            basic_op_extra_inputs=extras.given(step) if step.has_extras else step.no_extras,  # type: ignore[union-attr]
+            prev_op_grad_output_quantizer=ctxs[start].prev_op_grad_output_quantizer,
+            next_op_input_quantizer=ctxs[stop - 1].next_op_input_quantizer,
+            basic_op_kwargs=kwargs[start:stop] if kwargs else ({},) * (stop - start),
+        )
+        try:
+            x, outputs = result if type(result) is tuple else refuse_result(program, run, result)
+        except ValueError:
+            refuse_result(program, run, result)
+        if not isinstance(x, _TENSORS):
+            refuse_result(program, run, result)
+        if step.has_extras:
+            extras.keep(step, outputs, x)  # type: ignore[union-attr]
+    if program.recipe is not None:
+        x = leaving(x, None if program.compiling else program.recipe)
+    leave(func_ctx, program, ctxs, x, tensors, extras)
+    if not program.compiling:
+        program.pool.give_back(ctxs)
+    return x if extras is None else extras.beside(x, func_ctx)
+
+
+def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -> Any:
+    """Run the backward steps, on other contexts than the forward's.
+
+    Args:
+        func_ctx: The autograd function's context.
+        grad_output: Gradient of the chain's output.
+        *grad_extra_outputs: Gradients of the extra outputs that the caller got.
+
+    Returns:
+        The gradients of what :func:`run_forward` takes: the program and the keyword arguments have
+        none, then those of the input, of the parameters, and of the extra inputs that the caller
+        gave.
+    """
+    program: Program = func_ctx.program
+    # compiled autograd traces too, a program that was not made for it
+    tracing = is_dynamo_compiling()
+    if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
+        with torch.autocast(program.autocast_device, enabled=False):
+            return run_backward(func_ctx, grad_output, *grad_extra_outputs)
+    ctxs = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
+    extras = (
+        BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
+    )
+    steps: Sequence[Step] = program.backward
+    dy, reached = grad_output, len(ctxs)
+    if dy is None:  # the loss does not use the main output
+        dy, steps, reached = _begin_late(func_ctx, ctxs, extras)
+        if reached < 0:
+            return (None,) * len(func_ctx.needs_input_grad)
+    elif type(dy) is not Tensor:
+        dy, steps = _begin_with(program, "backward", dy)
+    grads: list[Any] = [None] * len(ctxs)
+    waiting = None  # what came to a step whose input comes with the next one
+    for step in steps:
+        start, run = step.start, step.run
+        if step.prepares:
+            if step.waits and start in func_ctx.dropped:
+                waiting = dy
+            elif step.recompute is not None:
+                recompute(program, ctxs, start, func_ctx.dropped)
+            dy = _prepare(step, dy)
+        if step.direct:
+            result = run(ctxs[start], dy)
+            try:
+                dy, grads[start] = (
+                    result if type(result) is tuple else refuse_result(program, run, result)
+                )
+            except ValueError:
+                refuse_result(program, run, result)
+        else:
+            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras, waiting)
+            waiting = None
+        if dy is None and start > program.last_without_gradient:
+            refuse_none(program, run, start)
+    if program.recipe is not None and dy is not None:
+        dy = leaving(dy, None if program.compiling else program.recipe)
+    if reached < len(ctxs):
+        grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
+        extras.forget_after(reached)  # type: ignore[union-attr]
+    serve_again = not tracing and reached == len(ctxs)
+    return _end(func_ctx, program, ctxs, dy, grads, extras, serve_again)
+
+
+def _begin(
+    func_ctx: Any, program: Program, tracing: bool, grad_output: Any, grad_extra_outputs: Any
+) -> list[Any]:
+    """The contexts of a backward; refuses second derivatives and batched gradients."""
+    if not tracing:
+        batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
+        if grad_extra_outputs and not batched:
+            batched = any(map(_is_batched, grad_extra_outputs))
+        if batched or torch.is_grad_enabled():
+            raise RuntimeError(
+                "opfuse: the backward of a fused chain cannot be differentiated again "
+                "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
+                "inside opfuse.options(double_backward=True)"
+            )
+    pool = program.pool
+    try:
+        ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
+    except IndexError:  # another thread was quicker
+        ctxs = pool.new()
+    tensors = func_ctx.saved_tensors
+    if program.saves_quantized:
+        tensors = rebuilt(tensors, func_ctx.quantized)
+    for index, start, stop in program.saved.ranges:
+        ctxs[index].saved_tensors = tensors[start:stop]
+    if program.leaves_more:
+        restore_more(func_ctx, program, ctxs, tensors)
+    return ctxs
+
+
+def _run_fused_backward(
+    program: Program,
+    step: Step,
+    ctxs: list[Any],
+    dy: Any,
+    grads: list[Any],
+    extras: BackwardExtras | None,
+    waiting: Any,
+) -> Any:
+    """Run the backward of a fused step; returns the gradient of its input.
+
+    Where the step before waits, with the gradient ``waiting``, it gets its input.
+    """
+    given = extras.given(step) if extras and step.has_extras else step.no_extras
+    run: Any = step.run if waiting is None else step.with_output
+    result = run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
+    if waiting is not None:
+        if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Tensor):
+            refuse_result(program, run, result)
+        result, output = result
+        grads[step.stop] = parameter_gradients(program, ctxs, step.stop, output, waiting)
+    if type(result) is not tuple or len(result) != 3:
+        refuse_result(program, step.run, result)
+    dx, of_params, of_extras = result
+    grads[step.start : step.stop] = of_params
+    if len(grads) != len(ctxs):
+        who, count = type(step.op).__name__, step.stop - step.start
+        raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
+    if extras and step.has_extras:
+        extras.keep(step, of_extras)
+    return dx
+
+
+def _end(
+    func_ctx: Any,
+    program: Program,
+    ctxs: list[Any],
+    dy: Any,
+    grads: list[Any],
+    extras: BackwardExtras | None,
+    serve_again: bool,
+) -> tuple[Any, ...]:
+    """What the autograd function returns; clears the contexts if they are to serve again."""
+    for index in program.without_params:
+        if grads[index]:
+            refuse_gradients(program, index, grads[index])
+    dx = dy if program.input_requires_grad else None
+    flat: Any
+    flat, ends = ([None, None, dx], ()) if extras is None else extras.ends(dx)
+    for index, first, last in program.params:
+        of_op = grads[index]
+        if type(of_op) is not tuple or len(of_op) != last - first:
+            of_op = as_many(program, index, of_op, last - first)
+        flat += of_op
+    if program.accumulating:
+        _accumulate(func_ctx, flat)
+    if serve_again:
+        for index, _, _ in program.saved.ranges:
+            ctxs[index].saved_tensors = None
+        for index, name in program.saved.attributes:
+            delattr(ctxs[index], name)
+        program.pool.give_back(ctxs)
+    return (*flat, *ends)
+
+
+class Pipeline(torch.autograd.Function):
+    """The one autograd function: a whole chain, forward and backward."""
+
+    forward = staticmethod(run_forward)
+    backward = staticmethod(run_backward)  # type: ignore[assignment]
+
+
+apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
+"""``Pipeline.apply`` without what it does for functorch, which never gets here: a microsecond per
+call.
+"""
+
+
+def run_differentiable(
+    program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]
+) -> Any:
+    """Run the ops unfused, recorded by autograd: for second derivatives and functorch."""
+    if program.recipe is not None:
+        raise RuntimeError(
+            f"second derivatives and functorch transforms do not pass the rounding of "
+            f"{program.recipe}"
+        )
+    for index, op in enumerate(program.chain.ops):
+        if not declared(op, "differentiable"):
+            who = (
+                f"{program.chain.name(index)} is not declared to be differentiable "
+                f"(BasicOperation.differentiable)"
+            )
+            raise RuntimeError(f"second derivatives and functorch transforms: {who}")
+    return run_forward(None, program, kwargs, x, *tensors)
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and is_legacy_batchedtensor(grad)
+
+
+def _begin_late(
+    func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None
+) -> tuple[Any, Sequence[Step], int]:
+    """Where the backward begins if no gradient comes to the main output.
+
+    Steps that get no gradient at all are skipped. If the shape is not known where the last gradient
+    arrives, it begins at the next step behind whose shape is known, with zeros; what these give is
+    forgotten.
+
+    Returns:
+        The gradient to begin with, which is zero; the steps that are left; and the last op that a
+        gradient reaches, or -1.
+    """
+    program: Program = func_ctx.program
+    reached = -1 if extras is None else extras.last_given()
+    if extras is None or reached < 0:
+        return None, (), reached
+    extras.reach_no_further(ctxs[reached + 1 :])
+    last = reached if reached in func_ctx.shapes else min(i for i in func_ctx.shapes if i > reached)
+    position, step = next(
+        (p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop
+    )
+    first = [step]
+    if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
+        last = step.stop - 1
+    else:  # by a fusion that may not expect zeros: the ops run one by one
+        first = separate(step, "backward", last)
+    for i in range(step.start, last):
+        ctxs[i].owns_grad_output = False
+    shape, dtype, device = func_ctx.shapes[last]
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    return zeros, (*first, *program.backward[position + 1 :]), reached
+
+
+def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence[Step]]:
+    """What a pass begins with where that is no plain tensor; and its steps.
+
+    Codes are taken where the first cast would make such, and a fused op that holds this cast gives
+    way to its ops. Else it is made plain.
+    """
+    edge = len(program.chain.ops) * (pass_name == "backward")
+    cast = getattr(program.measurements.edges, pass_name).get(edge)
+    x, steps = entering(x, cast), getattr(program, pass_name)
+    if isinstance(x, QuantizedTensor) and steps[0].source and cast in steps[0].matched:
+        steps = (*separate(steps[0], pass_name), *steps[1:])
+    return x, steps
+
+
+def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
+    """Let ops that store gradients themselves do so.
+
+    The first three of ``grads`` are not of parameters.
+    """
+    program: Program = func_ctx.program
+    for (index, first, last), of_op in zip(
+        program.accumulating, func_ctx.accumulating, strict=True
+    ):
+        here = slice(3 + first, 3 + last)
+        if is_dynamo_compiling() or any(
+            map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])
+        ):
+            grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
+
+
+def _accumulates(edge: tuple[Any, int]) -> bool:
+    """Whether this backward adds to ``.grad``: ``torch.autograd.grad`` does not."""
+    try:
+        return edge[0] is not None and torch._C._will_engine_execute_node(edge[0])
+    except RuntimeError:  # somebody asks torch.autograd.grad for this very gradient, and gets it
+        return False
+
+
+def _prepare(step: Step, x: Any) -> Any:
+    """Look at a tensor before it enters a step: make it plain; insist on its width."""
+    if not step.takes_quantized and isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    if step.width is not None and (not x.ndim or x.shape[-1] != step.width):
+        who = f"{type(step.op).__name__} expected {step.width} features in the last dimension"
+        raise ValueError(f"{who}, got shape {tuple(x.shape)}")
+    return x

@@ -1,0 +1,482 @@
+"""The operation fuser: plans a run of ops once per key, and runs it under one autograd function."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_dynamo_compiling
+
+from ..fusible import FusibleOperation, bind_engine
+from ..introspection import has_hooks, hook_dicts, why_apart
+from ..plugins import manager
+from ..settings import Settings, current
+from .chain import Chain
+from .checks import (
+    check_arguments,
+    check_checkpoint,
+    check_constants,
+    check_tensors,
+    refuse_arguments,
+)
+from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
+from .partition import Cut, cut, run_cut
+from .planner import make_program, rows_of
+from .program import Program
+
+_CACHE_SIZE = 64
+_not_traced: Any = torch.compiler.disable
+_CPU = torch.device("cpu")
+_any_autocast = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_functorch_active = torch._C._are_functorch_transforms_active
+
+
+_ELSEWHERE: dict[str, Any] = {"_parameters": {}}
+"""Stands for the attributes of a module that is looked for anew at every call."""
+
+
+class OperationFuser:
+    """Runs a run of fusible ops, with the fusions that plugins offer.
+
+    A plan is made once per key, see :data:`opfuse.core.engine.planner.Key`. The plans of the last
+    64 keys are kept. Parameters are read by attribute at every call.
+
+    Args:
+        ops: Basic ops, or fused ops that stand for several.
+        owner: The op whose own call this fuser serves; its module hooks have run already.
+        part: Whether the ops are part of a longer chain, whose channels are passed on by who runs
+            it.
+
+    Raises:
+        ValueError: A channel without (earlier) producer, or with two; widths that cannot fit.
+        TypeError: An item that is not a fusible op.
+    """
+
+    def __init__(
+        self, ops: Iterable[FusibleOperation], *, owner: nn.Module | None = None, part: bool = False
+    ) -> None:
+        self.ops = tuple(ops)
+        self._owner = owner
+        self._chain = Chain(self.ops, part=part or owner is not None)
+        self.num_extra_inputs = len(self._chain.external_inputs)
+        units = dict.fromkeys([*self.ops, *self._chain.ops])
+        self._units = [unit for unit in units if unit is not owner]
+        self._capture()
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
+        self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
+        self._lock = threading.RLock()
+        manager.fusers.add(self)
+        for op in units:
+            vars(op)["_captured"] = True
+        for op in self._chain.ops:
+            op.pre_first_fuser_forward()
+
+    def _capture(self) -> None:
+        """Keep what every call looks at: looking up an attribute of a module is slow."""
+        self._unit_dicts = [vars(unit) for unit in self._units]
+        self._watching = [op for op in self._chain.ops if op._absent]
+        self._params: list[tuple[Any, Any, str]] = []
+        for op in self._chain.ops:
+            for name in op.param_names or ():
+                # a module inside the op is looked for anew at every call, a view is made anew
+                module, leaf = op.param_source(name)
+                source = op._sources.get(name)
+                elsewhere = "." in name if source is None else source.transposed
+                self._params.append(
+                    (_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf)
+                )
+
+    # The latest plan, in Transformer Engine's form
+
+    @property
+    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        steps = self._last[1].forward if isinstance(self._last[1], Program) else ()
+        return [(step.op, list(range(step.start, step.stop))) for step in steps]
+
+    @property
+    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        steps = self._last[1].backward[::-1] if isinstance(self._last[1], Program) else ()
+        return [(step.op, list(range(step.start, step.stop))) for step in steps]
+
+    # Calling
+
+    def run(
+        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs | None = None
+    ) -> Any:
+        """Run the chain.
+
+        Args:
+            input: Input of the first op.
+            *extra_inputs: Extra inputs that no channel feeds, in op order.
+            basic_op_kwargs: Keyword arguments per basic op.
+
+        Returns:
+            The output, or ``(output, *extra_outputs)``.
+
+        Raises:
+            ValueError: The wrong number of extra inputs, or the wrong last dimension.
+            TypeError: The wrong type, dtype or device; an unknown keyword argument.
+        """
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling(), faster
+            return self._run_traced(input, extra_inputs, basic_op_kwargs)
+        training: list[bool] = []
+        for unit in self._unit_dicts:
+            if unit["_forward_hooks"] or unit["_forward_pre_hooks"]:
+                return self._run_apart(input, extra_inputs, basic_op_kwargs)
+            if unit["_backward_hooks"] or unit["_backward_pre_hooks"]:
+                return self._run_apart(input, extra_inputs, basic_op_kwargs)
+            training.append(unit["training"])
+        if self._owner is not None:
+            training.append(self._owner.training)
+        tensors = self._tensors(input, extra_inputs)
+        program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
+        watched = (current.recorder is not None) | profiler._is_profiler_enabled
+        if not program.is_plain or basic_op_kwargs or watched:
+            quantized = program.recipe is not None
+            special = _never_traced(self._run_special) if quantized else self._run_special
+            return special(program, input, tensors, extra_inputs, basic_op_kwargs)
+        try:
+            if program.requires_grad:
+                return apply_eager(program, None, input, *tensors)
+            return run_forward(None, program, None, input, *tensors)
+        except Exception:
+            self._explain_failure(input, extra_inputs)
+            raise
+
+    __call__ = run
+
+    def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters, then the extra inputs; refuses arguments of a wrong kind or width."""
+        if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
+            refuse_arguments(self._chain, input, extra_inputs)
+        width = self._chain.width
+        if width is not None and (not input.ndim or input.shape[-1] != width):
+            refuse_arguments(self._chain, input, extra_inputs)
+        for op in self._watching:
+            op._refuse_late()
+        tensors: list[Tensor] = []
+        try:
+            for attributes, _, name in self._params:
+                if (param := attributes["_parameters"][name]) is None:
+                    break
+                tensors.append(param)
+        except KeyError:
+            pass
+        if len(tensors) != len(self._params):
+            tensors = self._read_params()
+        if extra_inputs:
+            if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
+                refuse_arguments(self._chain, input, extra_inputs)
+            tensors += extra_inputs
+        return tensors
+
+    def _read_params(self) -> list[Tensor]:
+        """The parameters, as attributes: some are computed, or were replaced."""
+        tensors: list[Tensor] = []
+        for attributes, module, name in self._params:
+            there = attributes is _ELSEWHERE
+            tensor = module.read_parameter(name) if there else getattr(module, name)
+            if tensor is None:
+                who = f"{self._chain.title} expected a tensor as {type(module).__name__}.{name}"
+                raise TypeError(f"{who}, got None")
+            tensors.append(tensor)
+        return tensors
+
+    def _find(
+        self,
+        input: Tensor,
+        tensors: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        training: Sequence[bool],
+        kwargs: Kwargs | None,
+    ) -> Program | Cut:
+        """The program for a call: the last one, another one that was made, or a new one."""
+        autocast = None
+        # to make a device, and to compare it, takes longer than to ask
+        device = _CPU if input.is_cpu else input.device
+        if _any_autocast():
+            autocast = _autocast_dtype(input, device)
+        settings = current.values
+        if _functorch_active() or forward_ad._current_level >= 0:
+            settings = _settings_of(input, tensors)
+        grads: tuple[bool, ...] | None = None
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            # a comprehension over nothing takes longer than to see that there is nothing
+            others = [t.requires_grad for t in tensors] if tensors else ()
+            grads = (input.requires_grad, *others)
+        key = (
+            grads,
+            input.dtype,
+            device,
+            autocast,
+            tuple(training),
+            manager.generation,
+            FusibleOperation.changes,
+            _deterministic(),
+            False,
+            tuple([tuple(given) for given in kwargs]) if kwargs else None,
+            tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
+            settings,
+        )
+        last, program = self._last
+        if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
+            program = self._program(key, input, tensors[: len(self._params)])
+        return program  # type: ignore[return-value]
+
+    def _run_special(
+        self,
+        program: Program | Cut,
+        input: Tensor,
+        tensors: list[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Kwargs | None,
+    ) -> Any:
+        """Run a program where there is more to do than to run its steps."""
+        if isinstance(program, Cut):
+            return run_cut(program, self._chain, input, extra_inputs, kwargs)
+        if program.recipe is not None:
+            _begin_under_recipe(program)
+        if kwargs and not program.double_backward and torch.is_grad_enabled():
+            check_constants(self._chain, kwargs)
+        for op, requires_grad in program.called_before:
+            op.pre_fuser_forward(requires_grad=requires_grad)
+        if (recorder := current.recorder) is not None:
+            recorder.record(self, program, (input, tensors, kwargs))
+            program = program if program.compiling else program.watched(recorder.saved)
+        if profiler._is_profiler_enabled:
+            program = program.profiled()
+        if program.double_backward:
+            return run_differentiable(program, kwargs, input, tensors)
+        if program.compiling or program.autocast is not None:
+            return _execute(program, kwargs, input, tensors)
+        try:
+            if program.requires_grad:
+                return apply_eager(program, kwargs, input, *tensors)
+            return run_forward(None, program, kwargs, input, *tensors)
+        except Exception:
+            self._explain_failure(input, extra_inputs)
+            raise
+
+    def _run_apart(
+        self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
+    ) -> Any:
+        """Run a chain some of whose ops have hooks."""
+        check_arguments(self._chain, input, extra_inputs)
+        name = _cut_untraced(self, FusibleOperation.changes, *has_hooks(self._units))
+        return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
+
+    def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+        """Raise what says more than a kernel can, if dtypes or devices do not go together."""
+        check_tensors(self._chain, self._owner, input.dtype, input.device, None, extra_inputs)
+
+    # While torch.compile traces: the same, in what it can trace and guard
+
+    def _run_traced(
+        self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
+    ) -> Any:
+        check_arguments(self._chain, input, extra_inputs)
+        training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
+        if len(training) != len(self._units):
+            return self._run_apart(input, extra_inputs, kwargs)
+        if self._owner is not None:
+            training.append(self._owner.training)
+        for op in self._watching:
+            op._refuse_late()
+        tensors = [*self._read_params(), *extra_inputs]
+        settings = current.values
+        if _functorch_active() or forward_ad._current_level >= 0:
+            settings = _settings_of(input, tensors)
+        grads: tuple[bool, ...] | None = None
+        if torch.is_grad_enabled():
+            grads = (input.requires_grad, *[t.requires_grad for t in tensors])
+        key = (
+            grads,
+            input.dtype,
+            input.device,
+            _autocast_dtype(input, input.device),
+            tuple(training),
+            manager.generation,
+            FusibleOperation.changes,
+            torch.are_deterministic_algorithms_enabled(),
+            True,
+            tuple([tuple(given) for given in kwargs]) if kwargs else None,
+            tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
+        )
+        program = getattr(self, _plan_untraced(self, *settings, *key))
+        return self._run_special(program, input, tensors, extra_inputs, kwargs)
+
+    # Planning
+
+    def _program(
+        self, key: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
+    ) -> Program | Cut:
+        with self._lock:
+            self._capture()
+            # one program for each value of these facts about the rows
+            facts, programs = self._programs.get(key, ((), {}))
+            program: Program | Cut | None = programs.get(rows_of(facts, input))
+            if program is None and any(why_apart(unit) for unit in self._units):
+                program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
+                self._programs[key] = (), {(): program}
+            elif program is None:
+                make = _never_traced(make_program)
+                made: Program = make(self._chain, self._owner, key, input, params)
+                made.row_facts = tuple(sorted({*facts, *made.row_facts}))
+                made.rows = rows_of(made.row_facts, input)
+                self._programs[key] = made.row_facts, {**programs, made.rows: made}
+                program = made
+            self._programs.move_to_end(key)
+            while len(self._programs) > _CACHE_SIZE:
+                self._programs.popitem(last=False)
+        self._last = key, program
+        return program
+
+
+def _has_other_rows(program: Program, input: Tensor) -> bool:
+    """Whether the rows of an input are others than the program is for.
+
+    To work that out takes a microsecond, to see that the shape is that of the last call a fifth.
+    """
+    seen = input.shape, input.is_contiguous()
+    if program.seen == seen:
+        return False
+    if program.rows != rows_of(program.row_facts, input):
+        return True
+    program.seen = seen
+    return False
+
+
+def _never_traced(function: Any) -> Any:
+    """The function, for where torch.compile gave up on its caller and would trace it by itself."""
+    return _not_traced(function) if "torch._dynamo" in sys.modules else function
+
+
+def _begin_under_recipe(program: Program) -> None:
+    """Refuse what a recipe does not go with; tell the block if the call moves its state."""
+    records = program.advances and (program.recorded or getattr(current.observer, "records", False))
+    if program.compiling and program.untraced:
+        raise RuntimeError(
+            f"{program.chain.title} has an op that reads sizes on the host under a recipe, which "
+            f"torch.compile cannot trace: run it in eager mode"
+        )
+    if program.compiling and records:
+        raise RuntimeError(
+            f"{program.recipe} has state that advances once per step, which torch.compile does not "
+            f"see: run {program.chain.title} in eager mode, or under torch.no_grad"
+        )
+    if not program.compiling:
+        check_checkpoint(program)
+        current.recording = program.recorded  # for ops that ask for their quantizers themselves
+        for op in program.chain.ops:
+            op._quantizers.latest = program.recipe
+    if records and current.block is not None:
+        current.block.add(program.recipe, program.chain.ops, program.env)
+
+
+def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
+    """The settings inside of functorch or forward-mode AD: unfused where a kernel loses these."""
+    options, *others = settings = current.values
+    unpack: Any = forward_ad.unpack_dual
+    if not _functorch_active() and not any(
+        unpack(t).tangent is not None for t in (input, *tensors)
+    ):
+        return settings
+    return ((*options, ("double_backward", True)), *others)
+
+
+def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast asks for, or None."""
+    if input.dtype is torch.float64 or input.is_meta or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
+    """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
+
+    Args:
+        fuser: Of the chain.
+        *key: The settings one by one, since a recipe in a tuple is no constant; then the rest.
+
+    Returns:
+        The fuser's attribute that holds the program, where traced code can read it by a name it can
+        guard.
+    """
+    for module, name in fuser._chain.param_sources:
+        if nn.utils.parametrize.is_parametrized(module, name):
+            kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index]
+            if "_SpectralNorm" in kinds:
+                raise RuntimeError(
+                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever "
+                    f"the parameter is read, "
+                    "which torch.compile does not see; run this chain in eager mode"
+                )
+    program = fuser._program((*key[5:], key[:5]), None)
+    name = f"_traced_{id(program)}"
+    setattr(fuser, name, program)
+    return name
+
+
+_plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
+    """Cut a chain at the ops that run through their own call; see :func:`_plan_untraced`.
+
+    Args:
+        fuser: Of the chain.
+        changes: Counts what may have changed about that; the code that is traced is guarded by it.
+        *hooked: Which ops have hooks, for the same reason.
+    """
+    apart = [op for op in fuser._units if why_apart(op)]
+    name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
+    if not hasattr(fuser, name):
+        setattr(
+            fuser,
+            name,
+            cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True)),
+        )
+    return name
+
+
+_cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+def _execute(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Run a program through ``Pipeline.apply``, without autocast, since the ops cast themselves."""
+    if program.autocast is None:
+        return _apply(program, kwargs, x, tensors)
+    with torch.autocast(program.autocast_device, enabled=False):
+        return _apply(program, kwargs, x, tensors)
+
+
+def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    if program.requires_grad:
+        if program.compiling:
+            tensors = _distinct(tensors, len(program.chain.param_sources))
+        return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+    return run_forward(None, program, kwargs, x, *tensors)
+
+
+def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The tensors, with a view of each parameter that came before: Dynamo takes none twice.
+
+    Args:
+        tensors: The parameters, and what comes behind them, which is left to Dynamo.
+        count: The number of parameters.
+    """
+    found: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        again = i < count and any([tensor is other for other in tensors[:i]])
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found
+
+
+bind_engine(OperationFuser)

@@ -1,0 +1,126 @@
+"""Where a chain is cut: at ops that run through their own ``__call__``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..channels import Slot
+from ..fusible import FusibleOperation
+from ..introspection import op_class
+from ..op import BasicOperation
+from .chain import Chain, flatten
+
+
+class Part(NamedTuple):
+    """A part of a cut chain.
+
+    Attributes:
+        run: A fuser, or the op that runs through its own ``__call__``.
+        start, stop: Which basic ops of the chain.
+        inputs: The extra inputs it takes, of the chain's slots.
+        outputs: The extra outputs it gives.
+    """
+
+    run: Callable[..., Any]
+    start: int
+    stop: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+class Cut(NamedTuple):
+    """Stands where the program would be, for a chain that is cut."""
+
+    parts: tuple[Part, ...]
+    row_facts: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
+    is_plain: bool = False
+    recipe: Any = None
+
+
+def cut(
+    ops: Sequence[FusibleOperation],
+    chain: Chain,
+    apart: Sequence[FusibleOperation],
+    fuser: Callable[[Sequence[FusibleOperation]], Callable[..., Any]],
+) -> Cut:
+    """Cut a chain at some of its ops.
+
+    Args:
+        ops: The chain, as the user wrote it.
+        chain: Where its extra tensors go.
+        apart: Which of the ops, or of their basic ops, run through their own ``__call__``.
+        fuser: Makes the fuser of a run between them.
+    """
+    single: list[FusibleOperation] = []
+    for op in ops:
+        single += [op] if op in apart or isinstance(op, BasicOperation) else flatten([op])
+    runs: list[Any] = []
+    for alone, group in groupby(single, lambda op: op in apart):
+        run = list(group)
+        runs += [(op, [op]) for op in run] if alone else [(fuser(run), run)]
+    parts, start = [], 0
+    for run, of_run in runs:
+        stop = start + len(flatten(of_run))
+        inputs = _taken(chain, start, stop)
+        outputs = [
+            (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
+        ]
+        parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
+        start = stop
+    return Cut(tuple(parts))
+
+
+def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
+    """The extra inputs that a part takes: of those that share a name the first."""
+    seen: set[int] = set()
+    taken: list[Slot] = []
+    for slot in (slot for slot in chain.kinds if start <= slot[0] < stop):
+        number = chain.arguments.get(slot)
+        if number is None:
+            taken += [slot] if chain.sources[slot][0] < start else []
+        elif number not in seen:
+            seen.add(number)
+            taken.append(slot)
+    return taken
+
+
+def run_cut(
+    cut: Cut,
+    chain: Chain,
+    input: Tensor,
+    extra_inputs: Sequence[Tensor],
+    kwargs: Sequence[dict[str, Any]] | None,
+) -> Any:
+    """Run the parts one after the other; channels between them carry tensors and gradients.
+
+    Args:
+        cut: The parts.
+        chain: Of the whole chain.
+        input: Input of the first part.
+        extra_inputs: The extra inputs that no channel feeds.
+        kwargs: Keyword arguments per basic op, or None.
+    """
+    x: Any = input
+    given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
+    made: dict[Slot, Any] = {}
+    for run, start, stop, inputs, outputs in cut.parts:
+        extras = [given[slot] if slot in given else made[chain.sources[slot]] for slot in inputs]
+        here: dict[str, Any] = {}
+        if kwargs is not None and any(kwargs[start:stop]):
+            one = isinstance(run, BasicOperation)
+            here = kwargs[start] if one else {"basic_op_kwargs": list(kwargs[start:stop])}
+        result = run(x, *extras, **here)
+        x, *more = result if isinstance(result, tuple) else (result,)
+        if len(more) != len(outputs):
+            who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
+            raise RuntimeError(
+                f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}"
+            )
+        made.update(zip(outputs, more, strict=True))
+    public = [made[slot] for slot in chain.public_outputs]
+    return (x, *public) if public else x

@@ -1,0 +1,202 @@
+"""From the key of a call to its program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..environment import Environment
+from ..op import FusedOperation
+from ..plugins import manager
+from ..quantization.names import check_names, matching
+from ..recipes import why_off
+from ..records import FusionSource
+from ..settings import Settings, current
+from ..tuning_table import NO_TABLE, device_name, table_for
+from .chain import Chain
+from .checks import check_attributes, check_kwargs, check_tensors
+from .edges import Edges, Needs, find_edges
+from .measured import Measurements, Shapes
+from .program import Program, compile_program
+from .selection import Selection, check_expansion, choose
+from .step import Step
+
+Key = tuple[Any, ...]
+"""What a plan depends on: which tensors need gradients (None: grad mode is off), dtype, device,
+autocast's dtype, who trains, generation of the plugins, changes of ops, deterministic algorithms,
+compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
+"""
+
+_SHAPE_FACTS = "row_alignment", "rows", "features", "contiguous"
+_MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
+
+_Excluded = frozenset[tuple[Any, int, int]]
+
+
+def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
+    """Facts about the rows of an input, as :class:`Environment` names them."""
+    known: dict[str, Any] = {"row_alignment": 1}
+    if input is not None:
+        rows = input.shape[:-1].numel()
+        known["row_alignment"] = math.gcd(rows, _MOST_ALIGNED)
+        known["rows"] = rows and 1 << rows.bit_length() - 1
+        known["features"] = input.shape[-1] if input.ndim else 1
+        if "contiguous" in facts:
+            known["contiguous"] = input.is_contiguous()
+    return tuple([known.get(fact) for fact in facts])
+
+
+def make_program(
+    chain: Chain,
+    owner: nn.Module | None,
+    key: Key,
+    input: Tensor | None,
+    tensors: Sequence[Tensor] | None = None,
+) -> Program:
+    """Make the program for a key.
+
+    Args:
+        chain: The chain.
+        owner: The op whose own call this is, if it is one.
+        key: See :data:`Key`.
+        input: The input, for its number of rows; None while tracing.
+        tensors: The parameters, for their shapes; None: they are read.
+    """
+    grads, dtype, device, autocast, *_, kwargs, extras, settings = key
+    check_tensors(chain, owner, dtype, device, autocast, extras or ())
+    check_kwargs(chain, kwargs)
+    off = why_off(settings[2], settings[1])
+    check_names(settings[3])
+    env = _environment(key, input)._replace(recipe=None if off else settings[2])
+    needs = _needs(chain, env, grads)
+    if env.requires_grad and not env.options.get("double_backward"):
+        for i in range(len(chain.ops)):
+            check_attributes(chain, i)
+    sources = () if env.options.get("double_backward") else manager.sources(settings[1])
+    manager.check_options(settings[0], settings[1])
+    edges = _ask_ops(chain, env, needs, settings, off)
+    table = table_for(device) if sources else NO_TABLE
+    shapes = _shapes(chain, tensors)
+    measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
+    given = kwargs or ((),) * len(chain.ops)
+    choice = _build(chain, env, sources, measurements, given)
+    return compile_program(chain, choice, env, autocast, measurements, given)
+
+
+def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
+    """Shape and dtype of the parameters of each op."""
+    if tensors is None:
+        with torch.no_grad():
+            tensors = [op.read_parameter(name) for op in chain.ops for name in op.param_names or ()]
+    described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [described[slice(*span)] for span in chain.param_ranges]
+
+
+def _ask_ops(
+    chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
+) -> Edges:
+    """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
+    before = current.values, current.environment, current.recording
+    current.values = settings  # an op reads the recipe there; not in force while tracing
+    current.environment, current.recording = env, True
+    try:
+        for op in chain.ops:
+            skipped = matching(op.name, settings[3])
+            op.reset_recipe_state(recipe=None if skipped else env.recipe)
+        return find_edges(chain, env, needs, off)
+    finally:
+        current.values, current.environment, current.recording = before
+
+
+def _environment(key: Key, input: Tensor | None) -> Environment:
+    """What a key says about where the plan is made for."""
+    grads, dtype, device, autocast, training, *_, deterministic, compiling, _, _, settings = key
+    return Environment(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=autocast or dtype,
+        training=any(training),
+        requires_grad=grads is not None and any(grads),
+        **dict(zip(_SHAPE_FACTS, rows_of(_SHAPE_FACTS, input), strict=True)),
+        device_name=device_name(device.type, device.index if device.type == "cuda" else None),
+        **_processor(device),
+        deterministic=deterministic,
+        options=dict(settings[0]),
+        compiling=compiling,
+    )
+
+
+def _processor(device: torch.device) -> dict[str, Any]:
+    """What :class:`Environment` says about the processor."""
+    if device.type != "cuda":
+        return {"multiprocessors": torch.get_num_threads() if device.type == "cpu" else 1}
+    found = torch.cuda.get_device_properties(device)
+    name = getattr(found, "gcnArchName", "") if torch.version.hip else ""
+    architecture = name.partition(":")[0] or f"sm_{found.major}{found.minor}"
+    return {"multiprocessors": found.multi_processor_count, "architecture": architecture}
+
+
+def _build(
+    chain: Chain,
+    env: Environment,
+    sources: Sequence[FusionSource],
+    measurements: Measurements,
+    kwargs: Sequence[tuple[str, ...]],
+) -> Selection:
+    """Choose fusions and build their ops; choose again without those whose build fails."""
+    excluded: _Excluded = frozenset()
+    while True:
+        choice = choose(chain.ops, sources, env, measurements, kwargs=kwargs, excluded=excluded)
+        built: list[Step] = []
+        for step in choice.taken:
+            fused = build_step(step, step.env or env)
+            if fused is None:
+                excluded |= {(step.source, step.begin, step.end)}
+                break
+            built.append(dataclasses.replace(step, op=fused))
+        else:
+            return dataclasses.replace(choice, taken=tuple(built))
+
+
+def build_step(step: Step, env: Environment) -> Any:
+    """The fused op of a step; None, after a warning, if its author's code fails."""
+    ops, fused = step.matched, step.op
+    try:
+        if fused is None:
+            fused = step.source.fusion.build(ops)
+        if isinstance(fused, FusedOperation):
+            fused.planned(env)
+    except Exception as error:
+        what = "build" if fused is None else "planned"
+        step.source.warn(f"its {what} raised {type(error).__name__}: {error}")
+        return None
+    check_expansion(step.source, fused, ops)
+    return fused
+
+
+def _needs(chain: Chain, env: Environment, grads: tuple[bool, ...] | None) -> Needs:
+    """Which gradients are needed, of what ``grads`` says requires grad."""
+    recorded, flags = grads is not None, grads or (False,) * (1 + len(chain.param_sources))
+    first = _first_backward(chain, env, flags)
+    first_with_input = first + (1 if first or not flags[0] else 0)
+    inputs = [env.requires_grad and i >= first_with_input for i in range(len(chain.ops))]
+    params = [flags[1:][slice(*span)] for span in chain.param_ranges]
+    return Needs(recorded, first, tuple(inputs), tuple(params))
+
+
+def _first_backward(chain: Chain, env: Environment, grads: tuple[bool, ...]) -> int:
+    """The first op that takes part in the backward; the number of ops if none does."""
+    if not env.requires_grad:
+        return len(chain.ops)
+    if grads[0]:
+        return 0
+    count = 1 + len(chain.param_sources)
+    params, extras = grads[1:count], grads[count:]
+    wanting = {i for (i, _), wants in zip(chain.external_inputs, extras, strict=True) if wants}
+    wanting |= {i for i, (first, last) in enumerate(chain.param_ranges) if any(params[first:last])}
+    return min(wanting)

@@ -1,0 +1,194 @@
+"""What the forward leaves for the backward: saved tensors, attributes, whole contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..quantization import QuantizedTensor, Usage
+from ..quantization.packing import is_of, unpacked
+from .checks import forward_of, refuse_saved, saved_nothing
+from .program import Program, Recompute
+from .side_tensors import ForwardExtras
+from .step_calls import WithCasts
+
+
+def leave(
+    func_ctx: Any,
+    program: Program,
+    ctxs: Sequence[Any],
+    x: Any,
+    tensors: Sequence[Tensor],
+    extras: ForwardExtras | None,
+) -> None:
+    """Take what the ops saved off their contexts, and leave it to the backward, if there is one.
+
+    Args:
+        func_ctx: The autograd function's context, or None.
+        program: What ran.
+        ctxs: The contexts of its forward.
+        x: The chain's output.
+        tensors: The parameters, then the extra inputs.
+        extras: What passed beside the chain, or None.
+    """
+    saved: list[Any] = []
+    for index, start, stop in program.saved.ranges:
+        ctx = ctxs[index]
+        to_save, ctx.to_save, ctx.params = ctx.to_save, None, ()
+        if ctx.saved_tensors is not None:
+            refuse_saved(program, index, ctx)
+        if func_ctx is not None:
+            if to_save is None or len(to_save) != stop - start:
+                to_save = saved_nothing(program, index, stop - start, ctx, to_save)
+            saved += to_save
+    for index in program.saved.nothing:
+        ctx = ctxs[index]
+        if ctx.to_save is not None or ctx.saved_tensors is not None:
+            refuse_saved(program, index, ctx)
+        ctx.params = ()
+    if func_ctx is None:
+        return
+    if program.leaves_more:
+        _leave_more(func_ctx, program, ctxs, tensors, saved)
+    if program.saves_quantized:
+        func_ctx.quantized = unpacked(saved)
+    if extras is not None:
+        extras.refuse_overwritten(x, saved)
+        func_ctx.shapes = extras.shapes
+    func_ctx.save_for_backward(*saved)
+    func_ctx.program = program
+    if not program.compiling:
+        func_ctx.materialize_grads = False  # what set_materialize_grads does
+
+
+def _leave_more(
+    func_ctx: Any,
+    program: Program,
+    ctxs: Sequence[Any],
+    tensors: Sequence[Tensor],
+    saved: list[Tensor | None],
+) -> None:
+    """Leave what few chains leave beside saved tensors."""
+    if program.saved.attributes:
+        func_ctx.attributes = _take_attributes(program, ctxs)
+    if program.recomputing:
+        func_ctx.dropped = _drop_recomputable(program, ctxs, saved)
+    if program.saved.undeclared:
+        func_ctx.left = _keep_contexts(program, ctxs, saved)
+    if program.accumulating:
+        func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
+    if program.watcher is not None:
+        program.watcher(program, _per_op(program, ctxs, saved))
+
+
+def restore_more(
+    func_ctx: Any, program: Program, ctxs: Sequence[Any], tensors: tuple[Any, ...]
+) -> None:
+    """Write on the contexts of the backward what few chains leave: attributes, whole contexts."""
+    if program.saved.attributes:
+        left = zip(program.saved.attributes, func_ctx.attributes, strict=True)
+        for (index, name), value in left:
+            setattr(ctxs[index], name, value)
+    if program.saved.undeclared:
+        _restore_contexts(ctxs, func_ctx.left, tensors)
+
+
+def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
+    """What each op saved."""
+    found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
+    return found | {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
+
+
+def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
+    """Take what the contexts pass on to the backward."""
+    values = []
+    for index, name in program.saved.attributes:
+        try:
+            values.append(getattr(ctxs[index], name))
+        except AttributeError:
+            what = f"{program.chain.name(index)} declares the context attribute {name!r}"
+            raise RuntimeError(
+                f"{what}, but the forward of {forward_of(program, index)} did not leave it"
+            ) from None
+        delattr(ctxs[index], name)
+    return values
+
+
+def _keep_contexts(
+    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
+) -> dict[int, Any]:
+    """Take the contexts of ops that declare nothing, and append what they saved to ``saved``."""
+    left: dict[int, Any] = {}
+    for index in program.saved.undeclared:
+        ctx = left[index] = ctxs[index]
+        start = len(saved)
+        if ctx.to_save is not None:
+            saved += ctx.to_save
+            ctx.to_save = None
+        ctx.params = ()
+        ctx.saved_range = (start, len(saved))
+    return left
+
+
+def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[Any, ...]) -> None:
+    """Write what the forward left on its contexts on those of the backward."""
+    for index, ctx in left.items():
+        vars(ctxs[index]).update(vars(ctx))
+        start, stop = ctx.saved_range
+        ctxs[index].saved_tensors = saved[start:stop]
+
+
+def _drop_recomputable(
+    program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
+) -> dict[int, Usage]:
+    """Do not keep the inputs that a fused op can compute again.
+
+    Of one that is quantized the scales are kept, to cast it again as it was.
+
+    Returns:
+        Whose they are, and which copies each had.
+    """
+    dropped = {}
+    for index, how in program.recomputing.items():
+        output, ctxs[how.start].recomputable_output = ctxs[how.start].recomputable_output, None
+        kept: Any = saved[how.position]
+        if how.cast is not None:
+            plain, cast = ctxs[index].cast_input or (None, None)
+            output, ctxs[index].cast_input = cast if plain is output else None, None
+        if output is None or not is_of(kept, output):
+            continue
+        quantized = isinstance(kept, QuantizedTensor)
+        dropped[index] = kept.copies if quantized else Usage()
+        saved[how.position] = kept.without_data() if quantized else None
+    return dropped
+
+
+def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[int, Usage]) -> None:
+    """Put an input back that was not kept, after that of the op that computes it."""
+    if index not in dropped:
+        return
+    how: Recompute = program.recomputing[index]
+    saved: tuple[Any, ...] = ctxs[index].saved_tensors
+    shell, usage = saved[how.place], dropped[index]
+    quantized = isinstance(shell, QuantizedTensor)
+    if shell is None or (quantized and not any(shell.copies)):
+        recompute(program, ctxs, how.start, dropped)
+        given = {"scales": shell, "usage": usage} if isinstance(how.run, WithCasts) else {}
+        again = how.run(ctxs[how.start : index], **given)
+        if how.cast is not None:
+            again = how.cast.quantizer.requantize(again, shell, usage)
+        if quantized:
+            again = again.only(usage)
+        ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
+
+
+def parameter_gradients(
+    program: Program, ctxs: Sequence[Any], index: int, input_: Tensor, grad_output: Tensor
+) -> Any:
+    """The gradients that an op's parameters still wait for, now that its input is there again."""
+    ctx, place = ctxs[index], program.recomputing[index].place
+    nothing = [None] * len(ctx.saved_tensors)
+    ctx.saved_tensors = (*nothing[:place], input_, *nothing[place + 1 :])
+    return program.chain.ops[index].op_backward(ctx, grad_output)[1]

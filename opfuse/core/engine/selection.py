@@ -1,0 +1,460 @@
+"""Planning: ops + fusions + environment -> which fusion replaces what, and why. No tensor is read.
+
+Fusions choose in precedence classes (the user's list, prepended registrations, then priority).
+Inside a class joint fusions choose first, then forward and backward fusions independently; a lower
+class sees only what is left. Inside a class and pass, the set of non-overlapping candidates with
+the largest total benefit wins; ties go to the longer pattern, then to the distribution's name, then
+to the fusion's. Nothing depends on the order in which plugins were discovered.
+
+Where a tuning table has an entry for a candidate, it counts before what anybody declares: see
+:mod:`opfuse.core.engine.measured`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from ..environment import Environment
+from ..fusible import declared
+from ..fusion import PASSES, Fusion
+from ..introspection import kwarg_names, op_class
+from ..op import BasicOperation, FusedOperation
+from ..records import FusionSource
+from ..tuning_table import Measurement
+from .edges import Edges, View
+from .measured import Measurements, beaten, best_cover, conflict, counting
+from .plan import Refusal
+from .step import Step
+
+logger = logging.getLogger("opfuse")
+_MOST = 1e6  # of a benefit: sums stay exact
+
+
+class Taken(list[Step]):
+    """The candidates taken so far, and which of them is where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[tuple[str, int], Step] = {}
+
+    def take(self, candidates: Iterable[Step]) -> None:
+        """Add candidates that overlap none here."""
+        for candidate in candidates:
+            self.append(candidate)
+            self._at.update(dict.fromkeys(candidate.places, candidate))
+
+    def overlapping(self, candidate: Step) -> list[Step]:
+        """Those that want the same op in the same pass."""
+        found = [self._at[place] for place in candidate.places if place in self._at]
+        return list({id(winner): winner for winner in found}.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What planning decided: the candidates taken, left to right per pass, and the refusals."""
+
+    taken: tuple[Step, ...]
+    refused: tuple[Refusal, ...]
+    row_facts: tuple[str, ...]
+
+
+def choose(
+    ops: Sequence[BasicOperation],
+    sources: Iterable[FusionSource],
+    env: Environment,
+    measurements: Measurements,
+    *,
+    kwargs: Sequence[tuple[str, ...]],
+    excluded: frozenset[tuple[Any, int, int]] = frozenset(),
+) -> Selection:
+    """Decide which fusions replace what.
+
+    Args:
+        ops: The basic ops of the chain.
+        sources: Every fusion on offer.
+        env: Where the plan is made for.
+        measurements: What was measured of the candidates, and what it depends on.
+        kwargs: Names of the keyword arguments given to each op.
+        excluded: ``(source, begin, end)`` of candidates whose build failed.
+    """
+    limit = env.options.get("fusion_limit")
+    if isinstance(limit, str):
+        raise ValueError(
+            f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}"
+        )
+    prefer, length = env.options.get("prefer", "speed"), 2 * len(ops) + 1
+    finder = _Finder(tuple(ops), env, measurements, kwargs, excluded)
+    candidates: list[Step] = []
+    taken = Taken()
+    ordered = sorted(sources, key=_precedence)
+    for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
+        positions, group = zip(*of_class, strict=True)
+        found = [step for source in group for step in finder.candidates(source, taken)]
+        candidates += found
+        free = finder.not_beaten(found, ordered[positions[-1] :], taken)
+        taken.take(best_cover(free, length, prefer))
+    taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
+    kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
+    won = {*map(id, kept)}
+    for loser in candidates:
+        if id(loser) not in won:
+            limited = f"beyond the limit of {limit} fusions" if id(loser) in beyond else ""
+            why = (
+                limited
+                or finder.beaten.get(id(loser))
+                or conflict(loser, taken.overlapping(loser), prefer)
+            )
+            finder.refuse(loser, why)
+    refused = tuple(sorted(finder.refused, key=_place))
+    return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
+
+
+def find_candidates(
+    ops: Sequence[BasicOperation],
+    sources: Iterable[FusionSource],
+    env: Environment,
+    measurements: Measurements,
+    kwargs: Sequence[tuple[str, ...]],
+) -> list[Step]:
+    """Every candidate of a chain, whichever overlaps which; see :func:`choose`."""
+    return _Finder(tuple(ops), env, measurements, kwargs).peek(sources, Taken())
+
+
+def _place(refusal: Refusal) -> tuple[Any, ...]:
+    """What refusals are sorted by."""
+    who = refusal.distribution or "", refusal.fusion, refusal.basic_ops, refusal.reason
+    return refusal.start, PASSES.index(refusal.passes), *who
+
+
+def _precedence(source: FusionSource) -> tuple[Any, int]:
+    return source.rank, PASSES.index(source.passes)
+
+
+@dataclasses.dataclass
+class _Finder:
+    """Finds the candidates of one chain and keeps the refusals."""
+
+    ops: tuple[BasicOperation, ...]
+    env: Environment
+    measurements: Measurements
+    kwargs: Sequence[tuple[str, ...]]
+    excluded: frozenset[tuple[Any, int, int]] = frozenset()
+    refused: list[Refusal] = dataclasses.field(default_factory=list)
+    row_facts: set[str] = dataclasses.field(default_factory=set)
+    beaten: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.first_backward = self.measurements.needs.first_backward
+        self.widths = self.measurements.widths or (None,) * (len(self.ops) + 1)
+        self.edges: Edges = self.measurements.edges
+        self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
+        keeping = [declared(op, "keeps_rows") for op in self.ops]
+        self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
+
+    def peek(self, sources: Iterable[FusionSource], taken: Taken) -> list[Step]:
+        """The candidates of some sources; nothing is refused for it."""
+        finder = dataclasses.replace(self, refused=[])
+        return [
+            step
+            for source in sources
+            for step in finder.candidates(source, taken)
+            if not taken.overlapping(step)
+        ]
+
+    def not_beaten(
+        self, found: Sequence[Step], later: Sequence[FusionSource], taken: Taken
+    ) -> list[Step]:
+        """Those that overlap none taken, without those that others go before by measure.
+
+        These are joint ones: before all go fusions of one pass and the same precedence; before
+        those that trade time for memory, any that choose later.
+
+        Args:
+            found: Candidates of one precedence and pass.
+            later: What chooses after them.
+            taken: The candidates taken so far.
+        """
+        free = [step for step in found if not taken.overlapping(step)]
+        prefer, length = self.env.options.get("prefer", "speed"), 2 * len(self.ops) + 1
+        joint = [step for step in free if step.passes == "joint" and step.measured]
+        trades = [step for step in joint if self._trade(step)["trades_time"]]
+        alike = [source for source in later if joint and source.rank == joint[0].source.rank]
+        for steps, rivals in ((trades, later), (joint, alike)):
+            others = self.peek(rivals, taken) if steps else []
+            others += joint if rivals is later else []
+            for step in steps:
+                why = self.beaten.get(id(step)) or beaten(step, others, length, prefer)
+                self.beaten[id(step)] = why
+        return [step for step in free if not self.beaten.get(id(step))]
+
+    def refuse(self, step: Step, reason: str) -> None:
+        source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
+        self.refused.append(
+            Refusal(source.name, source.passes, names, step.start, reason, source.distribution)
+        )
+        logger.debug("refused %s: %s", source.name, reason)
+
+    def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:
+        """Where a fusion could be; it is asked only where none of higher precedence is."""
+        if source.passes == "backward" and not self.env.requires_grad:
+            return
+        if self.env.recipe is None and getattr(source.fusion, "needs_recipe", False):
+            return
+        if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
+            source.warn("a joint fusion makes its casts itself, its pattern must not name Cast")
+            return
+        for found in self._found(source):
+            benefit = 0 if taken.overlapping(found) else self._benefit(found)
+            if getattr(source.fusion, "only_recomputes", False) and not isinstance(benefit, str):
+                benefit = self._spares_nothing(found, taken) or benefit
+            if isinstance(benefit, str):
+                self.refuse(found, benefit)
+            else:
+                found.benefit = benefit
+                yield found
+        if isinstance(source.fusion, Fusion):
+            self._refuse_uncovered(source, source.fusion)
+
+    def _spares_nothing(self, step: Step, taken: Taken) -> str:
+        """Why nothing less is kept if a step can compute its output again, or ``""``."""
+        if self.measurements.assumed:
+            return ""
+        needs, behind = self.measurements.needs, self.ops[step.stop : step.stop + 1]
+        keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
+        if keeping != [True] or not any(needs.params[step.stop]):
+            return "no op behind it keeps its output for the gradient of a parameter"
+        before = [t for t in taken if t.stop == step.start and t.passes != "backward"]
+        if any(getattr(t.source.fusion.build, "recomputes", False) for t in before):
+            return "the fusion before it computes its input again, which it would have to keep"
+        return ""
+
+    def _found(self, source: FusionSource) -> Iterator[Step]:
+        """Where the fusion matches: the ops with the casts of its pass, or the ops alone.
+
+        A pattern that names no cast is looked for in both: where it fits the ops alone only, casts
+        stand between them.
+        """
+        alone = self.views["joint"]
+        if not isinstance(source.fusion, Fusion):
+            for i, j, op in _function_matches(source, self.ops, self.env):
+                yield dataclasses.replace(_step(source, alone, i, j), op=op)
+            return
+        ops_alone = source.passes == "joint" or source.fusion.casts
+        view = alone if ops_alone else self.views[source.passes]
+        views = (view,) if len(view.ops) == len(alone.ops) else (view, alone)
+        seen: set[tuple[int, int]] = set()
+        for each in views:
+            for i in range(len(each.ops)):
+                for j in source.fusion.match(each.ops, i):
+                    step = _step(source, each, i, j)
+                    if (step.begin, step.end) not in seen:
+                        seen.add((step.begin, step.end))
+                        yield step
+
+    def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
+        """Say, once per fusion, which ops override what its pattern stands for."""
+        view = self.views[source.passes]
+        missed = [
+            (j - i, i, j, why)
+            for i in range(len(view.ops))
+            for j, why in fusion.uncovered(view.ops, i).items()
+        ]
+        said: set[int] = set()
+        for _, i, j, why in sorted(missed):
+            if said.isdisjoint(range(i, j)):
+                self.refuse(_step(source, view, i, j), why)
+                said |= set(range(i, j))
+
+    def _benefit(self, step: Step) -> float | str:
+        """The benefit, or the sentence that says why it is no reason to fuse."""
+        source, start, stop, op = step.source, step.start, step.stop, step.op
+        if source.passes == "backward" and start < self.first_backward:
+            return f"no gradient is needed before op {self.first_backward}"
+        if (source, step.begin, step.end) in self.excluded:
+            return "its build failed, see the warning"
+        fusion = source.fusion
+        if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
+            if between := self.edges.between(source.passes, start, stop):
+                return f"{between}, and this fusion does not cast there"
+        if surplus := self._surplus(step):
+            return surplus
+        if isinstance(fusion, Fusion):
+            asked = self._asked(step)
+        else:
+            step.measured, asked = self._measured(step), 2 * (stop - start - 1)
+            step.env = self.env._replace(**_told(step.measured, self.measurements.assumed))
+        return asked if isinstance(asked, str) else self._judged(step) or asked
+
+    def _surplus(self, step: Step) -> str:
+        """Which keyword argument of a call it does not take, as a sentence; ``""``: none."""
+        build = getattr(step.source.fusion, "build", None)
+        takes = getattr(build, "kwarg_names", ()) if step.op is None else kwarg_names(step.op)
+        for index in range(step.start, step.stop):
+            for name in self.kwargs[index]:
+                if takes is not None and name not in takes:
+                    given_to = type(self.ops[index]).__name__
+                    return f"it does not take the keyword argument {name!r} given to {given_to}"
+        return ""
+
+    def _asked(self, step: Step) -> float | str:
+        """What the condition and the benefit of a fusion say, if they say what they may."""
+        source: FusionSource = step.source
+        fusion: Any = source.fusion
+        ops, asked = step.matched, "condition"
+        try:
+            answer, env = self._condition(fusion, step)
+            asked, step.env = "benefit", env
+            benefit = fusion.benefit_of(ops, env) if answer is True else 0
+        except Exception as error:
+            return source.warn(f"its {asked} raised {type(error).__name__}: {error}")
+        if isinstance(answer, str) and answer:
+            return answer
+        if answer is not True:
+            return source.warn(f"its condition returned {answer!r} instead of True or a sentence")
+        if not (isinstance(benefit, (int, float)) and abs(benefit) <= _MOST):
+            return source.warn(
+                f"its benefit is {benefit!r} instead of a number of tensors, {_MOST:g} at most"
+            )
+        return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
+
+    def _condition(self, fusion: Fusion, step: Step) -> tuple[Any, Environment]:
+        """The answer of a condition, and the environment it was given for."""
+        env = self._environment(fusion, step)
+        if fusion.needs_recipe and env.recipe is None:
+            return "no recipe quantizes these ops", env
+        answer = fusion.when is None or fusion.when(step.matched, env)
+        # else only the running chain knows how many rows come here
+        if answer is True and fusion.needs_rows and self.rows_kept[step.start]:
+            self.row_facts.add("rows")
+            env = env._replace(rows=self.env.rows)
+            answer = fusion.when is None or fusion.when(step.matched, env)
+        return answer, env
+
+    def _environment(self, fusion: Fusion, step: Step) -> Environment:
+        """What a fusion is told about where it would run, before it is told the number of rows."""
+        start = step.start
+        told: dict[str, Any] = {"row_alignment": 1, "contiguous": None}
+        if fusion.needs_row_alignment and self.rows_kept[start]:
+            self.row_facts.add("row_alignment")
+            told["row_alignment"] = self.env.row_alignment
+        if fusion.needs_contiguity and start == 0:
+            self.row_facts.add("contiguous")
+            told["contiguous"] = self.env.contiguous
+        found = step.measured = self._measured(step)
+        shapes = [[shape for shape, _ in of] for of in self.measurements.params[start : step.stop]]
+        return self.env._replace(
+            rows=None,
+            recipe=self.measurements.edges.recipe_of(self.env.recipe, start, step.stop),
+            features=self.widths[start],
+            param_shapes=tuple(map(tuple, shapes)),
+            **_told(found, self.measurements.assumed),
+            **told,
+        )
+
+    def _measured(self, step: Step) -> Measurement | None:
+        """What was measured of a candidate, for the input that this plan is for."""
+        entries = self.measurements.entries(step)
+        if not entries:
+            return None
+        # of what comes in, a chain knows the rows as long as no op changes them, and the rest at
+        # its begin
+        facts = {"rows"} if self.rows_kept[step.start] else set()
+        facts |= {"features", "contiguous"} if step.start == 0 else set()
+        self.row_facts |= facts
+        values = {fact: getattr(self.env, fact) for fact in facts}
+        known = {fact: value for fact, value in values.items() if value is not None}
+        return counting(entries, known, **self._trade(step))
+
+    def _judged(self, step: Step) -> str:
+        """Why a candidate is refused by measure, or for want of one; ``""`` if it is not."""
+        trade = self._trade(step)
+        if step.measured is not None:
+            return str(step.measured.refusal(**trade))
+        unasked = trade["trades_time"] and trade["prefer"] != "memory"
+        if unasked and not self.measurements.assumed:
+            return 'it trades time for memory, which prefer="memory" asks for'
+        return ""
+
+    def _trade(self, step: Step) -> dict[str, Any]:
+        trades = getattr(step.source.fusion, "trades_time", False)
+        return {"trades_time": trades, "prefer": self.env.options.get("prefer", "speed")}
+
+
+def _told(found: Measurement | None, assumed: bool) -> dict[str, Any]:
+    """What a fusion is told of its measurement."""
+    if found is None:
+        return {"measured": math.inf if assumed else None, "configuration": None}
+    return {"measured": found.speed, "configuration": found.configuration}
+
+
+def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
+    """A candidate over ``view.ops[i:j]``."""
+    return Step(source, view.places[i], view.places[j - 1] + 1, view.ops[i:j])
+
+
+def _function_matches(
+    source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
+) -> list[tuple[int, int, FusedOperation]]:
+    """What a fusion function replaced, with the op that it built."""
+    fusion: Any = source.fusion
+    try:
+        result = fusion(list(ops), recipe=env.recipe)
+    except Exception as error:
+        if source.distribution is None:
+            raise
+        source.warn(f"it raised {type(error).__name__}: {error}")
+        return []
+    if not isinstance(result, (list, tuple)):
+        raise TypeError(
+            f"{source.full_name} must return a list of ops, got {type(result).__name__}"
+        )
+    found: list[tuple[int, int, FusedOperation]] = []
+    start = stop = 0
+    for item in result:
+        basic = list(item.basic_ops) if isinstance(item, FusedOperation) else [item]
+        start, stop = stop, stop + len(basic)
+        _check_order(source, basic, ops[start:stop])
+        if isinstance(item, FusedOperation):
+            found.append((start, stop, item))
+    if stop != len(ops):
+        _check_order(source, result, ops)
+    return found
+
+
+def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
+    """Raise unless ``fused`` stands for ``ops``, in order, and implements the pass it is for."""
+    if not isinstance(fused, FusedOperation):
+        raise TypeError(
+            f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"
+        )
+    _check_order(source, fused.basic_ops, ops)
+    for name, passes in (
+        ("fuser_forward", ("forward", "joint")),
+        ("fuser_backward", ("backward", "joint")),
+    ):
+        method = getattr(fused, name)
+        if source.passes in passes and getattr(method, "__func__", None) is getattr(
+            FusedOperation, name
+        ):
+            what = (
+                f"is a {source.passes} fusion, but {type(fused).__name__} does not implement {name}"
+            )
+            raise TypeError(f"{source.full_name} {what}")
+    if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
+        raise TypeError(
+            f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute"
+        )
+
+
+def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:
+    if [*map(id, got)] != [*map(id, expected)]:
+        names = [", ".join(type(op).__name__ for op in ops) for ops in (expected, got)]
+        what = "does not expand to the same basic ops in the same order"
+        raise RuntimeError(f"{source.full_name} {what}: expected [{names[0]}], got [{names[1]}]")

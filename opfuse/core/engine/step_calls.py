@@ -1,0 +1,285 @@
+"""How the loops call a step: by which method, with what beside it, and casts where it has some."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..cast import Cast
+from ..debug import Watched
+from ..environment import Environment
+from ..introspection import op_class
+from ..op import BasicOperation
+from ..op_context import OperationContext, asks_for_quantizers
+from ..quantization import QuantizedTensor
+from ..quantization.quantizer import same_quantizer
+from .chain import Chain
+from .edges import Edges
+from .step import Step
+
+
+def lone_step(op: BasicOperation, place: int) -> Step:
+    """A step of an op, or of a cast, by itself."""
+    return Step(None, place, place + 1, (op,), op=op)
+
+
+def finish(
+    step: Step,
+    pass_name: str,
+    chain: Chain,
+    kwargs: Sequence[tuple[str, ...]],
+    env: Environment,
+    edges: Edges,
+) -> None:
+    """Decide how a step is called."""
+    op, forward = step.op, pass_name == "forward"
+    if isinstance(op, Cast):
+        _call_cast(step, forward)
+        return
+    ops = chain.ops[step.start : step.stop]
+    step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
+    step.no_extras = ((),) * len(ops)
+    step.given = any(kwargs[step.start : step.stop])
+    step.direct = not step.given and not step.has_extras and _is_direct(op, pass_name)
+    step.run = _method(step, forward)
+    if env.options.get("debug") and not env.compiling:
+        who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
+        step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
+    if step.casts:
+        step.run = WithCasts(step.run, step.matched)
+    step.width = chain.later_widths.get(step.start) if forward else None
+    step.prepares = env.recipe is not None or step.width is not None
+    step.takes_quantized = _takes_quantized(step, forward, edges)
+
+
+def _method(step: Step, forward: bool) -> Any:
+    """The method that a step calls."""
+    if step.direct:
+        return _with_quantizers(step.op) if forward else step.op.op_backward
+    return step.op.fuser_forward if forward else step.op.fuser_backward
+
+
+def _takes_quantized(step: Step, forward: bool, edges: Edges) -> bool:
+    """Whether what comes in is cast before the step, and not by the step itself."""
+    if forward:
+        return step.start in edges.forward and step.begin % 2 == 1
+    return step.stop in edges.backward and step.end % 2 == 0
+
+
+def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
+    """The steps of the ops and casts of a fused step, in the order of the pass.
+
+    Args:
+        step: A step of that pass.
+        pass_name: ``"forward"`` or ``"backward"``.
+        last: The last op that takes part; None: all do.
+    """
+    found: list[Step] = []
+    edge, casts, forward = step.start, dict(step.casts), pass_name == "forward"
+    for op in step.matched:
+        if last is not None and edge > last:
+            break
+        if isinstance(op, Cast):
+            found.append(lone_step(op, 2 * edge))
+            _call_cast(found[-1], forward)
+            continue
+        alone = dataclasses.replace(
+            step,
+            op=op,
+            begin=2 * edge + 1,
+            end=2 * edge + 2,
+            matched=(op,),
+            run=op.fuser_forward if forward else op.fuser_backward,
+            direct=False,
+            takes_quantized=(edge if forward else edge + 1) in casts,
+            recompute=step.recompute if edge == step.start else None,
+            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
+            no_extras=((),),
+            numbers=(),
+            owns=False,
+        )
+        found.append(alone)
+        edge += 1
+    return found if forward else found[::-1]
+
+
+def _call_cast(step: Step, forward: bool) -> None:
+    """Decide how a step is called that is a cast; a loop gives it the context of who asked."""
+    step.direct, step.takes_quantized = forward, True
+    step.run = step.op.op_forward if forward else _CastGradient(step.op)
+
+
+def _is_direct(op: Any, pass_name: str) -> bool:
+    """Whether a basic op's ``fuser_forward``, or backward, only calls its ``op_forward``."""
+    method = f"fuser_{pass_name}"
+    if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    return getattr(type(op), method) is getattr(BasicOperation, method)
+
+
+def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
+    """``op_forward`` of two arguments: what it asks for beside them it gets from its context."""
+    forward: Any = op.op_forward
+    by_position, by_name = asks_for_quantizers(op)
+    if not (by_position or by_name):
+        return forward  # type: ignore[no-any-return]
+
+    @functools.wraps(forward)
+    def run(ctx: OperationContext, x: Any) -> Any:
+        before = [getattr(ctx, name) for name in by_position]
+        return forward(ctx, x, *before, **{name: getattr(ctx, name) for name in by_name})
+
+    run.op = op  # type: ignore[attr-defined]
+    return run
+
+
+class _CastGradient:
+    """The backward step of a cast that no fusion took."""
+
+    def __init__(self, cast: Cast) -> None:
+        self.__self__, self.__name__ = cast, "fuser_backward"
+
+    def __call__(self, ctxs: Any, grad_output: Any, **unused: Any) -> Any:
+        """Cast it; there are no gradients of parameters or extra inputs."""
+        return self.__self__.quantizer(grad_output, self.__self__.usage), (), ()
+
+
+class TrackedCast:
+    """The forward step of a cast whose input may be computed again instead of being kept.
+
+    Args:
+        cast: The cast.
+        fused: The ``fuser_forward`` that stands for it alone, or None.
+    """
+
+    def __init__(self, cast: Cast, fused: Any = None) -> None:
+        self.__self__, self.__name__, self._fused = cast, "op_forward", fused
+
+    def __call__(self, ctx: Any, x: Any) -> Any:
+        """Cast it, and tell the op that asked for it what was cast into what."""
+        if self._fused is None:
+            made = self.__self__.op_forward(ctx, x)
+        else:
+            given: Any = dict(basic_op_extra_inputs=(), basic_op_kwargs=())
+            given |= dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+            made, _ = self._fused((), x, **given)
+        ctx.cast_input = x, made
+        return made
+
+
+class InRange:
+    """The method of a fused step, in a range that ``torch.profiler`` shows.
+
+    It has the name of the step: its fusion, its plugin, its pass and its ops.
+    """
+
+    def __init__(self, step: Step, pass_name: str, run: Callable[..., Any]) -> None:
+        self.__self__, self.__name__ = step.op, run.__name__
+        self._run, source = run, step.source
+        ops = " + ".join(op_class(op).__name__ for op in step.matched)
+        owner = f" of {source.distribution}" if source.distribution else ""
+        self._title = f"{source.name}{owner}, {pass_name}: {ops}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with torch.profiler.record_function(self._title):
+            return self._run(*args, **kwargs)
+
+
+_PER_OP = "basic_op_extra_inputs", "basic_op_kwargs", "basic_op_grad_extra_outputs"
+
+
+class WithCasts:
+    """The method of a fused op that casts, between loops that know the basic ops only.
+
+    The op gets a context for each cast, and an empty entry in every list with one per op. Such
+    entries are taken out of what it returns.
+
+    Args:
+        method: ``fuser_forward``, ``fuser_backward`` or ``fuser_recompute``, bound to its op.
+        ops: The basic ops and casts that it stands for.
+    """
+
+    def __init__(self, method: Callable[..., Any], ops: Sequence[BasicOperation]) -> None:
+        self.__self__: Any = getattr(method, "__self__", None)
+        self.__name__, self._method = method.__name__, method
+        self._casts = [(i, op) for i, op in enumerate(ops) if isinstance(op, Cast)]
+        self._basic = [i for i, op in enumerate(ops) if not isinstance(op, Cast)]
+        last = ops[0 if self.__name__ == "fuser_backward" else -1]
+        self._gives = last if isinstance(last, Cast) else None
+
+    def __call__(
+        self, ctxs: Any, *args: Any, scales: Any = None, usage: Any = None, **given: Any
+    ) -> Any:
+        """Run the method.
+
+        Args:
+            ctxs: One context per basic op.
+            *args: The incoming tensor; nothing for ``fuser_recompute``.
+            scales: For ``fuser_recompute``: what its cast gave, without the data.
+            usage: Which copies that had.
+            **given: What has an entry per basic op.
+        """
+        for name in _PER_OP:
+            if name in given:
+                given[name] = self._among(given[name], [() if "kwargs" not in name else {}])
+        contexts = self._contexts(scales, usage)
+        result = self._method(self._among(ctxs, contexts), *args, **given)
+        if any(ctx.to_save for ctx in contexts):
+            raise RuntimeError(
+                f"{self._who} gave tensors to save_for_backward of a Cast, which saves nothing: "
+                f"they would be lost"
+            )
+        if type(result) is not tuple:
+            return result
+        if self._gives is not None:
+            self._check_quantized(result[0])
+        return (result[0], *[self._without_casts(entries) for entries in result[1:]])
+
+    @property
+    def _who(self) -> str:
+        return f"{type(self.__self__).__name__}: {self.__name__}"
+
+    def _check_quantized(self, given: Any) -> None:
+        """Refuse another result than its last cast gives."""
+        cast: Any = self._gives
+        right = isinstance(given, QuantizedTensor) and same_quantizer(
+            given.quantizer, cast.quantizer
+        )
+        if given is not None and not (right and given.usage.covers(cast.usage)):
+            what = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
+            raise TypeError(
+                f"{self._who} expected to give what {type(cast.quantizer).__name__} quantizes for "
+                f"{cast.usage}, since it ends with a Cast; got {what}"
+            )
+
+    def _contexts(self, scales: Any, usage: Any) -> list[OperationContext]:
+        made = []
+        for _, cast in self._casts:
+            ctx: Any = OperationContext()
+            ctx.quantizer, ctx.usage = cast.quantizer, usage or cast.usage
+            ctx.saved_tensors = None if scales is None else (scales,)
+            made.append(ctx)
+        return made
+
+    def _among(self, per_op: Sequence[Any], per_cast: Sequence[Any]) -> list[Any]:
+        """A list with one entry per basic op, with those of the casts in their places."""
+        among = list(per_op)
+        for number, (place, _) in enumerate(self._casts):
+            among.insert(place, per_cast[number % len(per_cast)])
+        return among
+
+    def _without_casts(self, entries: Any) -> Any:
+        if len(entries) != len(self._casts) + len(self._basic):
+            return entries  # too many, or too few: the loop refuses it
+        for place, _ in self._casts:
+            if any(entry is not None for entry in entries[place] or ()):
+                raise RuntimeError(
+                    f"{self._who} gave tensors for a Cast, "
+                    f"which has no parameters and no extra tensors"
+                )
+        return [entries[place] for place in self._basic]

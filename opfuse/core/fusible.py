@@ -1,0 +1,461 @@
+"""What basic and fused ops share: declarations, and what makes a plan out of date."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import threading
+from abc import ABCMeta
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs, of_library
+from .quantization import Quantizer
+from .quantization import parameter_state as held
+from .quantization.names import remember
+from .settings import current
+
+
+class _OperationMeta(ABCMeta):
+    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op.
+
+    It also notices when a class gets another method or constant, which plans made before do not
+    know.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        init = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return init.replace(parameters=list(init.parameters.values())[1:])
+
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+    ) -> None:
+        super().__init__(name, bases, namespace, **kwargs)
+        given = namespace.get("grad_input", "shared")
+        if isinstance(given, str) and given not in ("fresh", "same", "shared"):
+            raise ValueError(
+                f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
+            )
+        for attribute, value in namespace.items():
+            _check_number(cls, attribute, value)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        name = "" if _takes_name(cls) else kwargs.pop("name", "")
+        if not isinstance(name, str):
+            raise TypeError(f"{cls.__name__} expected a string as name, got {name!r}")
+        outside = current.building
+        current.building = name or outside
+        try:
+            op = super().__call__(*args, **kwargs)
+        except TypeError:
+            if (sentence := _misfit(cls, args, kwargs)) is None:
+                raise
+            raise TypeError(sentence) from None
+        finally:
+            current.building = outside
+        if op.param_names is None:
+            names = [name for name, _ in op.named_parameters(recurse=True)]
+            taken = cls.takes_params  # type: ignore[attr-defined]
+            op.param_names = tuple(name for name in names if taken is None or name in taken)
+        if name:
+            op._call_it(name)
+        op._constructed()
+        return op
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        cls._check_class_attribute(name)  # type: ignore[attr-defined]
+        _check_number(cls, name, value)
+        super().__setattr__(name, value)
+        _class_changed(name)
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        _class_changed(name)
+
+
+def _check_number(cls: Any, name: str, value: Any) -> None:
+    """Refuse a tensor, or what else is no real number, where an op without its own would read it.
+
+    A property, and all that has ``__get__``, is the class author's to answer for.
+    """
+    if name in cls.real_numbers and not hasattr(value, "__get__"):
+        check_real(cls, name, value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_name(cls: type) -> bool:
+    """Whether ``__init__`` takes ``name`` itself; else every op takes it, by keyword."""
+    parameters = inspect.signature(cls).parameters.values()
+    return any(p.name == "name" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _class_changed(name: str) -> None:
+    # those are set when any class is made
+    if not name.startswith(("__abstractmethods__", "_abc_")):
+        FusibleOperation._count_change()
+
+
+def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What is wrong with a constructor's arguments, and the remedy; None: nothing."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(*args, **kwargs)
+        return None
+    except TypeError as error:
+        parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        reason = f"{cls.__name__}: {error}, expected {cls.__name__}{inspect.Signature(parameters)}"
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs]
+    surplus = dict(zip(by_name, args[places:], strict=False))
+    if not 0 < len(args) - places == len(surplus):
+        return reason
+    call = ", ".join(
+        [*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())]
+    )
+    word = "a keyword" if len(surplus) == 1 else "keywords"
+    return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
+
+
+class ParamSource(NamedTuple):
+    """Where an op reads a parameter that it does not hold itself.
+
+    Attributes:
+        module: The module that holds it.
+        name: Its attribute there.
+        transposed: Whether the op takes the transposed matrix.
+    """
+
+    module: nn.Module
+    name: str
+    transposed: bool = False
+
+
+class FusibleOperation(nn.Module, metaclass=_OperationMeta):
+    """A tensor operation that the operation fuser can run.
+
+    ``is_fused_op`` says whether an op stands for a run of basic ops.
+
+    Class attributes that an op may set:
+        grad_input: How the gradient that the backward returns relates to other tensors.
+            ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
+            fresh. ``"shared"`` (default): may alias something the caller sees. Decides
+            ``ctx.owns_grad_output`` of the next step.
+        kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
+            parameters of ``op_forward``.
+        real_numbers: Names of attributes that take real numbers only. A tensor would get no
+            gradient there, and could change in place where nobody sees it.
+    """
+
+    is_fused_op: ClassVar[bool]
+    grad_input: ClassVar[str] = "shared"
+    kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    real_numbers: ClassVar[tuple[str, ...]] = ()
+    # how often a method or declaration of any op was replaced; part of a plan's key
+    changes: ClassVar[int] = 0
+    param_names: tuple[str, ...] | None = None
+    _captured = False
+    _name = _path = ""
+    # parameters that other modules hold, by name; outside of what nn.Module registers
+    _sources: Mapping[str, ParamSource] = MappingProxyType({})
+    # where parameters would be that those modules did not have when the op was made
+    _absent: tuple[ParamSource, ...] = ()
+    _make_fuser: ClassVar[Callable[..., Any]]  # see bind_engine
+    _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache = ModuleCache()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        overridden = _overriding(cls)
+        for name, default in _DECLARED.items():
+            if _defined(cls, name) > overridden:
+                type.__setattr__(cls, name, default)
+
+    @property
+    def name(self) -> str:
+        """The constructor's ``name``, else what :func:`opfuse.assign_names` wrote, or ``""``.
+
+        Every op takes ``name`` by keyword, and so do ``reading`` and ``of``. It can be set, too.
+
+        Raises:
+            TypeError: It is set to what is no string.
+            RuntimeError: It is set when the op has quantizers that know it by another name.
+        """
+        return self._name or self._path
+
+    @name.setter
+    def name(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"{type(self).__name__} expected a string as name, got {name!r}")
+        self._call_it(name)
+
+    def _call_it(self, name: str) -> None:
+        """Take a name from the constructor, or from who sets ``name``."""
+        self._set_name("_name", name)
+
+    def _rename(self, path: str) -> None:
+        """Take a name from :func:`opfuse.assign_names`."""
+        self._set_name("_path", path)
+
+    def _set_name(self, attribute: str, name: str) -> None:
+        setattr(self, attribute, name)
+        remember(self)
+        if self._captured:
+            self._count_change()  # a recipe may skip it now, or no longer
+
+    # What a plan was made for may change: then it is made anew
+
+    @classmethod
+    def _check_class_attribute(cls, name: str) -> None:
+        """Refuse to set an attribute of a class that is made, where something would not follow."""
+
+    @staticmethod
+    def _count_change() -> None:
+        with _changing:
+            type.__setattr__(FusibleOperation, "changes", FusibleOperation.changes + 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inherited = getattr(type(self), name, None) if self._captured else None
+        if inherited is not None and name == "__dict__":
+            raise RuntimeError(
+                f"the attributes of this {type(self).__name__} are in use: a fuser captured them"
+            )
+        self._refuse_lent(name)
+        if name in self.real_numbers:
+            value = check_real(self, name, value)
+        is_new = name not in self.__dict__
+        super().__setattr__(name, value)
+        # dictionaries of hooks or parameters, maybe
+        if self._captured and isinstance(value, (dict, nn.Module)):
+            self._count_change()
+        if (
+            isinstance(value, Tensor)
+            and value.is_leaf
+            and value.requires_grad
+            and not isinstance(value, nn.Parameter)
+        ):
+            self._count_change()  # planning refuses it: it would get no gradient
+        if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
+            return
+        if is_new or callable(value) or hasattr(self._contract, name):
+            self._count_change()
+
+    def _refuse_lent(self, name: str) -> None:
+        """Refuse to set a parameter that another module holds: the op would still read that one."""
+        if name in self._sources:
+            owner = type(self._sources[name].module).__name__
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
+            )
+
+    def _refuse_late(self) -> None:
+        """Refuse a parameter that a module got after this op, which reads others there, was made.
+
+        Raises:
+            ValueError: There is one: it would be left out.
+        """
+        for module, name, _ in self._absent:
+            if getattr(module, name, None) is not None:
+                who = f"{type(self).__name__} reads a {type(module).__name__} that had no {name}"
+                raise ValueError(f"{who} when the op was made, and has one now: make the op anew")
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if hasattr(type(self), name):
+            self._count_change()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        remember(self)
+        self.__dict__["_cache"] = ModuleCache()  # not that of the op a shallow copy was made from
+        self._count_change()
+
+    def _constructed(self) -> None:
+        """Called once, when ``__init__`` is over."""
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        held.save(self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        held.load(self, state_dict, prefix, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError(
+            "opfuse ops read the parameters of their own model, not of torch.nn.DataParallel's "
+            "replicas"
+        )
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, when a fuser captures this op."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward pass of a fuser."""
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its input quantized with, under the current recipe."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The quantizer this op wants its output's gradient quantized with."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> Outputs:
+        """Forward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op.
+            input_: Input of the first basic op.
+            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is
+                inside.
+            prev_op_grad_output_quantizer: See :class:`OperationContext`.
+            next_op_input_quantizer: See :class:`OperationContext`.
+            basic_op_kwargs: Keyword arguments per basic op.
+
+        Returns:
+            The output, and the extra outputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward pass")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
+    ) -> AllGrads:
+        """Backward pass over the basic ops this op stands for.
+
+        Args:
+            basic_op_ctxs: One context per basic op, with what its forward saved.
+            grad_output: Gradient of the last basic op's output.
+            basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means
+                zero.
+
+        Returns:
+            The gradient of the input, the parameter gradients of each basic op, and the gradients
+            of the extra inputs of each basic op.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+
+    def _own_fuser(self) -> Any:
+        """The fuser behind ``op(x)``, kept as long as the op."""
+        if is_dynamo_compiling() or self._cache.key is not self:
+            _make_own_fuser(self)
+        return self._cache.value
+
+
+def check_real(op: object, name: str, value: Any) -> float:
+    """A real number, as a float; ``op`` is an op, or its class.
+
+    Raises:
+        TypeError: It is not a real number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        what = (
+            f"a {type(value).__name__}, whose gradient would be lost"
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
+        who = op if isinstance(op, type) else type(op)
+        raise TypeError(f"{who.__name__} expected a real number as {name}, got {what}")
+    return float(value)
+
+
+_changing = threading.Lock()
+
+_PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward", "operand")
+
+_DECLARED: dict[str, Any] = {
+    "grad_input": "shared",
+    "saved_names": None,
+    "context_names": (),
+    "differentiable": False,
+    "keeps_rows": False,
+    "casts_input": False,
+    "splits_backward": False,
+    "takes_params": None,
+}
+
+"""What a class declares about its passes, and what holds where nothing is declared.
+
+A class that overrides a pass says anew what is true of it: what it inherits was said of another
+one.
+"""
+
+
+def _defined(cls: type, name: str, start: int = 0) -> int:
+    """How far up a class's ancestors the first one is that defines a name."""
+    found = (i for i, base in enumerate(cls.__mro__) if i >= start and name in vars(base))
+    return next(found, len(cls.__mro__))
+
+
+def _overriding(cls: type) -> int:
+    """How far up the first ancestor is that overrides another's pass; past all if none does."""
+    first = len(cls.__mro__)
+    for name in _PASSES:
+        own = _defined(cls, name)
+        inherited = _defined(cls, name, own + 1)
+        if inherited == len(cls.__mro__) or of_library(cls.__mro__[own]):
+            continue
+        base = cls.__mro__[inherited]
+        template = base.__module__ in ("opfuse.core.op", "opfuse.core.fusible") or getattr(
+            vars(base)[name], "__isabstractmethod__", False
+        )
+        if not template:
+            first = min(first, own)
+    return first
+
+
+def declared(op: nn.Module, name: str) -> Any:
+    """What an op declares about its passes: nothing, if passes were replaced on the op itself."""
+    replaced = any([method in vars(op) for method in _PASSES])  # which torch.compile can trace
+    return _DECLARED[name] if replaced else getattr(op, name)
+
+
+def numbers_of(op: Any) -> list[str]:
+    """Which of an op's ``context_names`` are numbers of the op, and not what a call makes."""
+    found = []
+    for name in declared(op, "context_names"):
+        try:
+            value = op.context_value(name)
+        except AttributeError:
+            continue
+        found += [] if isinstance(value, Tensor) else [name]
+    return found
+
+
+def bind_engine(make_fuser: Callable[..., Any]) -> None:
+    """Hand down what runs a chain, for ``op(x)``: the engine calls this once, when it is imported.
+
+    It is the one thing that is known above and used below.
+    """
+    type.__setattr__(FusibleOperation, "_make_fuser", staticmethod(make_fuser))
+
+
+def _make_own_fuser(op: FusibleOperation) -> None:
+    if op._cache.key is not op:
+        op._cache.key, op._cache.value = op, op._make_fuser([op], owner=op)
+
+
+_make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

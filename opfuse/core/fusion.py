@@ -1,0 +1,288 @@
+"""Fusions: "this pattern may be replaced by that fused op", and one matcher for all.
+
+A pattern is a sequence of elements, each matching basic ops:
+
+- a class: exactly that class (classes torch derives for parametrization or FSDP count as the
+  original),
+- ``Subclasses(C)``: ``C`` and everything derived from it that still computes what ``C`` does,
+- ``OneOf(a, b)``: any of the elements,
+- ``Optional(e)``: the element or nothing,
+- ``OneOrMore(e)``: the element once or more.
+
+An op that overrides what the element stands for is not matched, see :func:`opfuse.has_same_math`:
+for ``Subclasses(C)`` the passes (``op_forward``, ``op_backward``, ``fuser_forward``,
+``fuser_backward``) that ``C`` does not leave abstract; for an exact class any method, on the
+instance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from .cast import Cast
+from .environment import Environment
+from .introspection import PASS_METHODS, op_class, overridden
+from .op import BasicOperation, FusedOperation
+
+Ops: TypeAlias = tuple[BasicOperation, ...]
+PASSES = ("joint", "forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subclasses:
+    """Matches one op whose class is ``cls``, or derived from it without overriding its passes.
+
+    What ``cls`` leaves abstract may be given: ``Subclasses(Activation)`` matches every activation
+    that gives its
+    ``value`` and ``derivative``, and none that brings an ``op_forward`` of its own.
+    """
+
+    cls: type
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class OneOf:
+    """Matches what any of the elements matches."""
+
+    elements: tuple[Any, ...]
+
+    def __init__(self, *elements: Any) -> None:
+        object.__setattr__(self, "elements", elements)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optional:
+    """Matches the element, or nothing."""
+
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOrMore:
+    """Matches the element once or more."""
+
+    element: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """The declaration that a run of basic ops may be replaced by one fused op.
+
+    Args:
+        pattern: Elements to match, in order; see :mod:`opfuse.core.fusion`.
+        build: Called with the tuple of matched basic ops when the fusion is chosen; returns the
+            fused op. A :class:`FusedOperation` subclass is its own ``build``.
+        when: ``when(ops, env)`` returns True, or a sentence that says why not. Called while
+            planning, with metadata only. None: always.
+        benefit: How many full-size tensor reads and writes disappear, as a number or as
+            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions the set
+            with the largest sum is taken.
+        priority: Fusions of higher priority choose first; default 0.
+        name: What reports call it; default: the name of ``build``.
+        needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
+        needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
+            ask it again with ``env.rows``.
+        needs_contiguity: Where it begins with the chain's first op, plan anew for an input that is
+            contiguous or not, and tell it in ``env.contiguous``.
+        trades_time: It saves memory and takes time for it. It is used under the option
+            ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
+        only_recomputes: All it does is to compute its output again, so that the op behind it need
+            not keep that. It is not used where that op keeps no input, or where a fusion before it
+            could spare it its own.
+        needs_recipe: It is of use under a quantization recipe only. Without one it is not looked
+            for, and no report names it.
+        casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
+            then is of the ops alone; without it, a pattern fits where its casts stand, and a joint
+            fusion, whose pattern is of the ops alone, is not used where there are any.
+
+    Raises:
+        ValueError: The pattern is empty, or can match nothing.
+        TypeError: An element or argument of the wrong type.
+    """
+
+    pattern: Sequence[Any]
+    build: Callable[[Ops], FusedOperation]
+    when: Callable[[Ops, Environment], bool | str] | None = None
+    benefit: float | Callable[[Ops, Environment], float] | None = None
+    priority: int = 0
+    name: str = ""
+    needs_row_alignment: bool = False
+    needs_rows: bool = False
+    needs_contiguity: bool = False
+    trades_time: bool = False
+    only_recomputes: bool = False
+    needs_recipe: bool = False
+    casts: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):
+            raise TypeError(f"a fusion's pattern is a sequence of elements, got {self.pattern!r}")
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        if not callable(self.build):
+            raise TypeError(
+                f"a fusion's build is a FusedOperation subclass or a function, got {self.build!r}"
+            )
+        if not self.name:
+            object.__setattr__(
+                self, "name", getattr(self.build, "__name__", type(self.build).__name__)
+            )
+        for element in self.pattern:
+            _check_element(element, self.name)
+        if all(isinstance(element, Optional) for element in self.pattern):
+            raise ValueError(
+                f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing"
+            )
+        if self.when is not None and not callable(self.when):
+            raise TypeError(
+                f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}"
+            )
+        if (
+            self.benefit is not None
+            and not isinstance(self.benefit, (int, float))
+            and not callable(self.benefit)
+        ):
+            raise TypeError(
+                f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}"
+            )
+        if not isinstance(self.priority, int):
+            raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
+        _check_casts(self)
+
+    @property
+    def names_casts(self) -> bool:
+        """Whether the pattern names :class:`opfuse.ops.Cast`."""
+        return Cast in _classes(self.pattern)
+
+    def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
+        """Where matches that begin at ``start`` end (exclusive), in ascending order."""
+        return sorted(_ends(self.pattern, ops, start) - {start})
+
+    def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
+        """Where the pattern would match from ``start``, if no op overrode anything.
+
+        Returns:
+            For each such end (exclusive) the sentence that says who overrides what.
+        """
+        loose, reasons = _ends(self.pattern, ops, start, strict=False), {}
+        for end in loose - _ends(self.pattern, ops, start) - {start}:
+            found = (
+                _override(element, op)
+                for op in ops[start:end]
+                for element in _classes(self.pattern)
+            )
+            reasons[end] = next((reason for reason in found if reason), "")
+        return {end: reason for end, reason in reasons.items() if reason}
+
+    def benefit_of(self, ops: Ops, env: Environment) -> float:
+        """The benefit of fusing ``ops``."""
+        if self.benefit is None:
+            return 2 * (len(ops) - 1)
+        return self.benefit(ops, env) if callable(self.benefit) else self.benefit
+
+
+FusionLike: TypeAlias = Fusion | Callable[..., Sequence[Any]]
+
+
+def fusion_name(fusion: FusionLike) -> str:
+    """What reports call a fusion or a fusion function."""
+    return (
+        fusion.name
+        if isinstance(fusion, Fusion)
+        else getattr(fusion, "__name__", type(fusion).__name__)
+    )
+
+
+def _check_casts(fusion: Fusion) -> None:
+    if fusion.casts and fusion.names_casts:
+        raise ValueError(
+            f"fusion {fusion.name}: with casts=True its pattern is of the ops alone, and "
+            f"{fusion.pattern!r} names Cast"
+        )
+
+
+def _check_element(element: Any, name: str) -> None:
+    if isinstance(element, type):
+        if not issubclass(element, BasicOperation):
+            raise TypeError(
+                f"fusion {name}: patterns are made of basic ops, {element.__name__} is none"
+            )
+    elif isinstance(element, Subclasses):
+        if not isinstance(element.cls, type):
+            raise TypeError(f"fusion {name}: Subclasses takes a class, got {element.cls!r}")
+    elif isinstance(element, OneOf):
+        if not element.elements:
+            raise ValueError(f"fusion {name}: OneOf() is empty")
+        for inner in element.elements:
+            if isinstance(inner, (Optional, OneOrMore)):
+                raise TypeError(
+                    f"fusion {name}: OneOf takes classes, Subclasses and OneOf, got {inner!r}"
+                )
+            _check_element(inner, name)
+    elif isinstance(element, (Optional, OneOrMore)):
+        if isinstance(element.element, (Optional, OneOrMore)):
+            raise TypeError(
+                f"fusion {name}: Optional and OneOrMore take a class, Subclasses or OneOf, got "
+                f"{element.element!r}"
+            )
+        _check_element(element.element, name)
+    else:
+        raise TypeError(
+            f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Optional or OneOrMore"
+        )
+
+
+def _classes(elements: Sequence[Any]) -> list[Any]:
+    """The classes, and ``Subclasses``, of a pattern."""
+    found = []
+    for element in elements:
+        if isinstance(element, OneOf):
+            found += _classes(element.elements)
+        else:
+            found += (
+                _classes([element.element])
+                if isinstance(element, (Optional, OneOrMore))
+                else [element]
+            )
+    return found
+
+
+def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
+    if isinstance(element, OneOf):
+        return any(_matches(inner, op, strict) for inner in element.elements)
+    if isinstance(element, Subclasses):  # a cast is no op of the user's: only its name matches it
+        of_class = isinstance(op, element.cls) and not isinstance(op, Cast)
+    else:
+        of_class = op_class(op) is element
+    return of_class and not (strict and _override(element, op))
+
+
+def _override(element: Any, op: BasicOperation) -> str:
+    """What an op of the element's class overrides, as a sentence; ``""`` if nothing."""
+    if isinstance(element, Subclasses):
+        name = overridden(op, element.cls, *PASS_METHODS) if isinstance(op, element.cls) else None
+    else:
+        name = overridden(op, element) if op_class(op) is element else None
+    if name is None:
+        return ""
+    own = op_class(op).__name__
+    return f"this {own} has its own {name}" if name in vars(op) else f"{own} overrides {name}"
+
+
+def _ends(
+    pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True
+) -> set[int]:
+    """Where the pattern can end; ``strict``: without ops that override what it stands for."""
+    ends = {start}
+    for element in pattern:
+        inner = element.element if isinstance(element, (Optional, OneOrMore)) else element
+        fresh = ends if isinstance(element, Optional) else set()
+        after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end], strict)}
+        while isinstance(element, OneOrMore) and not after <= fresh:
+            fresh = fresh | after
+            after = {
+                end + 1 for end in after if end < len(ops) and _matches(inner, ops[end], strict)
+            }
+        ends = fresh | after
+    return ends

@@ -1,0 +1,191 @@
+"""The plugin contract, and nothing else.
+
+A plugin is a distribution with an entry point in group ``opfuse.v1`` that names a module or object
+whose functions are marked with :data:`opfuse.hookimpl`. Every hook returns declarations and is
+called while planning, never during a forward or backward pass. Adding an argument to a hook is
+compatible (an implementation may take fewer); anything else opens group ``opfuse.v2``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pluggy
+
+from .environment import Environment
+from .fusion import FusionLike
+from .quantization import Quantizer, QuantizerRole, Recipe
+
+GROUP = "opfuse.v1"
+"""The entry-point group of this contract."""
+
+hookspec = pluggy.HookspecMarker("opfuse")
+hookimpl = pluggy.HookimplMarker("opfuse")
+
+
+@hookspec
+def opfuse_forward_fusions() -> list[FusionLike]:
+    """Fusions of the forward pass.
+
+    The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops
+    would, since their own backward, or a backward fusion of somebody else, reads it.
+
+    Example:
+        class BiasReLU(opfuse.FusedOperation):
+            def fuser_forward(self, basic_op_ctxs, input_, **unused):
+                bias, relu = basic_op_ctxs
+                act = self.basic_ops[1]
+                hidden = act.operand(relu, input_ + bias.params[0])  # leaves what backward reads
+                return hidden.relu(), [(), ()]
+
+
+        @opfuse.hookimpl
+        def opfuse_forward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLU)]
+    """
+
+
+@hookspec
+def opfuse_backward_fusions() -> list[FusionLike]:
+    """Fusions of the backward pass.
+
+    The fused op implements ``fuser_backward`` and relies only on what the basic ops leave in their
+    contexts. It returns the gradient of the input, the gradients of each op's parameters, and those
+    of each op's extra inputs.
+
+    Example:
+        class BiasReLUGrad(opfuse.FusedOperation):
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                bias, relu = basic_op_ctxs
+                (x,) = relu.saved_tensors
+                dx = grad_output.masked_fill(x <= 0, 0)
+                rows = dx.reshape(-1, dx.shape[-1])
+                return dx, [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
+
+
+        @opfuse.hookimpl
+        def opfuse_backward_fusions():
+            return [opfuse.Fusion((opfuse.ops.Bias, opfuse.ops.ReLU), BiasReLUGrad)]
+    """
+
+
+@hookspec
+def opfuse_joint_fusions() -> list[FusionLike]:
+    """Fusions of both passes by one fused op, which may keep what it likes between them.
+
+    The fused op implements ``fuser_forward`` and ``fuser_backward``. Joint fusions choose before
+    forward and backward fusions of the same precedence.
+
+    Example:
+        class TwiceScaled(opfuse.FusedOperation):
+            def fuser_forward(self, basic_op_ctxs, input_, **unused):
+                scale = self.basic_ops[0].scale * self.basic_ops[1].scale
+                basic_op_ctxs[0].twice = scale  # the backward uses the numbers of the forward
+                return input_ * scale, [(), ()]
+
+            def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+                return grad_output * basic_op_ctxs[0].twice, [(), ()], [(), ()]
+
+
+        @opfuse.hookimpl
+        def opfuse_joint_fusions():
+            return [opfuse.Fusion((opfuse.ops.ConstantScale,) * 2, TwiceScaled)]
+    """
+
+
+@hookspec
+def opfuse_recipes() -> dict[str, type[Recipe]]:
+    """Quantization recipes by name: frozen dataclasses derived from :class:`opfuse.Recipe`.
+
+    A recipe is a value: it is part of a plan's key, and its JSON form names quantizer state in
+    checkpoints.
+    ``opfuse.plugins.recipes()`` has those of all plugins; of two with one name the first plugin's.
+
+    Example:
+        import dataclasses
+
+
+        @dataclasses.dataclass(frozen=True)
+        class Rounding(opfuse.Recipe):
+            step: float = 0.25
+
+
+        @opfuse.hookimpl
+        def opfuse_recipes():
+            return {"rounding": Rounding}
+    """
+
+
+@hookspec
+def opfuse_converters() -> list[Any]:
+    """Converters, for ``opfuse.convert``: which chains run in place of which modules' forwards.
+
+    The package opfuse-convert calls it, and has the classes ``Converter`` and ``Conversion``.
+
+    A converter is needed for what reading a module's ``forward`` does not find. Its ``build`` makes
+    the ops by ``reading`` the parameters of the module's children, so that they stay where they
+    are.
+
+    Example:
+        from opfuse import ops
+        from opfuse_convert import Conversion, Converter
+
+
+        def build(module, env):
+            first = ops.BasicLinear.reading(module.inner)
+            chain = opfuse.Sequential(first, ops.GELU(approximate="none"))
+            call = lambda module, chain, x: chain(x)  # as the module's own forward
+            return Conversion(chain, reads=["inner"], call=call)
+
+
+        @opfuse.hookimpl
+        def opfuse_converters():
+            return [Converter("mypackage.layers.Inner", build)]
+    """
+
+
+@hookspec
+def opfuse_options() -> dict[str, Any]:
+    """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
+
+    If you set one with :class:`opfuse.options`, every fusion finds it in ``env.options``. A name
+    that the plugin does not declare is refused when a plan is made, and so is a value of another
+    type than the default's (None: any). A tuple has all values that the option takes, its default
+    first: any other value is refused.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_options():
+            return {"example.min_rows": 64, "example.rounding": ("nearest", "up")}
+    """
+
+
+@hookspec(firstresult=True)
+def opfuse_quantizer(
+    recipe: Recipe, role: QuantizerRole, env: Environment | None
+) -> Quantizer | None:
+    """A new quantizer for a tensor of ``role``; None for a recipe of somebody else.
+
+    The first answer counts, in the order in which fusions choose. Asked once for each tensor that
+    an op quantizes, when the op meets the recipe first; the quantizer lives as long as the op.
+    ``env`` says where the op runs then, such as on which device.
+
+    Example:
+        import torch
+        from opfuse.core.quantization.formats import ScaledTensor
+
+
+        class RoundingQuantizer(opfuse.Quantizer):
+            def __init__(self, step):
+                self.step = step
+
+            def quantize(self, tensor, usage, out=None):
+                data = (tensor / self.step).round().to(torch.int8)
+                scale = torch.tensor([self.step], dtype=torch.float32, device=tensor.device)
+                return ScaledTensor(tensor.shape, tensor.dtype, self, data, None, scale)
+
+
+        @opfuse.hookimpl
+        def opfuse_quantizer(recipe, role):
+            return RoundingQuantizer(recipe.step) if isinstance(recipe, Rounding) else None
+    """

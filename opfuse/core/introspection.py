@@ -1,0 +1,165 @@
+"""What an op overrides: whether what is known of its class holds for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .fusible import FusibleOperation
+from .op import BasicOperation, FusedOperation
+from .op_context import QUANTIZERS, asks_for_quantizers
+
+_LIBRARY = BasicOperation.forward, FusedOperation.forward
+_CALL = "__call__", "_call_impl"
+CONVERTED = "_opfuse_of"
+"""What a class has that ``opfuse.convert`` put on another one: that one."""
+
+
+def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks of a module's call, by kind."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
+    """For each module whether its call runs hooks."""
+    return [bool(any(hook_dicts(module))) for module in modules]
+
+
+def hook_kinds(module: nn.Module) -> str:
+    """The kinds of hooks that a module's call runs, in words; ``""`` if there are none."""
+    kinds = ("forward", "forward pre-", "backward", "backward pre-")
+    return " and ".join(
+        kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks
+    )
+
+
+def why_apart(op: nn.Module) -> str:
+    """Why an op must run through its own ``__call__``; ``""`` if it need not.
+
+    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter,
+    say), or one that was set on the instance or on its class.
+    """
+    if hooks := hook_kinds(op):
+        return f"has {hooks} hooks"
+    return f"has a {name} of its own" if (name := own_call(op)) else ""
+
+
+def own_call(op: nn.Module) -> str:
+    """``"__call__"`` or ``"forward"``, whichever is not the library's; ``""`` if both are."""
+    if any(getattr(type(op), name) is not getattr(nn.Module, name) for name in _CALL):
+        return "__call__"
+    return "" if "forward" not in vars(op) and type(op).forward in _LIBRARY else "forward"
+
+
+def op_class(op: nn.Module) -> type[nn.Module]:
+    """The class of an op as its author wrote it, without the classes derived around it.
+
+    ``torch.nn.utils.parametrize``, FSDP and ``opfuse.convert`` change a module's class in place; a
+    fusion that names the original class still means this op.
+    """
+    cls = type(op)
+    while True:
+        bases = cls.__bases__
+        if CONVERTED in vars(cls):
+            cls = vars(cls)[CONVERTED]
+        elif nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
+            cls = bases[0]
+        elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
+            cls = bases[1]
+        else:
+            return cls
+
+
+PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+"""By which of their methods the fuser runs the ops."""
+
+
+def has_same_math(op: nn.Module, cls: type, *methods: str) -> bool:
+    """Whether what computes ``cls`` may stand for an op.
+
+    The op is one, and ``cls`` is still who defines its arithmetic.
+
+    Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
+    ``has_same_math(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the
+    instance, computes something else, or may. Ask while planning: a change on the op or its class
+    makes a new plan.
+
+    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or
+    FSDP override nothing. What ``torch.nn.Module`` defines makes no difference: the fuser looks at
+    ``forward`` itself.
+
+    Args:
+        op: The op.
+        cls: The class whose arithmetic is known.
+        *methods: The methods that the shortcut replaces; default: all that ``cls`` has.
+    """
+    return isinstance(op, cls) and overridden(op, cls, *methods) is None
+
+
+def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
+    """The first method of ``cls`` that an op does not have from it; see :func:`has_same_math`."""
+    own = type(op)
+    if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
+        return None
+    for name in methods or _methods_of(cls):
+        if name in vars(op):
+            return name
+        given = _on_class(cls, name)
+        if own is cls or given is None or given is _on_class(own, name):
+            continue
+        of_pass = name.replace(
+            "fuser_", "op_"
+        )  # a pass that is abstract may be given by either of its methods
+        abstract = given is _on_class(BasicOperation, name) and getattr(
+            _on_class(cls, of_pass), _ABSTRACT, False
+        )
+        if not (abstract or getattr(given, _ABSTRACT, False)):
+            return name
+    return None
+
+
+_ABSTRACT = "__isabstractmethod__"
+
+
+def _on_class(cls: type, name: str) -> Any:
+    """What a class has under this name, as it was written there; None: nothing."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _methods_of(cls: type) -> dict[str, None]:
+    """The names of the methods that a class has from opfuse's classes and its own."""
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    names = dict.fromkeys(
+        name for base in bases for name in vars(base) if not name.startswith("__")
+    )
+    return {
+        name: None
+        for name in names
+        if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))
+    }
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or hasattr(value, "__get__")
+
+
+def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
+    """The keyword arguments an op takes; None if it takes any (``**kwargs``)."""
+    if op.kwarg_names is not None:
+        return op.kwarg_names
+    if not isinstance(op, BasicOperation):
+        return ()
+    by_position, _ = asks_for_quantizers(op)
+    parameters = list(inspect.signature(op.op_forward).parameters.values())[2 + len(by_position) :]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in keyword and p.name not in QUANTIZERS)

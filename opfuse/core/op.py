@@ -1,0 +1,643 @@
+"""The operation classes: what the user composes and what a plugin replaces.
+
+A :class:`BasicOperation` is one tensor operation with its parameters and state. A
+:class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven
+by :class:`opfuse.OperationFuser` through ``fuser_forward`` and ``fuser_backward``; class, method
+and keyword names are those of Transformer Engine's ``te.ops``, so an op written for it runs here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .environment import Environment
+from .fusible import FusibleOperation, ParamSource
+from .op_context import (
+    AllGrads,
+    Extras,
+    Grads,
+    OperationContext,
+    Outputs,
+    asks_for_quantizers,
+    in_channel,
+    summed,
+)
+from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
+from .quantization.parameter_state import quantize_parameters
+from .quantization.scale_update import PreparedOps
+from .quantization.state import QuantizerStates
+
+
+class BasicOperation(FusibleOperation):
+    """One tensor operation with its parameters and state.
+
+    Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs
+    implements ``fuser_forward`` and ``fuser_backward`` instead.
+
+    A class that overrides one of these passes inherits no declaration about them, but says anew
+    what is true of it: ``saved_names``, ``context_names``, ``grad_input``, ``differentiable``,
+    ``keeps_rows``, ``casts_input`` and ``takes_params``.
+
+    Class attributes that describe an op to fusions and to the fuser:
+        num_extra_inputs, num_extra_outputs: Tensors beside the main one.
+        extra_input_dtypes: What each extra input takes, one entry for each: ``"floating"``,
+            ``"integer"`` (targets, positions, split sizes) or ``"bool"``. Those of the last two
+            kinds get no gradient. Empty: all are floating point.
+        takes_params: Names of the parameters that the passes take, in order; None: all that there
+            are at the end of ``__init__``. Others belong to a ``forward`` of its own.
+        saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
+        context_names: Context attributes beyond the documented ones that the backward reads, such
+            as a number of the op; the forward leaves each where ``ctx.requires_grad``. A fused
+            forward finds there already what :meth:`context_value` gives.
+        in_features: Last dimension the op takes, or None for any.
+        out_features: Last dimension it gives, or None for the one it got divided by
+            ``feature_ratio``.
+        feature_ratio: See above; None: unknown.
+        keeps_rows: Whether the output has the leading dimensions of the input, all but the last.
+        differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made
+            of differentiable torch operations), which second derivatives and functorch need.
+        params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype,
+            outside autocast.
+        autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own,
+            unless the next op ``casts_input``; None: autocast's own.
+        casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
+        splits_backward: Whether ``op_backward``, with None for its ``"input"`` among the
+            ``saved_tensors``, gives the gradient of the input alone, and with None for all others
+            those of the parameters. It may be called twice then, so that the op before has the time
+            to compute that input again.
+        accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
+        extras_of_any_dtype: Whether floating-point extra inputs may have another dtype than the
+            input, though the parameters may not.
+    """
+
+    is_fused_op = False
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    extra_input_dtypes: tuple[str, ...] = ()
+    saved_names: ClassVar[tuple[str, ...] | None] = None
+    context_names: ClassVar[tuple[str, ...]] = ()
+    in_features: int | None = None
+    out_features: int | None = None
+    feature_ratio: int | None = None
+    keeps_rows: bool = False
+    differentiable: bool = False
+    params_in_compute_dtype: bool = False
+    autocast_dtype: ClassVar[torch.dtype | None] = None
+    casts_input: ClassVar[bool] = False
+    splits_backward: ClassVar[bool] = False
+    accumulates_grads: bool = False
+    takes_params: ClassVar[tuple[str, ...] | None] = None
+    extras_of_any_dtype: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_input_names: tuple[str | None, ...] = (None,) * self.num_extra_inputs
+        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        self._quantizers = QuantizerStates()
+        self._weights = WeightCache()
+        self._prepared = PreparedOps()
+
+    def _constructed(self) -> None:
+        super()._constructed()
+        quantize_parameters(self)
+
+    # Parameters that other modules hold
+
+    def lend_parameters(self, owner: nn.Module) -> None:
+        """Give this op's parameters to ``owner``, which registers them under the same names.
+
+        The op goes on reading them, from ``owner``, at every call; its ``param_names`` stay.
+        """
+        lent = dict(self._parameters)
+        self.read_parameters({name: ParamSource(owner, name) for name in lent})
+        for name, param in lent.items():
+            owner.register_parameter(name, param)
+
+    def read_parameters(self, sources: Mapping[str, ParamSource]) -> None:
+        """Take parameters from other modules from now on, at every call anew.
+
+        The op holds none of them: they are in neither its ``parameters()`` nor its state dict, and
+        gradients reach the Parameters of these modules. A copy of the op reads the copies of these
+        modules that are made with it.
+
+        Args:
+            sources: Where each parameter is.
+        """
+        for name in sources:
+            self._parameters.pop(name, None)
+        vars(self)["_sources"] = dict(sources)
+
+    def param_source(self, name: str) -> tuple[nn.Module, str]:
+        """The module and attribute from which a parameter is read at every call."""
+        if name in self._sources:
+            return self._sources[name].module, self._sources[name].name
+        module: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            module = getattr(module, part)
+        return module, leaf
+
+    def read_parameter(self, name: str) -> Any:
+        """The value of a parameter now, as the passes are given it; None if there is none."""
+        module, leaf = self.param_source(name)
+        value = getattr(module, leaf)
+        transposed = name in self._sources and self._sources[name].transposed
+        return value.t() if transposed and value is not None else value
+
+    def __getattr__(self, name: str) -> Any:
+        return self.read_parameter(name) if name in self._sources else super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; refused where another module holds it."""
+        self._refuse_lent(name)
+        super().register_parameter(name, param)
+        if self._captured and name not in (self.param_names or ()):
+            self._count_change()
+
+    def accumulate_grads(
+        self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """Put gradients away that autograd is not to see, whatever fusion computed them.
+
+        Called once in a backward that would add them to ``.grad``, and not by
+        ``torch.autograd.grad``.
+
+        Args:
+            params: The parameters of the forward.
+            grads: Their gradients, or None.
+
+        Returns:
+            What autograd gets instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
+
+    # Extra tensors bound to named channels, and external inputs that share a name
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Feed an extra input from the named channel of an earlier op instead of from the caller.
+
+        Raises:
+            IndexError: The op has no such extra input.
+            ValueError: ``channel`` is neither None nor a non-empty string.
+            RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
+        """
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._refuse_both(index, self._extra_input_names[index], channel)
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_input_name(self, index: int, name: str | None) -> BasicOperation:
+        """Name an extra input that the caller gives; inputs of one name take one argument.
+
+        Extra inputs of one name in one fuser take one argument, at the place of the first of them.
+        They all get the same tensor, and their gradients are added.
+
+        Args:
+            index: Which extra input.
+            name: The name, or None to remove it.
+
+        Raises:
+            IndexError: The op has no such extra input.
+            ValueError: ``name`` is neither None nor a non-empty string, or a channel feeds this
+                extra input.
+            RuntimeError: A fuser has captured this op already (calling ``op(x)`` does so).
+        """
+        self._check_channel("input", index, self.num_extra_inputs, name, "name")
+        self._refuse_both(index, name, self._extra_input_channels[index])
+        names = self._extra_input_names
+        self._extra_input_names = (*names[:index], name, *names[index + 1 :])
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Publish an extra output under a channel name, for later ops of the same fuser.
+
+        Args:
+            index: Which extra output.
+            channel: The name, or None to remove the binding.
+            output_to_caller: Whether the caller gets the tensor too.
+
+        Raises:
+            IndexError, ValueError, RuntimeError: As for :meth:`set_extra_input_channel`.
+            TypeError: ``output_to_caller`` is not a bool.
+        """
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        return self
+
+    @property
+    def extra_input_channels(self) -> tuple[str | None, ...]:
+        """The channel that feeds each extra input; None: the caller does."""
+        return tuple(self._extra_input_channels)
+
+    @property
+    def extra_input_names(self) -> tuple[str | None, ...]:
+        """The name of each extra input; None: it has none."""
+        return self._extra_input_names
+
+    @property
+    def extra_output_channels(self) -> tuple[str | None, ...]:
+        """The channel under which each extra output is published; None: under none."""
+        return tuple(self._extra_output_channels)
+
+    def _check_channel(
+        self, side: str, index: int, count: int, channel: str | None, what: str = "channel"
+    ) -> None:
+        name = type(self).__name__
+        if not 0 <= index < count:
+            raise IndexError(f"{name} has {count} extra {side}s, there is no extra {side} {index}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ValueError(f"a {what} is a non-empty string or None, {name} got {channel!r}")
+        if self._captured:
+            when = "a Sequential at its first call, or op(x)"
+            raise RuntimeError(
+                f"the {what}s of this {name} are fixed: a fuser captured them ({when}); use a "
+                f"new op"
+            )
+
+    def _refuse_both(self, index: int, name: str | None, channel: str | None) -> None:
+        if name is not None and channel is not None:
+            raise ValueError(
+                f"extra input {index} of {type(self).__name__} has the name {name!r}, for a tensor "
+                f"of the caller, or the channel {channel!r}, for one of an earlier op, not both: "
+                f"set the other to None first"
+            )
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors the op quantizes in ``mode`` ("forward" or "backward")."""
+        return 0
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        """What each of the ``num_quantizers(mode)`` tensors is; None: roles without a name."""
+        return None
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Make ``recipe`` current; the first time, create this op's quantizers for it."""
+        self._quantizers.use(self, recipe)
+
+    def _check_name(self, name: str) -> None:
+        states = vars(self).get("_quantizers")  # maybe before super().__init__()
+        if states is not None:
+            states.check_name(self, name)
+
+    def _set_name(self, attribute: str, name: str) -> None:
+        self._check_name(self._name or name if attribute == "_path" else name or self._path)
+        super()._set_name(attribute, name)
+
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
+
+        In a backward, and between calls, it is that of the recipe that the op last ran under.
+        """
+        return self._quantizers.get(self, mode, index)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The first forward quantizer, if there is one."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The first backward quantizer, if there is one."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    def get_usage(self, name: str, *, dgrad: bool, wgrad: bool, backward: bool = True) -> Usage:
+        """Which copies of a quantized tensor this op reads: those that its GEMMs reduce over.
+
+        An input is read rowwise by the forward, and columnwise for the gradient of a parameter. A
+        weight is read rowwise by the forward, and columnwise for the gradient of the input. A
+        gradient is read rowwise for the gradient of the input, and columnwise for that of a
+        parameter.
+
+        Args:
+            name: ``"input"``, ``"weight"`` (or a name that begins so) or ``"grad_output"``.
+            dgrad: Whether the gradient of the input is needed.
+            wgrad: Whether the gradient of a parameter is needed.
+            backward: Whether the backward reads quantized tensors of its own.
+        """
+        if name.startswith("grad_output"):
+            return Usage(dgrad, wgrad)
+        return Usage(True, backward and (dgrad if name.startswith("weight") else wgrad))
+
+    # The operation itself
+
+    def context_value(self, name: str) -> Any:
+        """A number of the op, for its context: what a fused forward finds there.
+
+        The engine asks before a fused forward, which may leave another value. Of each of the
+        ``context_names`` that is no number of the op (an AttributeError says so), the fused forward
+        leaves its own.
+
+        Args:
+            name: One of the ``context_names``: an attribute of the op, or ``"numbers"``, all that
+                its ``numbers_of()`` gives.
+        """
+        return self.numbers_of() if name == "numbers" else getattr(self, name)
+
+    @abstractmethod
+    def op_forward(self, ctx: Any, input_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward pass.
+
+        Args:
+            ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
+            input_: The input tensor.
+            *args: Transformer Engine's ``prev_op_grad_output_quantizer`` and
+                ``next_op_input_quantizer``, where the op has two more positional parameters; see
+                :class:`OperationContext`.
+            **kwargs: The op's own keyword arguments; and those two, where its signature names them.
+                Ops of the library take both from a fused op that calls them, and need none.
+
+        Returns:
+            The output tensor.
+        """
+
+    @abstractmethod
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """Backward pass: the gradient of the input, and one gradient (or None) per parameter."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+        **quantizers: Any,
+    ) -> Outputs:
+        """Run ``op_forward``; see :meth:`FusibleOperation.fuser_forward`."""
+        self._check_has_no_extras("forward")
+        by_position, by_name = asks_for_quantizers(self)
+        before = [quantizers.get(name) for name in by_position]
+        given = {name: quantizers.get(name) for name in by_name} | basic_op_kwargs[0]
+        return self.op_forward(basic_op_ctxs[0], input_, *before, **given), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
+    ) -> AllGrads:
+        """Run ``op_backward``; see :meth:`FusibleOperation.fuser_backward`."""
+        self._check_has_no_extras("backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _check_has_no_extras(self, direction: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            who = f"{type(self).__name__} has extra inputs or outputs"
+            raise RuntimeError(f"{who}: it must implement fuser_{direction}, not op_{direction}")
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Apply the op on its own: the output, or ``(output, *extra_outputs)``."""
+        return self._own_fuser().run(
+            input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
+        )
+
+    # State
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._quantizers.apply(fn)
+        self._weights.clear()
+        if self._quantizers.has_state:
+            self._count_change()  # plans hold quantizers whose state is elsewhere now
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._quantizers.following(self).save(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._quantizers.following(self).load(state_dict, prefix)
+        if type(self).set_extra_state is nn.Module.set_extra_state:
+            pickled = state_dict.pop(
+                f"{prefix}_extra_state", None
+            )  # Transformer Engine writes one for every op
+            if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
+                what = "is pickled FP8 state of Transformer Engine, which opfuse does not read"
+                args[-1].append(
+                    f"{prefix}_extra_state {what}: convert the checkpoint with "
+                    f"opfuse_fp8.from_te_extra_state of opfuse-plugin-fp8, or drop the key to load "
+                    f"the parameters without it"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+type.__setattr__(FusibleOperation, "_contract", BasicOperation)
+
+
+class FusedOperation(FusibleOperation):
+    """Stands for a run of basic ops and keeps no state of its own.
+
+    A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the
+    subclass itself. In a forward-only fusion ``fuser_forward`` must leave in each context exactly
+    what the basic op would (``saved_names`` and ``context_names`` say what); a backward-only fusion
+    may rely on exactly that; a joint fusion may keep what it likes.
+
+    Attributes:
+        recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An
+            op behind it that saves this very tensor as its ``"input"`` then does not keep it, and
+            finds it in its backward all the same; ``fuser_forward`` agrees to that at each call,
+            see :attr:`OperationContext.may_recompute`.
+        fuser_backward_with_output: A method that a joint fusion which recomputes may have: takes
+            what ``fuser_backward`` takes, and gives a pair of what that gives and of the output
+            again. It runs in place of ``fuser_recompute`` and ``fuser_backward`` where the op
+            behind :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
+        casts: Whether it does the casts itself that a recipe wants between its ops. A fusion that
+            is a plain function says so here; :class:`opfuse.Fusion` has an argument for it.
+        fallback: Why it does not run its kernel where it was planned for, as a sentence, or empty:
+            reports count it then as one that runs in PyTorch's operations.
+        notes: What reports add about this op, such as the time it spent compiling; an attribute or
+            a property.
+
+    Args:
+        basic_ops: The basic ops this op stands for, in order.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: One of them is not a basic op.
+    """
+
+    is_fused_op = True
+    kwarg_names: ClassVar[tuple[str, ...] | None] = ()
+    param_names: tuple[str, ...] | None = ()
+    notes: str = ""
+    recomputes: bool = False
+    fuser_backward_with_output: Callable[..., tuple[Any, Tensor]] | None = None
+    casts: bool = False
+    fallback: str = ""
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__()
+        ops = list(basic_ops)
+        if not ops:
+            raise ValueError(f"{type(self).__name__} needs at least one basic op to stand for")
+        for op in ops:
+            if not isinstance(op, BasicOperation):
+                raise TypeError(
+                    f"{type(self).__name__} stands for basic ops, got {type(op).__name__}"
+                )
+        self.basic_ops = nn.ModuleList(ops)
+
+    def _call_it(self, name: str) -> None:
+        for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
+            op._call_it(name)  # type: ignore[operator]
+        super()._call_it(name)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The first basic op's."""
+        return self.basic_ops[0].get_input_quantizer()  # type: ignore[no-any-return,operator]
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The last basic op's."""
+        return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """The ways to run it that ``opfuse tune`` is to choose among, at most 8, as JSON-able data.
+
+        The one that it finds fastest is ``env.configuration`` when :meth:`planned` is called on
+        this machine. Otherwise that is None, and the op decides by itself.
+        """
+        return ()
+
+    def planned(self, env: Environment) -> None:
+        """Called once, when a plan takes this op, with what its fusion's ``when`` was given.
+
+        If it raises, such as for an option's value, there is a warning, and the fusion is not used.
+        """
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """The output of ``fuser_forward`` again, from the contexts of the backward.
+
+        Returns:
+            A new tensor that equals the output up to rounding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
+
+    # The basic ops one after the other: what a kernel falls back to, and what its results are held
+    # against
+
+    def run_separately(
+        self,
+        basic_op_ctxs: Sequence[Any],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> Outputs:
+        """The forward of the basic ops, one after the other.
+
+        Takes and gives what ``fuser_forward`` does, and leaves the same on the contexts.
+        """
+        x, outputs, last = input_, [], len(basic_op_ctxs) - 1
+        made: dict[str | None, Tensor | None] = {}
+        for i, (op, forward, _) in enumerate(self._separate_ops()):
+            ctx, kwargs = basic_op_ctxs[i], basic_op_kwargs[i] if basic_op_kwargs else {}
+            if forward is not None and not kwargs:
+                x = forward(ctx, x)
+                outputs.append(())
+                continue
+            channels = op._extra_input_channels
+            extras = zip(basic_op_extra_inputs[i], channels, strict=True)
+            x, (given,) = op.fuser_forward(
+                [ctx],
+                x,
+                basic_op_extra_inputs=[
+                    [made[c] if extra is None else extra for extra, c in extras]
+                ],
+                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
+                next_op_input_quantizer=next_op_input_quantizer if i == last else None,
+                basic_op_kwargs=[kwargs],
+            )
+            inside = [in_channel(tensor, ctx) for tensor in given]
+            made.update(zip(op._extra_output_channels, inside, strict=True))
+            outputs.append(given)
+        return x, outputs
+
+    def run_separately_backward(
+        self,
+        basic_op_ctxs: Sequence[Any],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Extras,
+    ) -> AllGrads:
+        """The backward of the basic ops, one after the other; as ``fuser_backward``."""
+        dy: Tensor | None = grad_output
+        of_params: list[Any] = [None] * len(basic_op_ctxs)
+        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
+        inside: dict[str, Tensor | None] = {}
+        owns = basic_op_ctxs[-1].owns_grad_output
+        for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
+            ctx = basic_op_ctxs[i]
+            if not ctx.requires_grad:  # nor does any before it
+                return None, of_params, of_extras
+            owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
+            if backward is not None:
+                dy, of_params[i] = backward(ctx, dy)
+            else:
+                given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
+                grads = [summed(grad, inside.get(channel)) for grad, channel in given]
+                dy, (of_params[i],), (of_op,) = op.fuser_backward(
+                    [ctx], dy, basic_op_grad_extra_outputs=[grads]
+                )
+                of_extras[i] = of_op = tuple(of_op)
+                for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
+                    if channel is not None:
+                        inside[channel] = summed(grad, inside.get(channel))
+            ctx.owns_grad_output = owned
+            # with keywords it may be a tensor that the caller gave
+            owns = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
+        return dy, of_params, of_extras
+
+    def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
+        """The basic ops, with ``op_forward`` and ``op_backward`` where these are all there is."""
+        tracing = is_dynamo_compiling()  # which allows no side effects
+        changes, known = (-1, []) if tracing else self._cache.separate
+        if changes == FusibleOperation.changes:
+            return known
+        found: list[tuple[Any, Any, Any]] = []
+        default = {
+            name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")
+        }
+        for op in self.basic_ops:
+            assert isinstance(op, BasicOperation)
+            plain = not (
+                op.num_extra_inputs or op.num_extra_outputs or default.keys() & vars(op).keys()
+            )
+            forward = plain and type(op).fuser_forward is default["fuser_forward"]
+            forward = forward and asks_for_quantizers(op) == ((), ())
+            backward = plain and type(op).fuser_backward is default["fuser_backward"]
+            found.append(
+                (op, op.op_forward if forward else None, op.op_backward if backward else None)
+            )
+        if not tracing:
+            self._cache.separate = FusibleOperation.changes, found
+        return found
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Apply the basic ops, fused as the installed plugins allow."""
+        return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

@@ -1,0 +1,160 @@
+"""The context of an op, in which its forward leaves what its backward needs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+if TYPE_CHECKING:
+    from .quantization import QuantizedTensor, Quantizer, Usage, WeightCache
+
+Grads = Iterable[Tensor | None] | None
+"""The gradients of one op's parameters."""
+Extras = Sequence[Sequence[Tensor | None]]
+"""The extra inputs or outputs of each op, or their gradients."""
+Outputs = tuple[Tensor, Extras]
+"""What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
+AllGrads = tuple[Tensor | None, Sequence[Grads], Extras]
+"""What ``fuser_backward`` returns: the gradients of input, parameters, and extra inputs."""
+
+
+class OperationContext:
+    """What one basic op leaves in forward for its backward: an open bag of attributes.
+
+    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change
+    them, since what it writes there would be there in later calls. It may add attributes if it
+    declares ``context_names``, or declares nothing at all; tensors go through
+    :meth:`save_for_backward`. The backward gets another context with the same attributes, so
+    nothing written in forward is ever mutated. Keep no reference to a context: that of an op that
+    adds no attributes takes none (an AttributeError says so), is cleared when the pass is over, and
+    serves a later one.
+
+    Attributes:
+        requires_grad: Whether this op takes part in the backward at all.
+        input_requires_grad: Whether the gradient of the op's input is needed.
+        params: The op's parameter values of this call, in ``param_names`` order (forward only).
+        param_requires_grad: One flag per parameter.
+        dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
+        backward_override: The recipe's, or None.
+        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized
+            with.
+        next_op_input_quantizer: What the next op wants its input quantized with.
+        quantizers: This op's own quantizers by name: ``"input"``, ``"weight"``, ``"grad_output"``,
+            or as its roles say; empty without a recipe.
+        weights: The casts of its weights; see :meth:`quantized_weight`.
+        cast_input: The input of a cast and what it gave, where the input of this op may be computed
+            again (forward only).
+        saves_params: Whether the op may save a parameter as it is, and not what autocast made of
+            it: the backward casts it again. So it is under ``options(prefer="memory")``, where all
+            parameters of the op are registered Parameters that need a gradient. See
+            :meth:`opfuse.ops.BasicLinear.operands`.
+        saved_tensors: What :meth:`save_for_backward` was given (backward only).
+        owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+        may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
+            would do without its input (forward only).
+        recomputable_output: There the forward may put its output then: it agrees to compute it
+            again.
+    """
+
+    def __init__(self) -> None:
+        self.requires_grad: bool = True
+        self.input_requires_grad: bool = True
+        self.params: tuple[Tensor, ...] = ()
+        self.param_requires_grad: tuple[bool, ...] = ()
+        self.dtype: torch.dtype | None = None
+        self.backward_override: str | None = None
+        self.prev_op_grad_output_quantizer: Quantizer | None = None
+        self.next_op_input_quantizer: Quantizer | None = None
+        self.quantizers: dict[str, Quantizer] = {}
+        self.weights: WeightCache | None = None
+        self.cast_input: tuple[Tensor, Any] | None = None
+        self.saves_params: bool = False
+        self.saved_tensors: tuple[Any, ...] | None = None
+        self.to_save: tuple[Any, ...] | None = None
+        self.owns_grad_output: bool = False
+        self.may_recompute: bool = False
+        self.recomputable_output: Tensor | None = None
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors (or quantized tensors, or None) for the backward, as ``saved_tensors``."""
+        self.to_save = tensors
+
+    def quantized_weight(
+        self, usage: Usage, *, name: str = "weight", index: int = 0, part: int | None = None
+    ) -> QuantizedTensor:
+        """A weight of this op, as its quantizer casts it; as it was cast last, where that holds.
+
+        Args:
+            usage: Which copies are needed.
+            name: The name of its quantizer.
+            index: Which of ``params`` it is.
+            part: Which of the matrices in that one; None: it is one matrix.
+        """
+        assert self.weights is not None, "there is no recipe"
+        return self.weights.quantized(name, self.params[index], self.quantizers[name], usage, part)
+
+
+_LIBRARY = ("opfuse.ops.", "opfuse.core.identity", "opfuse.core.cast", "opfuse.core.quantize")
+
+
+def of_library(defined: Any) -> bool:
+    """Whether a class or function is one of the ops of this distribution, or in one."""
+    return getattr(defined, "__module__", "").startswith(_LIBRARY)
+
+
+QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+
+
+def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
+    return _asked_by(
+        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
+    )
+
+
+asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if of_library(function):
+        return (), ()  # they take them from who calls op_forward itself, and need none
+    parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
+    if named := tuple(p.name for p in parameters if p.name in QUANTIZERS):
+        return (), named
+    first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return (QUANTIZERS, ()) if first_two == ["prev_op", "next_op"] else ((), ())
+
+
+class ModuleCache:
+    """Values derived from a module: dropped, never copied, when the module is copied or pickled."""
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self.value: Any = None
+        self.separate: tuple[int, list[Any]] = (-1, [])  # see FusedOperation.run_separately
+
+    def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
+        return ModuleCache, ()
+
+
+def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
+    """What a later op gets of an extra output: an alias that says whether a gradient flows."""
+    if (
+        tensor is None
+        or not (ctx.requires_grad and tensor.is_floating_point())
+        or is_dynamo_compiling()
+    ):
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which either may be missing."""
+    return a if b is None else b if a is None else a + b

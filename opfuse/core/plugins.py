@@ -1,0 +1,468 @@
+"""Plugins: found by entry-point metadata, imported at first need, isolated from each other.
+
+Reading metadata imports nothing and happens once, at the end of ``import opfuse``. The first plan
+(or listing) imports the plugins that are not blocked, one by one in sorted order. A plugin that
+fails in its metadata, its import, its registration or a hook is a :class:`opfuse.PluginWarning` and
+stays listed as ``failed``; ``OPFUSE_STRICT=1`` raises instead. An error inside a running kernel is
+never caught.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import threading
+import warnings
+import weakref
+from collections import ChainMap
+from collections.abc import Iterator
+from typing import Any
+
+import pluggy
+
+from . import hookspecs
+from .errors import PluginWarning
+from .fusion import PASSES, Fusion, FusionLike, fusion_name
+from .quantization import Recipe
+from .records import (
+    FusionSource,
+    PluginFilter,
+    PluginRecord,
+    check_hookimpl,
+    check_option,
+    check_plugin,
+    checked_recipes,
+    is_strict,
+    normalize,
+)
+from .settings import Options, Setting, current
+
+if sys.version_info >= (3, 12):
+    import importlib.metadata as metadata
+else:
+    import importlib_metadata as metadata
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Registration:
+    """Handle of a fusion registered in code."""
+
+    manager: PluginManager
+    source: FusionSource
+
+    def unregister(self) -> None:
+        """Take the fusion back. Doing it twice does no harm."""
+        with self.manager._lock:
+            self.manager._registered = [
+                other for other in self.manager._registered if other is not self
+            ]
+            self.manager.changed()
+
+
+class PluginManager:
+    """Every plugin of this process, and every fusion registered in code."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.records: list[PluginRecord] = []
+        self._registered: list[Registration] = []
+        self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
+        # what opfuse.core.tuning_table has read; None: there are no tables
+        self.tables: dict[Any, Any] | None = {}
+        self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
+        self._warned: set[str] = set()
+        self._pluggy = pluggy.PluginManager("opfuse")
+        self._pluggy.add_hookspecs(hookspecs)
+        self._lock = threading.RLock()
+
+    # Discovery: metadata only
+
+    def discover(self) -> None:
+        """Read the entry points of groups ``opfuse.v*``; imports nothing."""
+        seen: set[str] = set()
+        for dist in metadata.distributions():
+            name, version = str(getattr(dist, "_path", "unknown")).rpartition(os.sep)[2], "unknown"
+            try:
+                if "opfuse." not in (dist.read_text("entry_points.txt") or ""):
+                    continue
+                name, version = dist.metadata["Name"] or name, dist.version or version
+                if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
+                    continue
+                seen.add(normalize(name))
+                known: dict[tuple[str, str], PluginRecord] = {}
+                for ep in sorted(
+                    ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)
+                ):
+                    if (ep.group, ep.value) in known:
+                        known[ep.group, ep.value].aliases += (ep.name,)
+                        continue
+                    record = known[ep.group, ep.value] = PluginRecord(
+                        ep.name, name, version, ep.group, ep.load, module=ep.module
+                    )
+                    if ep.group != hookspecs.GROUP:
+                        record.state = "incompatible"
+                        record.error = (
+                            f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+                        )
+                    self.records.append(record)
+            except Exception as error:  # told when plugins are needed, unless this one is blocked
+                self.records.append(PluginRecord(name, name, version, broken=error))
+        self.records.sort(key=lambda record: record.key)
+
+    def register(
+        self,
+        plugin: Any,
+        *,
+        name: str,
+        distribution: str = "registered in code",
+        version: str = "0",
+    ) -> PluginRecord:
+        """Add a plugin object that is not installed (a notebook's, a test's).
+
+        Raises:
+            TypeError: ``plugin`` is no module or object with hooks, or ``name`` no string.
+        """
+        check_plugin(plugin)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}"
+            )
+        with self._lock:
+            record = PluginRecord(name, distribution, version, load=lambda: plugin)
+            self.records = sorted([*self.records, record], key=lambda record: record.key)
+            self.changed()
+        return record
+
+    def remove(self, record: PluginRecord) -> None:
+        """Forget a plugin that :meth:`register` added."""
+        with self._lock:
+            self.records = [other for other in self.records if other is not record]
+            if record.plugin is not None:
+                self._pluggy.unregister(record.plugin)
+                record.plugin = None
+            self.changed()
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """No plugin, and no fusion registered in code, for a ``with`` block: for tests.
+
+        What is registered inside is gone afterwards. Other threads are isolated too.
+        """
+        before = self.records, self._registered
+        self.records, self._registered = [], []
+        self.changed()
+        try:
+            with using(None):
+                yield
+        finally:
+            for record in list(self.records):
+                self.remove(record)
+            self.records, self._registered = before
+            self.changed()
+
+    def changed(self) -> None:
+        """Let every plan be made anew."""
+        self._sources = {}
+        self.generation += 1  # last: who sees the new number sees the new fusions
+
+    # Loading
+
+    def active(self, text: str | None) -> list[PluginRecord]:
+        """The plugins of a selection, loaded, sorted or in the order of the user's list."""
+        selection = PluginFilter.parse(text)
+        with self._lock:
+            for name in selection.only or selection.blocked:
+                if name not in self._warned and not any(
+                    record.answers_to(name) for record in self.records
+                ):
+                    self._warned.add(name)
+                    what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
+                    warnings.warn(PluginWarning(what), stacklevel=2)
+            chosen = [record for record in self.records if selection.position(record) is not None]
+            chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
+            for record in chosen:
+                if record.state == "found":
+                    self._load(record)
+            return [record for record in chosen if record.state == "loaded"]
+
+    def _load(self, record: PluginRecord) -> None:
+        record.state = (
+            "loading"  # a plugin that plans while it is imported does not load itself again
+        )
+        stage = "import" if record.broken is None else "metadata"
+        try:
+            if record.broken is not None:
+                raise record.broken
+            assert record.load is not None
+            plugin = record.load()
+            stage = "registration"
+            self._register_hooks(record, plugin)
+            stage = "hook call"
+            self._read_hooks(record)
+            record.state = "loaded"
+        except BaseException as error:
+            if record.plugin is not None:
+                self._pluggy.unregister(record.plugin)
+                record.plugin, record.hooks, record.fusions = None, (), ()
+            if not isinstance(error, (Exception, SystemExit)):  # interrupted: next time again
+                record.state = "found"
+                raise
+            self._fail(record, stage, error)
+
+    def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
+        """Register a plugin with pluggy; refuse one registered before, and unknown hooks."""
+        check_plugin(plugin)
+        for other in self.records:
+            if other.plugin is plugin:
+                raise ValueError(
+                    f"it is the plugin {other.name!r} ({other.distribution}), which is loaded "
+                    f"already"
+                )
+        name = f"{record.distribution}:{record.name}"
+        self._pluggy.register(
+            plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name
+        )
+        record.plugin = plugin
+        callers = self._pluggy.get_hookcallers(plugin) or []
+        for caller in callers:
+            mine = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
+            if not caller.has_spec() and not all(impl.optionalhook for impl in mine):
+                known = ", ".join(
+                    sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+                )
+                raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
+            for impl in mine:
+                check_hookimpl(caller.name, impl)
+        record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
+
+    def _read_hooks(self, record: PluginRecord) -> None:
+        """Call the hooks of a plugin that are called once."""
+        record.fusions = tuple(
+            (passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes)
+        )
+        for recipes in self._call(record, "opfuse_recipes"):
+            record.recipes.update(checked_recipes(recipes))
+        for options in self._call(record, "opfuse_options"):
+            if not isinstance(options, dict) or not all(
+                str(o).partition(".")[0] in record.names for o in options
+            ):
+                raise TypeError(
+                    f"opfuse_options must return a dict of '{record.name}.<option>', got "
+                    f"{options!r}"
+                )
+            record.options.update(options)
+
+    def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
+        for impl in getattr(self._pluggy.hook, hook).get_hookimpls():
+            if impl.plugin is record.plugin:
+                yield impl.function(*[kwargs[name] for name in impl.argnames])
+
+    def _fusions(self, record: PluginRecord, passes: str) -> Iterator[FusionLike]:
+        hook = f"opfuse_{passes}_fusions"
+        for result in self._call(record, hook):
+            if not isinstance(result, (list, tuple)):
+                raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
+            for fusion in result:
+                if not isinstance(fusion, Fusion) and not callable(fusion):
+                    raise TypeError(
+                        f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}"
+                    )
+                yield fusion
+
+    def _fail(self, record: PluginRecord, stage: str, error: BaseException) -> None:
+        record.state = "failed"
+        record.error = f"{stage}: {type(error).__name__}: {error}"
+        if is_strict():
+            raise error
+        what = (
+            f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at "
+            f"{record.error}"
+        )
+        switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
+        warnings.warn(
+            PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3
+        )
+
+    # What plugins give
+
+    def sources(self, text: str | None) -> tuple[FusionSource, ...]:
+        """Every fusion of a selection and every one registered in code; cached."""
+        found = self._sources.get(text)
+        if found is None:
+            with self._lock:
+                selection = PluginFilter.parse(text)
+                sources = [registration.source for registration in self._registered]
+                for record in self.active(text):
+                    index = selection.position(record) if selection.only is not None else None
+                    who = record.distribution, record.version
+                    sources += [
+                        FusionSource(passes, f, *who, _rank(index, f))
+                        for passes, f in record.fusions
+                    ]
+                found = self._sources[text] = tuple(sources)
+        return found
+
+    def check_options(self, given: Options, text: str | None) -> None:
+        """Refuse options that a plugin does not know or of another type; warn of nobody's.
+
+        Raises:
+            ValueError: A plugin does not have an option of this name, or it takes other values.
+            TypeError: The option takes another type: that of its default.
+        """
+        selection = PluginFilter.parse(text)
+        active = [
+            r for r in self.records if r.state == "loaded" and selection.position(r) is not None
+        ]
+        for name, value in [(name, value) for name, value in given if "." in name]:
+            owner = name.partition(".")[0]
+            owners = [record for record in active if owner in record.names]
+            known = {
+                option: default for record in owners for option, default in record.options.items()
+            }
+            if owners and name not in known:
+                raise ValueError(
+                    f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
+                )
+            check_option(owner, name, value, known.get(name))
+            if (
+                not any(owner in record.names for record in self.records)
+                and name not in self._warned
+            ):
+                self._warned.add(name)
+                warnings.warn(
+                    PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2
+                )
+
+    def recipes(self) -> dict[str, type[Recipe]]:
+        """The recipes of the active plugins by name; of two with one name, the first plugin's."""
+        return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
+
+    def ask(
+        self, record: PluginRecord, hook: str, wanted: type, *, each: bool = False, **given: Any
+    ) -> Any:
+        """What a plugin answers with; None if it answers nothing.
+
+        A plugin that raises, or answers with something else, fails and is not asked again.
+
+        Args:
+            record: The plugin.
+            hook: The hook.
+            wanted: The class of the answer.
+            each: The answer is a list, each of whose items is of that class.
+            **given: The arguments of the hook.
+        """
+        kind = f"list of {wanted.__name__}" if each else wanted.__name__
+        try:
+            for answer in self._call(record, hook, **given):
+                items = answer if each and isinstance(answer, (list, tuple)) else [answer]
+                wrong = [item for item in items if not isinstance(item, wanted)]
+                if answer is not None and (wrong or (each and items is not answer)):
+                    got = wrong[0] if wrong else answer
+                    raise TypeError(f"{hook} must return a {kind}, got {type(got).__name__}")
+                if answer is not None:
+                    return answer
+        except Exception as error:
+            self._fail(record, "hook call", error)
+            self.changed()
+        return None
+
+    def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
+        """Add a fusion in code; it stays on whatever plugins are selected."""
+        if not isinstance(fusion, Fusion) and not callable(fusion):
+            raise TypeError(
+                f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}"
+            )
+        with self._lock:
+            rank = (
+                (1, -self.generation, 0) if prepend else _rank(None, fusion)
+            )  # the latest chooses first
+            registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
+            self._registered.append(registration)
+            self.changed()
+        return registration
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Every plugin with its state, after loading what the selection in force leaves. JSON-able.
+
+        ``fusions`` has the names of a plugin's fusions, and for each the passes it has one for.
+        """
+        self.active(current.selection)
+        selection = PluginFilter.parse(current.selection)
+        rows = []
+        for record in self.records:
+            blocked = selection.position(record) is None and record.state in ("found", "loaded")
+            row: dict[str, Any] = {
+                "name": record.name,
+                "distribution": record.distribution,
+                "version": record.version,
+            }
+            row |= {
+                "state": "blocked" if blocked else record.state,
+                "hooks": list(record.hooks),
+                "fusions": {},
+            }
+            for passes, fusion in record.fusions:
+                row["fusions"].setdefault(fusion_name(fusion), []).append(passes)
+            rows.append(row | {"error": record.error})
+        return rows
+
+
+def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
+    """Smaller chooses first: the user's list, prepended registrations, then priority."""
+    priority = fusion.priority if isinstance(fusion, Fusion) else 0
+    return (2, 0, -priority) if index is None else (0, index, -priority)
+
+
+class using(Setting):
+    """Select plugins for a ``with`` block, in this thread.
+
+    Args:
+        selection: The grammar of ``OPFUSE_PLUGINS``: ``"a,b"`` these in this precedence, ``"-a"``
+            all but a, ``""`` none, None all.
+
+    Raises:
+        ValueError: The two forms are mixed.
+    """
+
+    def __init__(self, selection: str | None) -> None:
+        PluginFilter.parse(selection)
+        super().__init__(1, selection)
+
+
+manager = PluginManager()
+"""The plugins of this process. With the settings of each thread it is all that the core keeps at
+module level.
+"""
+
+isolated = manager.isolated
+listing = manager.listing
+recipes = manager.recipes
+register = manager.register
+remove = manager.remove
+
+
+def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a forward fusion in code.
+
+    Args:
+        fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some
+            of the basic ops it is given by fused ops.
+        prepend: Let it choose before every fusion but those of the plugins that the user listed.
+
+    Returns:
+        A handle with ``unregister()``.
+    """
+    return manager.register_fusion("forward", fusion, prepend)
+
+
+def register_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a backward fusion in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("backward", fusion, prepend)
+
+
+def register_forward_backward_fusion(fusion: FusionLike, prepend: bool = False) -> Registration:
+    """Add a joint fusion of both passes in code; see :func:`register_forward_fusion`."""
+    return manager.register_fusion("joint", fusion, prepend)

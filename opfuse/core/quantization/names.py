@@ -1,0 +1,97 @@
+"""Names of ops, and which of them a recipe leaves alone."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
+_changes = itertools.count(1)
+_change = 0
+
+
+def remember(op: Any) -> None:
+    """Take note of an op that got a name."""
+    global _change
+    _named.add(op)
+    _change = next(_changes)
+
+
+@functools.lru_cache(4096)
+def matching(name: str, patterns: tuple[str, ...]) -> str:
+    """The first pattern that matches a name, or that of a module around it; ``""``: none."""
+    around = itertools.accumulate(name.split("."), "{}.{}".format)
+    names = [*around] if name else []
+    return next((p for p in patterns if any(fnmatchcase(n, p) for n in names)), "")
+
+
+def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict[int, str]:
+    """Why ops are not quantized that you would expect to be, by position.
+
+    Args:
+        ops: The ops of a chain.
+        skip: Patterns of what the recipe skips.
+        off: Why nothing serves the recipe, or ``""``.
+
+    Raises:
+        ValueError: A pattern names a part of an op, and not the op.
+    """
+    found = {}
+    for i, op in enumerate(ops):
+        if skip:
+            _refuse_part(op, skip)
+        if not op.num_quantizers("forward"):
+            continue
+        if pattern := matching(op.name, skip):
+            found[i] = f"not quantized: skip names it, by {pattern!r}"
+        elif off:
+            found[i] = off
+    return found
+
+
+def _refuse_part(op: Any, skip: tuple[str, ...]) -> None:
+    """Refuse a pattern for a linear inside of an op that multiplies several at once."""
+    if matching(op.name, skip):
+        return
+    for inner in op.modules():
+        name = getattr(inner, "name", "")
+        if isinstance(name, str) and (pattern := matching(name, skip)):
+            raise ValueError(
+                f"autocast(skip=...): {pattern!r} names {name!r}, which is a part of "
+                f"{type(op).__name__} {op.name!r}: skip all of it, by {op.name!r}"
+            )
+
+
+def check_names(patterns: tuple[str, ...]) -> None:
+    """Refuse patterns that match no op.
+
+    Raises:
+        ValueError: One matches no op that there is, and that would be quantized.
+    """
+    if patterns:
+        _check(patterns, _change)
+
+
+@functools.lru_cache(64)
+def _check(patterns: tuple[str, ...], change: int) -> None:
+    ops = [op for op in list(_named) if getattr(op, "num_quantizers", lambda _: 0)("forward")]
+    known = {op.name: None for op in ops if op.name}
+    for pattern in patterns:
+        if any(matching(name, (pattern,)) for name in known):
+            continue
+        if not known:
+            raise ValueError(
+                f"autocast(skip=...): {pattern!r} matches no op, since none that is quantized has "
+                f"a name: call opfuse.assign_names(model) first, or give names to the constructors"
+            )
+        close = difflib.get_close_matches(pattern, known, 3, 0) or [*known][:3]
+        raise ValueError(
+            f"autocast(skip=...): {pattern!r} matches no op of a prepared model that is quantized; "
+            f"{len(known)} have names, such as {', '.join(map(repr, close))}; "
+            f"opfuse.assign_names(model) gives an op its dotted name"
+        )

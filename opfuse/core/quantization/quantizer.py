@@ -1,0 +1,258 @@
+"""Quantizers: what casts a tensor down."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .formats import QuantizedTensor, ScaledTensor, Usage
+
+ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
+BOTH = Usage(True, True)
+
+
+class Quantizer(ABC):
+    """Casts a tensor down, into one of the formats of :mod:`opfuse.core.quantization.formats`.
+
+    What it makes owns its scales: they alias no state of the quantizer, which may change before
+    the backward reads them.
+
+    Attributes:
+        state_names: Names of the tensor attributes that last over steps. They go into the op's
+            ``state_dict`` and follow it to another device; update them in place.
+        pending_names: Those of them that :meth:`quantize` writes, such as the largest magnitude
+            (amax) seen since the last :meth:`Recipe.update`, which folds them into the others.
+            They hold maxima, and -1 where nothing was recorded. State that is not pending changes
+            in ``update`` only.
+        quantizes: Whether values change; False for one that leaves them as they are, which reports
+            do not count.
+        row_multiple: What the rows of a tensor must be a multiple of for a columnwise copy. An op
+            over groups of rows adds rows of zeros to a group up to that; they change nothing.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    pending_names: ClassVar[tuple[str, ...]] = ()
+    quantizes: ClassVar[bool] = True
+    row_multiple: ClassVar[int] = 1
+    _recording: Quantizer | None = None
+
+    @abstractmethod
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """Quantize ``tensor``; may record what it saw in the pending state.
+
+        Args:
+            tensor: The values, of any shape.
+            usage: Which copies are needed.
+            out: Write into the tensors of this one, and return it.
+
+        Returns:
+            A tensor with the shape and dtype of ``tensor``, at least these copies, and this
+            quantizer as its ``quantizer``.
+        """
+
+    def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
+        """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
+
+        For an input that the backward computes again instead of keeping it. A quantizer without
+        state does the same as before. One with state overrides this; where it does not, its inputs
+        are kept.
+
+        Args:
+            tensor: The same values again.
+            scales: What :meth:`quantize` gave, without its data.
+            usage: Which copies are needed.
+        """
+        if self.state_names:
+            raise NotImplementedError(f"{type(self).__name__} has state and no requantize")
+        return self.quantize(tensor, usage)
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether :meth:`requantize` works."""
+        return not self.state_names or type(self).requantize is not Quantizer.requantize
+
+    def __call__(self, tensor: Tensor | QuantizedTensor, usage: Usage = BOTH) -> QuantizedTensor:
+        """Quantize ``tensor``, unless this quantizer did so already, for at least this usage.
+
+        Raises:
+            TypeError: Another quantizer made it, or a copy is missing: a cast starts from the
+                unquantized tensor. Or :meth:`quantize` returned what it must not.
+        """
+        if not isinstance(tensor, QuantizedTensor):
+            return self._checked(self.quantize(tensor, usage), tensor, usage)
+        if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
+            return tensor
+        raise TypeError(
+            f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "
+            f"got {tensor!r} of {type(tensor.quantizer).__name__} for {tensor.usage}: a cast "
+            f"starts from the unquantized tensor"
+        )
+
+    def _checked(self, made: QuantizedTensor, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+        """What :meth:`quantize` returned, if the next op can take it for this tensor quantized."""
+        who = f"{type(self).__name__}.quantize must return"
+        if not isinstance(made, QuantizedTensor):
+            raise TypeError(
+                f"{who} one of the formats of opfuse.core.quantization.formats, "
+                f"got {type(made).__name__}"
+            )
+        if not same_quantizer(made.quantizer, self):
+            raise TypeError(
+                f"{who} a {type(made).__name__} whose quantizer is itself, "
+                f"got one of {type(made.quantizer).__name__}"
+            )
+        if (made.shape, made.dtype) != (tensor.shape, tensor.dtype):
+            raise TypeError(
+                f"{who} a {type(made).__name__} with the shape and dtype of its input, "
+                f"{tuple(tensor.shape)} and {tensor.dtype}, got {tuple(made.shape)} and "
+                f"{made.dtype}"
+            )
+        if not made.usage.covers(usage):
+            raise TypeError(
+                f"{who} the copies that it is asked for, {usage}, got {made.usage} in a "
+                f"{type(made).__name__}"
+            )
+        return made
+
+    def describe(self) -> str:
+        """What it makes, in a few words for reports, such as ``"E4M3, one scale"``."""
+        return type(self).__name__
+
+    # What is recorded
+
+    def discard(self) -> None:
+        """Forget what was recorded since the last update."""
+        for name in self.pending_names:
+            getattr(self, name).fill_(-1)
+
+    def unrecorded(self) -> Quantizer:
+        """One that casts as this one does, from the same state, and records nothing here.
+
+        For calls with grad mode off: what an evaluation sees is not to move the scales.
+        """
+        if not self.pending_names:
+            return self
+        twin: Quantizer = object.__new__(type(self))
+        vars(twin).update(vars(self), _recording=self)
+        for name in self.state_names:
+            del vars(twin)[name]  # read from the one it stands for, whatever it is by then
+        with torch.inference_mode(False):  # it serves other calls too
+            for name in self.pending_names:
+                setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def __getattr__(self, name: str) -> object:
+        # only a twin comes here: what it does not have itself, it reads from the one it stands for
+        recording = vars(self).get("_recording")
+        if recording is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(recording, name)
+
+
+def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> ScaledTensor:
+    """A tensor in the format of quantized ones, its values as they are.
+
+    Args:
+        tensor: The values.
+        usage: Which copies are needed.
+        quantizer: Who stands for it.
+    """
+    values = tensor.detach()
+    matrix = values.reshape(-1, values.shape[-1] if values.ndim else 1)
+    one = torch.ones(1, dtype=torch.float32, device=values.device)
+    columnwise = matrix.t().contiguous() if usage.columnwise else None
+    rowwise = values.contiguous() if usage.rowwise else None
+    return ScaledTensor(values.shape, values.dtype, quantizer, rowwise, columnwise, one)
+
+
+def place_state(quantizer: Quantizer, device: torch.device) -> None:
+    """Have the state of a quantizer where what it quantizes is."""
+    for name in quantizer.state_names:
+        if getattr(quantizer, name).device != device:
+            setattr(quantizer, name, getattr(quantizer, name).to(device))
+
+
+def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
+    """Values as a quantizer casts them if it can do so exactly; else as if it had seen them before.
+
+    So a scale that follows from earlier maxima clips none. The quantizer itself records these
+    values in place of what it recorded before, and its scale stays until the next update.
+
+    Args:
+        quantizer: The quantizer.
+        recipe: Advances the state of a copy of it.
+        values: The values.
+        usage: Which copies are needed.
+    """
+    place_state(quantizer, values.device)
+    if not quantizer.pending_names:
+        return quantizer.quantize(values, usage)
+    quantizer.discard()
+    made = quantizer.quantize(values, usage)
+    exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
+    fitted = with_own_state(quantizer)
+    recipe.update([fitted], None)
+    for name in quantizer.state_names:  # nothing is read by the host
+        now, after = getattr(quantizer, name), getattr(fitted, name)
+        after.copy_(torch.where(exact, now, after))
+    made = fitted.quantize(values, usage)
+    made.quantizer = quantizer
+    return made
+
+
+def with_own_state(quantizer: Quantizer) -> Quantizer:
+    """One that casts as another does, whose state begins as that one's and is its own then."""
+    if not quantizer.state_names:
+        return quantizer
+    made: Quantizer = object.__new__(type(quantizer))
+    vars(made).update(vars(quantizer), _recording=None)
+    with torch.inference_mode(False):  # it serves other calls too
+        for name in quantizer.state_names:
+            setattr(made, name, getattr(quantizer, name).clone())
+    return made
+
+
+def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two are the same, recording or not."""
+    return one is not None and other is not None and _original(one) is _original(other)
+
+
+def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two cast into the same codes but for their state, and for what they call a tensor."""
+    if one is None or other is None or type(one := _original(one)) is not type(_original(other)):
+        return False
+    other = _original(other)
+    state = {*one.state_names, "_recording"}
+    fields = [
+        {k: v for k, v in vars(each).items() if k not in state and not isinstance(v, str)}
+        for each in (one, other)
+    ]
+    same = one.describe() == other.describe() and fields[0].keys() == fields[1].keys()
+    return same and all(_equal(value, fields[1][name]) for name, value in fields[0].items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether a field of two quantizers is the same, of a role the tensor it names."""
+    one, other = (getattr(value, "tensor_type", value) for value in (one, other))
+    known = isinstance(one, Hashable) and not isinstance(one, Tensor)
+    return one is other or (known and type(one) is type(other) and bool(one == other))
+
+
+def _original(quantizer: Quantizer) -> Quantizer:
+    return quantizer._recording or quantizer
+
+
+def dequantize(tensor: Tensor | QuantizedTensor, usage: Usage = ROWWISE) -> Tensor:
+    """A plain tensor from a plain or quantized one."""
+    return tensor.dequantize(usage) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def nothing_recorded(device: torch.device | str | None = None) -> Tensor:
+    """A pending maximum: one number in fp32, -1, as after :meth:`Quantizer.discard`."""
+    return torch.full((1,), -1.0, dtype=torch.float32, device=device)

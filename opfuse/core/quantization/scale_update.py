@@ -1,0 +1,111 @@
+"""When the state of quantizers advances: at the end of the outermost block of a forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..settings import current
+from .names import matching
+from .parameter import held_by
+from .quantizer import Quantizer
+from .recipe import Recipe
+from .state import quantizer_names
+
+
+class PreparedOps:
+    """The ops of a model that was prepared, in its order; dropped, never copied, with an op."""
+
+    def __init__(self, ops: Iterable[Any] = ()) -> None:
+        self._ops = [weakref.ref(op) for op in ops]
+
+    def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
+        return PreparedOps, ()
+
+    def ops(self) -> list[Any]:
+        """Those that still exist."""
+        return [op for ref in self._ops if (op := ref()) is not None]
+
+
+class Block:
+    """An outermost :class:`opfuse.autocast` block, and what ran in it under recipes with state.
+
+    Args:
+        group: The process group over which maxima are taken, or None.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._ran: dict[Recipe, tuple[dict[Any, None], Any]] = {}
+        self._skips: dict[Recipe, set[tuple[str, ...]]] = {}
+        self._calibrating: set[Recipe] = set()
+
+    def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
+        """Remember what runs, with grad mode on or to calibrate.
+
+        Raises:
+            RuntimeError: The maxima are taken over a group, and nobody prepared the model.
+        """
+        ran, _ = self._ran.setdefault(recipe, ({}, env))
+        self._skips.setdefault(recipe, set()).add(current.skip)
+        if current.observer is not None and current.observer.records:
+            self._calibrating.add(recipe)
+        for op in ops:
+            if self.group is not None and not op._prepared.ops():
+                raise RuntimeError(
+                    f"autocast(amax_reduction_group=...) expected a prepared model, so that all "
+                    f"ranks take the maxima of the same quantizers in the same order, got a "
+                    f"{type(op).__name__} without: call opfuse.assign_names(model) first"
+                )
+            ran[op] = None
+
+    def end(self, *, failed: bool) -> None:
+        """Advance the state of what ran; forget what was recorded if there is no advancing.
+
+        There is none after an exception, and with grad mode off unless the block calibrates.
+        """
+        for recipe, (ran, env) in self._ran.items():
+            if in_backward():
+                continue  # a recomputation: who computes again has kept the state
+            records = torch.is_grad_enabled() or recipe in self._calibrating
+            if failed or not records:
+                for op in ran:
+                    forward = quantizer_names(op, "forward")
+                    # of a parameter that lives quantized nothing was recorded in this block
+                    apart = [param.quantizer for param in held_by(op).values()]
+                    for name, quantizer in op._quantizers.of(recipe).items():
+                        if name in forward and all(quantizer is not one for one in apart):
+                            quantizer.discard()
+            else:
+                quantizers = _quantizers(recipe, ran, env, self._skips[recipe])
+                with torch.no_grad():
+                    recipe.update(quantizers, self.group)
+
+
+def in_backward() -> bool:
+    """Whether autograd is computing gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _quantizers(
+    recipe: Recipe, ran: Iterable[Any], env: Any, skips: set[tuple[str, ...]]
+) -> list[Quantizer]:
+    """The quantizers with pending state of what ran; of a prepared model those of all its ops.
+
+    But for what was skipped throughout.
+    """
+    ops: dict[Any, None] = {}
+    for op in ran:
+        found = op._prepared.ops() or [op]
+        ops |= {o: None for o in found if not all(matching(o.name, skip) for skip in skips)}
+    before, current.environment = current.environment, env
+    try:
+        for op in ops:
+            op._quantizers.use(op, recipe)
+    finally:
+        current.environment = before
+    found = {id(q): q for op in ops for q in op._quantizers.of(recipe).values()}  # ops may share
+    return [quantizer for quantizer in found.values() if quantizer.pending_names]

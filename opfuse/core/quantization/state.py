@@ -1,0 +1,294 @@
+"""The quantizers of one op, per recipe, and their state in a checkpoint as plain tensors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..settings import current, in_forward
+from .names import matching
+from .parameter import QuantizedParameter, held_by
+from .quantizer import Quantizer
+from .recipe import QuantizerRole, Recipe
+
+_KEY = "quantizers."
+MODES = ("forward", "backward")
+_DEFAULT_NAMES = {"forward": ("input", "weight"), "backward": ("grad_output",)}
+
+
+def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
+    """The names of an op's quantizers: what its roles say, numbered where several say the same."""
+    types = [role.tensor_type for role in roles(op, mode)]
+    known = _DEFAULT_NAMES[mode]
+    types = [name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)]
+    totals, numbers = Counter(types), {name: itertools.count() for name in types}
+    return tuple([n if totals[n] == 1 else f"{n}{next(numbers[n])}" for n in types])
+
+
+def roles(op: Any, mode: str) -> list[QuantizerRole]:
+    """What each tensor is that an op quantizes in a mode."""
+    count = op.num_quantizers(mode)
+    roles: list[QuantizerRole] = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
+    if len(roles) != count:
+        raise RuntimeError(
+            f"{type(op).__name__} names {len(roles)} {mode} roles for {count} quantizers"
+        )
+    return roles
+
+
+def living_weights(op: Any) -> dict[str, QuantizedParameter]:
+    """The parameters of an op that live quantized, by the names of the quantizers of its weights.
+
+    Where a quantizer has no parameter's name, as in an op with several weights, these come first
+    among the parameters, in the same order.
+    """
+    held, names = held_by(op), quantizer_names(op, "forward")
+    if not held:
+        return {}
+    weights = [name for name in names if name.startswith("weight")]
+    pairs = zip(weights, op.param_names, strict=False)
+    found = {name: held.get(name, held.get(param)) for name, param in pairs}
+    return {name: param for name, param in found.items() if param is not None}
+
+
+class QuantizerStates:
+    """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, Quantizer] = {}  # without state, whatever the recipe
+        self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
+        self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
+        self._recipe_names: dict[Recipe, str] = {}
+        # recipe JSON -> state of a recipe not used yet
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        self.latest: Recipe | None = None  # that of the last call under one
+
+    def use(self, op: Any, recipe: Recipe | None) -> None:
+        """Create the quantizers of ``op`` for ``recipe``, unless they exist.
+
+        That of a parameter that lives quantized is the parameter's.
+        """
+        if recipe is None:
+            return
+        lives = living_weights(op).items()
+        theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
+        if (known := self._by_recipe.get(recipe)) is not None:
+            known.update({name: theirs[name] for name in known if name in theirs})
+            return
+        made: dict[str, Quantizer] = {}
+        with torch.inference_mode(False):  # their state is for training too
+            for mode in MODES:
+                for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
+                    made[name] = theirs.get(name) or current.quantizer(
+                        recipe, role, current.environment
+                    )
+                    check_state(made[name])
+        self._recipe_names[recipe] = current.recipe_name(recipe)
+        self._by_recipe[recipe] = made
+        try:
+            self._restore(recipe, op)
+        except RuntimeError:  # the next call is to meet it too
+            del self._by_recipe[recipe]
+            raise
+
+    def following(self, op: Any) -> QuantizerStates:
+        """These, with the quantizers that the parameters of ``op`` have now; a copy has its own."""
+        for recipe in self._by_recipe:
+            self.use(op, recipe)
+        return self
+
+    def of(self, recipe: Recipe | None, *, recording: bool = True) -> dict[str, Quantizer]:
+        """The quantizers for ``recipe`` by name, forward ones first; empty without one.
+
+        Args:
+            recipe: The recipe, or None.
+            recording: Those that record what they see; else :meth:`Quantizer.unrecorded` ones.
+        """
+        quantizers = self.own if recipe is None else self._by_recipe.get(recipe) or self.own
+        if recording or quantizers is self.own or not quantizers:
+            return quantizers
+        assert recipe is not None
+        if recipe not in self._unrecorded:
+            self._unrecorded[recipe] = {name: q.unrecorded() for name, q in quantizers.items()}
+        return self._unrecorded[recipe]
+
+    def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
+        """Those of :meth:`of` that the scope of the recipe leaves; see :class:`opfuse.autocast`."""
+        observer = current.observer
+        if recipe is None or matching(op.name, current.skip):
+            return self.own
+        if observer is None or recipe not in self._by_recipe:
+            return self.of(recipe, recording=recording)
+        found = self.of(recipe, recording=recording or observer.records)
+        return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
+
+    def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
+        """A quantizer of the recipe in force, or of the last one outside of any forward."""
+        if mode not in MODES:
+            raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
+        recording = current.recording or mode == "backward"
+        recipe = current.recipe or (None if in_forward() else self.latest)
+        quantizers = self.serving(op, recipe, recording)
+        return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are quantizers."""
+        return bool(self._by_recipe)
+
+    def check_name(self, op: Any, name: str) -> None:
+        """Refuse another name for an op where quantizers know it by one."""
+        if self.in_use and name != op.name:
+            raise RuntimeError(
+                f"{type(op).__name__} has quantizers that know it as {op.name!r}, not {name!r}: "
+                f"set its name, or call opfuse.assign_names, before the first call under a recipe"
+            )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a quantizer has state that lasts over steps."""
+        return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_unrecorded": {}}  # a copy stands for other quantizers
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
+        self._unrecorded.clear()
+        for recipe in self._by_recipe:
+            for _, quantizer, name in self._entries(recipe):
+                setattr(quantizer, name, _moved(getattr(quantizer, name), fn))
+
+    def _entries(self, recipe: Recipe) -> Iterator[tuple[str, Quantizer, str]]:
+        for key, quantizer in self._by_recipe[recipe].items():
+            for name in quantizer.state_names:
+                yield f"{key}.{name}", quantizer, name
+
+    def _text(self, recipe: Recipe) -> str:
+        """By what a checkpoint knows a recipe: its registered name and its fields."""
+        return recipe.to_json(self._recipe_names[recipe])
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write the state of every recipe used so far, and of those loaded but not used yet."""
+        states = {
+            self._text(recipe): {
+                key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)
+            }
+            for recipe in self._by_recipe
+        }
+        for number, (text, state) in enumerate(sorted({**self._loaded, **states}.items())):
+            if not state:
+                continue
+            destination[f"{prefix}{_KEY}{number}.recipe"] = torch.tensor(
+                list(text.encode()), dtype=torch.uint8
+            )
+            for key, value in state.items():
+                destination[f"{prefix}{_KEY}{number}.{key}"] = (
+                    value if keep_vars else value.detach()
+                )
+
+    def load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take the quantizer state out of ``state_dict``.
+
+        What no recipe here matches waits for its recipe.
+
+        Raises:
+            RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing
+                is taken.
+        """
+        groups: dict[str, dict[str, Tensor]] = {}
+        keys = [key for key in state_dict if key.startswith(prefix + _KEY)]
+        for key in keys:
+            if not isinstance(state_dict[key], Tensor):
+                raise RuntimeError(
+                    f"quantizer state {key}: expected a tensor, "
+                    f"got {type(state_dict[key]).__name__}"
+                )
+            number, _, name = key[len(prefix + _KEY) :].partition(".")
+            groups.setdefault(number, {})[name] = state_dict[key]
+        texts = [_recipe_text(f"{prefix}{_KEY}{number}", group) for number, group in groups.items()]
+        for key in keys:
+            del state_dict[key]
+        for text, group in zip(texts, groups.values(), strict=True):
+            self._loaded[text] = {name: value.clone() for name, value in group.items()}
+        for recipe in self._by_recipe:
+            self._restore(recipe)
+
+    def _restore(self, recipe: Recipe, op: Any = None) -> None:
+        """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
+        state = self._loaded.get(self._text(recipe))
+        if state is None:
+            if self._loaded and any(self._entries(recipe)):
+                _warn_of_others(self._text(recipe), tuple(sorted(self._loaded)))
+            return
+        targets = {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+        if targets.keys() != state.keys():
+            who = f" of {type(op).__name__} {op.name!r}" if op is not None and op.name else ""
+            expected = ", ".join(sorted(targets)) or "none"
+            what = f"quantizer state{who} for {recipe}: expected {expected}"
+            raise RuntimeError(f"{what}; the checkpoint has {', '.join(sorted(state))}")
+        for key, target in targets.items():
+            if target.shape != state[key].shape:
+                shapes = (
+                    f"expected shape {tuple(target.shape)}, "
+                    f"the checkpoint has {tuple(state[key].shape)}"
+                )
+                raise RuntimeError(f"quantizer state {key}: {shapes}")
+        with torch.no_grad():
+            for key, target in targets.items():
+                target.copy_(state[key])
+        del self._loaded[self._text(recipe)]
+
+
+def check_state(quantizer: Quantizer) -> None:
+    """Refuse state that cannot be saved, moved, or read by a quantizer that records nothing."""
+    who = type(quantizer).__name__
+    for name in quantizer.state_names:
+        if not isinstance(vars(quantizer).get(name), Tensor):
+            raise TypeError(
+                f"{who}.state_names expected the names of tensors that its __init__ sets, "
+                f"got {name!r}, which is none"
+            )
+        if hasattr(type(quantizer), name):
+            raise TypeError(f"{who}.{name} is state: set it in __init__ only, not on the class")
+    if more := {*quantizer.pending_names} - {*quantizer.state_names}:
+        raise TypeError(f"{who}.pending_names expected names of its state, got {sorted(more)}")
+
+
+@functools.cache
+def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
+    """Tell, once, that scales start anew though a checkpoint has some."""
+    warnings.warn(
+        f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
+        f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same "
+        f"fields",
+        stacklevel=2,
+    )
+
+
+def _moved(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """A state where ``fn`` moves parameters to; its values and dtype stay."""
+    if value.is_meta:
+        return fn(value).to(value.dtype)
+    where = fn(torch.empty(0, dtype=value.dtype, device=value.device)).device
+    return value if where == value.device else value.to(where)
+
+
+def _recipe_text(where: str, group: dict[str, Tensor]) -> str:
+    """Take the recipe's JSON out of a group of entries of a checkpoint."""
+    expected = f"{where}.recipe is expected to hold the recipe's JSON as bytes"
+    if "recipe" not in group:
+        raise RuntimeError(
+            f"quantizer state {where}.{min(group)} belongs to no recipe: {expected}, and is missing"
+        )
+    try:
+        return bytes(group.pop("recipe").tolist()).decode()
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"quantizer state: {expected}, which it does not: {error}") from None

@@ -1,0 +1,149 @@
+"""Which plugin serves a recipe: by name, by class, and with quantizers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from .environment import Environment
+from .errors import PluginWarning
+from .plugins import manager
+from .quantization import Quantizer, QuantizerRole, Recipe
+from .records import PluginFilter, PluginRecord, normalize
+from .settings import ThreadSettings, current
+
+DEFAULT_RECIPE = "fp8-delayed"
+"""On every device; Transformer Engine has another one from Blackwell on."""
+
+CACHE_RECIPE = "fp8-current"
+"""How an activation keeps its input with ``cache_quantized_input``; as Transformer Engine does."""
+
+_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
+
+
+def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:
+    """Every recipe of a plugin that is loaded; of two with one name, that of a plugin in use."""
+    known = {}
+    in_use = manager.active(current.selection)
+    loaded = [record for record in manager.records if record.state == "loaded"]
+    for record in (*loaded, *reversed(in_use)):
+        known.update({name: (cls, record) for name, cls in record.recipes.items()})
+    return known
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a name, with its defaults.
+
+    Raises:
+        ValueError: No installed plugin offers one, or it needs arguments.
+    """
+    known = _offering()
+    if name not in known:
+        install = "install opfuse-plugin-fp8, which does; " if name in _FP8 else ""
+        raise ValueError(f"no plugin offers a recipe {name!r}; {install}{_offered()}")
+    try:
+        return known[name][0]()
+    except TypeError as error:
+        who = known[name][0].__name__
+        raise ValueError(f"{name!r} has no defaults, pass a value of {who}: {error}") from error
+
+
+def check_offered(recipe: Recipe) -> None:
+    """Refuse a recipe of a class that no installed plugin offers.
+
+    Raises:
+        ValueError: It is not offered.
+    """
+    manager.active(current.selection)  # loads them
+    if not _owners(recipe) and not _blocked(recipe):
+        raise ValueError(
+            f"no plugin offers {type(recipe).__name__}, with the hook opfuse_recipes; {_offered()}"
+        )
+
+
+def why_off(recipe: Recipe | None, text: str | None) -> str:
+    """Why nothing serves a recipe, although it is installed; ``""`` if a plugin in use does.
+
+    Warns once.
+
+    Args:
+        recipe: The recipe, or None.
+        text: The selection of plugins.
+    """
+    if recipe is None:
+        return ""
+    in_use, owners = manager.active(text), _owners(recipe)
+    if any(record in in_use for record in owners):
+        return ""
+    names = " and ".join(dict.fromkeys(r.name for r in owners or _blocked(recipe)))
+    why = f"not quantized by {type(recipe).__name__}: the plugin {names} is off"
+    if why not in manager._warned:
+        manager._warned.add(why)
+        warnings.warn(PluginWarning(f"autocast: {why} in the selection {text!r}"), stacklevel=2)
+    return why
+
+
+def recipe_name(recipe: Recipe) -> str:
+    """The name that a plugin registered the class of a recipe under, or where it is defined."""
+    cls = type(recipe)
+    names = [name for r in _owners(recipe) for name, known in r.recipes.items() if known is cls]
+    return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) -> Quantizer:
+    """A new quantizer, of the first plugin that has one for ``recipe`` and ``role``.
+
+    The order is that in which fusions choose: the user's list, then by distribution.
+
+    Raises:
+        RuntimeError: None has.
+    """
+    selection = PluginFilter.parse(current.selection)
+    for record in sorted(
+        manager.active(current.selection),
+        key=lambda record: (selection.position(record), normalize(record.distribution)),
+    ):
+        given: Any = dict(recipe=recipe, role=role, env=env)
+        quantizer = manager.ask(record, "opfuse_quantizer", Quantizer, **given)
+        if quantizer is not None:
+            return quantizer  # type: ignore[no-any-return]
+    raise RuntimeError(
+        f"no plugin offers a quantizer for {recipe!r} and {role!r}: install the one that does"
+    )
+
+
+def cache_quantizers(op: Any) -> dict[str, Quantizer]:
+    """What casts the input of an op that is kept in FP8; nothing, and a warning, if that is off."""
+    try:
+        recipe = recipe_of(CACHE_RECIPE)
+    except ValueError as error:
+        raise ValueError(f"{type(op).__name__}(cache_quantized_input=True): {error}") from None
+    if why_off(recipe, current.selection):
+        return {}
+    role = QuantizerRole("activation", "input", op.name)
+    return {"cached": new_quantizer(recipe, role, current.environment)}
+
+
+def _owners(recipe: Recipe) -> list[PluginRecord]:
+    return [r for r in manager.records if type(recipe) in r.recipes.values()]
+
+
+def _blocked(recipe: Recipe) -> list[PluginRecord]:
+    """Plugins that are not imported, whose package defines the recipe."""
+    package = type(recipe).__module__.partition(".")[0]
+    found = [r for r in manager.records if r.state == "found"]
+    return [r for r in found if r.module.partition(".")[0] == package]
+
+
+def _offered() -> str:
+    """What there is instead; a plugin that is off is not imported just to ask it."""
+    names = ", ".join(sorted(_offering())) or "none"
+    off = ", ".join(record.name for record in manager.records if record.state == "found")
+    return f"those in use offer {names}" + (
+        f"; not asked, since they are off: {off}" if off else ""
+    )
+
+
+ThreadSettings.quantizer = staticmethod(new_quantizer)
+ThreadSettings.cache_quantizers = staticmethod(cache_quantizers)
+ThreadSettings.recipe_name = staticmethod(recipe_name)

@@ -1,0 +1,179 @@
+"""What is known of plugins and their fusions, and which of them a user selects."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import hookspecs
+from .errors import PluginWarning
+from .fusion import FusionLike, fusion_name
+from .quantization import Recipe
+
+
+def is_strict() -> bool:
+    """Whether a failing plugin raises instead of warning (``OPFUSE_STRICT``)."""
+    return os.environ.get("OPFUSE_STRICT", "") not in ("", "0")
+
+
+def normalize(name: str) -> str:
+    """A distribution name as packaging tools compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclasses.dataclass
+class PluginRecord:
+    """One plugin, whatever became of it.
+
+    ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it
+    belongs to another contract version. Whether it is blocked depends on the selection in force.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    group: str = hookspecs.GROUP
+    load: Callable[[], Any] | None = None
+    broken: Exception | None = None
+    state: str = "found"
+    error: str | None = None
+    plugin: Any = None
+    hooks: tuple[str, ...] = ()
+    fusions: tuple[tuple[str, FusionLike], ...] = ()
+    recipes: dict[str, type[Recipe]] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    module: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its entry points: several where a distribution names one module several times."""
+        return self.name, *self.aliases
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a name means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
+        return normalize(name) in map(normalize, (*self.names, self.distribution))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What plugins are sorted by."""
+        return self.name, normalize(self.distribution)
+
+
+class FusionSource(NamedTuple):
+    """A fusion, who gave it, for which pass, and how early it may choose (smaller rank first)."""
+
+    passes: str
+    fusion: FusionLike
+    distribution: str | None
+    version: str | None
+    rank: tuple[int, int, int]
+
+    @property
+    def name(self) -> str:
+        """The fusion's name in reports."""
+        return fusion_name(self.fusion)
+
+    def warn(self, what: str) -> str:
+        """Warn that the fusion misbehaved while planning; returns ``what``. The chain runs on."""
+        warning = PluginWarning(f"{self.full_name} is not used: {what}")
+        warnings.warn(warning, stacklevel=2)
+        return what
+
+    @property
+    def full_name(self) -> str:
+        """The fusion and its plugin, for messages."""
+        where = (
+            f"plugin {self.distribution} {self.version}"
+            if self.distribution
+            else "registered in code"
+        )
+        return f"fusion {self.name} ({where})"
+
+
+class PluginFilter(NamedTuple):
+    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked``, or if ``only`` is given, those in order."""
+
+    only: tuple[str, ...] | None
+    blocked: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str | None) -> PluginFilter:
+        """Parse a selection.
+
+        None: all. Empty: none. ``a,b``: these, in this precedence. ``-a``: all but a.
+
+        Raises:
+            ValueError: The two forms are mixed.
+        """
+        if text is None:
+            return cls(None)
+        if not isinstance(text, str):
+            raise TypeError(
+                f"expected plugins as one string, such as 'a,b' or '-a', or None, got {text!r}"
+            )
+        names = [part.strip() for part in text.split(",") if part.strip()]
+        blocked = tuple(name[1:].strip() for name in names if name.startswith("-"))
+        if blocked and len(blocked) != len(names):
+            raise ValueError(
+                f"OPFUSE_PLUGINS={text!r} mixes names to use and names to block: give 'a,b' or "
+                f"'-a,-b'"
+            )
+        return cls(None, blocked) if blocked else cls(tuple(names))
+
+    def position(self, record: PluginRecord) -> int | None:
+        """A selected plugin's place in the user's list, 0 where there is none; None: blocked."""
+        if self.only is None:
+            return None if any(record.answers_to(name) for name in self.blocked) else 0
+        return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
+
+
+def check_plugin(plugin: Any) -> None:
+    """Refuse what can be no plugin."""
+    if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
+        raise TypeError(
+            f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
+            f"{plugin!r}"
+        )
+
+
+def check_hookimpl(hook: str, impl: Any) -> None:
+    """Refuse what pluggy would do with an implementation, and opfuse does not."""
+    asked = [
+        name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)
+    ]
+    if asked:
+        why = "opfuse calls plugins one by one, in the order of the selection"
+        raise TypeError(f"{hook} is marked {' and '.join(asked)}, which has no effect: {why}")
+
+
+def check_option(owner: str, name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the default's, or that is none of a tuple's.
+
+    None as default takes any.
+    """
+    if isinstance(default, tuple):
+        if value not in default:
+            expected = f"expected {' or '.join(map(repr, default))}, got {value!r}"
+            raise ValueError(f"option {name!r} of the plugin {owner}: {expected}")
+        return
+    accepted = (int, float) if type(default) is float else (type(default),)
+    if default is not None and type(value) not in accepted:
+        expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"
+        raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
+
+
+def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
+    """What ``opfuse_recipes`` gave, if it is what that may give."""
+    if not isinstance(recipes, dict):
+        raise TypeError(
+            f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
+        )
+    for name, recipe in recipes.items():
+        if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+            raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")
+    return recipes

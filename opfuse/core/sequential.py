@@ -1,0 +1,281 @@
+"""A chain of modules in which runs of fusible ops are fused."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from .engine.chain import flatten
+from .engine.fuser import OperationFuser
+from .fusible import FusibleOperation
+from .introspection import hook_kinds, kwarg_names
+from .op import BasicOperation
+from .op_context import ModuleCache
+
+
+class Sequential(nn.Sequential):
+    """``torch.nn.Sequential`` that fuses: adjacent ops run as one chain; other modules cut it.
+
+    The ops of a nested ``Sequential`` belong to that chain too, unless something makes its own call
+    matter; see :func:`opfuse.explain`. ``torch.nn.Sequential`` keeps chains apart.
+
+    Args:
+        *args: Modules, or one dict of named modules.
+    """
+
+    def __init__(self, *args: nn.Module | Mapping[str, nn.Module]) -> None:
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            args = (OrderedDict(args[0]),)
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._cache = ModuleCache()
+
+    @property
+    def _module_groups(self) -> list[Any]:
+        """The children now: one fuser for each run of fusible ops, other modules as they are."""
+        return self._grouped()[0]
+
+    def _grouped(self) -> tuple[list[Any], Any]:
+        """The groups; and, if there is one alone, what runs it."""
+        key = list(_contents(self))
+        if is_dynamo_compiling() or self._cache.key != key:
+            _regroup(self, *key)
+        return self._cache.value  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the chain.
+
+        Args:
+            input: Input of the first module.
+            *extra_inputs: Extra inputs of the ops that take some, in order.
+            op_kwargs: Keyword arguments of single ops, by op or by index. A container such as
+                ``Linear`` hands each to the basic op that takes it.
+
+        Returns:
+            The output, or ``(output, *extra_outputs)``.
+
+        Raises:
+            ValueError: The wrong number of extra inputs; ``op_kwargs`` for something that is not an
+                op here.
+            TypeError: A keyword argument that an op does not take.
+        """
+        cache = self._cache
+        current = not is_dynamo_compiling() and cache.key == [*self._modules.values()]
+        groups, run = cache.value if current else self._grouped()
+        if run is not None and not op_kwargs:
+            return run(input, *extra_inputs)
+        extras = [_extras(group) for group in groups]
+        if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
+            takers = ", ".join(taker for group in groups for taker in _takers(group))
+            raise ValueError(
+                f"Sequential expected {expected} extra inputs, got {len(extra_inputs)} "
+                f"({takers or 'no op takes one'})"
+            )
+        kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
+        x, outputs = input, []
+        for group, (takes, gives) in zip(groups, extras, strict=True):
+            given, extra_inputs = extra_inputs[:takes], extra_inputs[takes:]
+            x = _run(group, x, given, kwargs)
+            if gives:
+                x, *more = x
+                outputs += more
+        return (x, *outputs) if outputs else x
+
+    def _resolve_kwargs(
+        self, op_kwargs: Mapping[Any, dict[str, Any]], groups: Sequence[Any]
+    ) -> dict[BasicOperation, dict[str, Any]]:
+        """Hand keyword arguments of children to their basic ops."""
+        resolved: dict[BasicOperation, dict[str, Any]] = {}
+        ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.ops]
+        if not isinstance(op_kwargs, Mapping) or not all(
+            isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
+        ):
+            raise TypeError(
+                f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}"
+            )
+        for key, kwargs in op_kwargs.items():
+            target: Any = self[key] if isinstance(key, int) else key
+            if target not in ops and target not in flatten(ops):
+                raise ValueError(
+                    f"op_kwargs: {type(target).__name__} is not an op of this Sequential"
+                )
+            for name, value in kwargs.items():
+                takers = [
+                    op
+                    for op in flatten([target])
+                    if (names := kwarg_names(op)) is None or name in names
+                ]
+                if not takers:
+                    raise TypeError(
+                        f"{type(target).__name__} does not take the keyword argument {name!r}"
+                    )
+                for op in takers:
+                    resolved.setdefault(op, {})[name] = value
+        return resolved
+
+    # Editing: what a list does. torch takes each name for a position, and so drops the layers of a
+    # slice.
+
+    def append(self, module: nn.Module) -> Sequential:
+        """Add a module at the end, named by the next free number."""
+        numbers = [int(name) + 1 for name in self._modules if name.isdecimal()]
+        self.add_module(str(max([len(self), *numbers])), module)
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        for module in tuple(modules):
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Add a module before another; numbers count on, other names stay."""
+        index = operator.index(index)
+        children = list(self.append(module)._modules.items())
+        children.insert(index, children.pop())
+        numbers = iter(sorted(filter(str.isdecimal, self._modules), key=int))
+        self._modules = OrderedDict(
+            (next(numbers) if name.isdecimal() else name, child) for name, child in children
+        )
+        return self
+
+    def pop(self, key: int | slice = -1) -> nn.Module:
+        """Remove a module, or a slice, and return it."""
+        return super().pop(key)
+
+    def __delitem__(self, idx: slice | int) -> None:
+        children = list(self._modules.items())
+        del children[idx]
+        counted = enumerate(children)
+        self._modules = OrderedDict(
+            (str(i) if name.isdecimal() else name, child) for i, (name, child) in counted
+        )
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
+        return self.extend(other)
+
+    def __imul__(self, times: int) -> Sequential:
+        return self.extend(list(self * times)[len(self) :])
+
+    def __add__(
+        self, other: Iterable[nn.Module]
+    ) -> Sequential:  # torch's would not fuse, nor would its product
+        return Sequential(*self, *other)
+
+    def __mul__(self, times: int) -> Sequential:
+        return Sequential(*super().__mul__(times))
+
+    __rmul__ = __mul__
+
+
+def _extras(group: Any) -> tuple[int, int]:
+    """How many extra tensors a part of a chain takes and gives; a foreign module does neither."""
+    if isinstance(group, OperationFuser):
+        return group.num_extra_inputs, len(group._chain.public_outputs)
+    if not isinstance(group, Sequential) or type(group).forward is not Sequential.forward:
+        return 0, 0
+    counts = [_extras(inner) for inner in group._module_groups]
+    return sum(takes for takes, _ in counts), sum(gives for _, gives in counts)
+
+
+def _takers(group: Any) -> list[str]:
+    """Who takes the extra inputs of a part of a chain, for messages."""
+    if isinstance(group, OperationFuser):
+        return group._chain.takers()
+    return [f"{type(group).__name__} takes {count}"] if (count := _extras(group)[0]) else []
+
+
+def why_nested_apart(chain: Sequential) -> str:
+    """Why a nested chain runs by its own call; ``""`` if its ops may join those around it."""
+    if type(chain) is not Sequential:
+        return f"{type(chain).__name__} is a subclass of Sequential"
+    if hooks := hook_kinds(chain):
+        return f"it has {hooks} hooks"
+    if "forward" in vars(chain) or vars(chain).get("_compiled_call_impl") is not None:
+        return "its own forward was replaced or compiled"
+    return ""
+
+
+def _contents(chain: Sequential) -> list[Any]:
+    """The children, for comparison: behind each nested chain its own, and whether they may join."""
+    contents: list[Any] = []
+    for child in chain._modules.values():
+        contents.append(child)
+        if type(child) is Sequential:
+            contents += [False] if why_nested_apart(child) else [*_contents(child), True]
+    return contents
+
+
+def _run(
+    group: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[Any, dict[str, Any]]
+) -> Any:
+    """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
+    if not isinstance(group, OperationFuser):
+        return group(x, *extra_inputs)
+    here = [kwargs.get(op, {}) for op in group._chain.ops] if kwargs else None
+    return group.run(x, *extra_inputs, basic_op_kwargs=here)
+
+
+def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
+    """What a chain runs, nested chains replaced by what they run; and why the others are not.
+
+    Channels of one name are different ones in chains apart, and so they keep these apart. So do
+    names of extra inputs: how many a chain takes does not depend on whether its ops joined others.
+    """
+    children = [child for child in chain._modules.values() if child is not None]
+    pieces: list[list[nn.Module]] = []
+    apart: dict[nn.Module, str] = {}
+    for child in children:
+        inner: list[nn.Module] = [child]
+        if isinstance(child, Sequential):
+            if reason := why_nested_apart(child):
+                apart[child] = reason
+            else:
+                inner, deeper = parts(child)
+                apart.update(deeper)
+        pieces.append(inner)
+    names = [_names(piece) for piece in pieces]
+    pieces_with = Counter(name for of_piece in names for name in of_piece)
+    for index, (child, of_piece) in enumerate(zip(children, names, strict=True)):
+        common = [name for name in of_piece if pieces_with[name] > 1]
+        if common and isinstance(child, Sequential):
+            kind, name = common[0]
+            apart[child] = f"its {kind} {name!r} has the name of another one in the chain around it"
+            pieces[index] = [child]
+    return [part for piece in pieces for part in piece], apart
+
+
+def _names(modules: Iterable[nn.Module]) -> dict[tuple[str, str], None]:
+    """The channels that the ops among some modules write, and the names of their extra inputs."""
+    ops = flatten([module for module in modules if isinstance(module, FusibleOperation)])
+    channels = [("channel", name) for op in ops for name in op._extra_output_channels if name]
+    inputs = [("extra input", name) for op in ops for name in op.extra_input_names if name]
+    return dict.fromkeys([*channels, *inputs])
+
+
+def _regroup(chain: Sequential, *key: Any) -> None:
+    """Group the parts; in a trace of ``torch.compile`` a constant, guarded by ``key``."""
+    if chain._cache.key != list(key):
+        groups: list[Any] = []
+        for fusible, group in groupby(
+            parts(chain)[0], lambda part: isinstance(part, FusibleOperation)
+        ):
+            run: Any = list(group)
+            groups += [OperationFuser(run)] if fusible else run
+        alone = (
+            groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
+        )
+        chain._cache.value, chain._cache.key = (groups, alone), list(key)
+
+
+_regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

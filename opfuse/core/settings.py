@@ -1,0 +1,217 @@
+"""What a thread has set: options, the selection of plugins, the recipe, and a recorder.
+
+The settings are part of a plan's key. They are read in forward only: a plan carries what its
+backward needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any, ClassVar, TypeVar
+
+R = TypeVar("R", bound="Recorder")
+Options = tuple[tuple[str, Any], ...]
+
+Settings = tuple[Options, str | None, Any, tuple[str, ...], Any]
+"""Options, plugin selection, recipe (or None), patterns of what it skips, and who observes what it
+quantizes (or None): a plain tuple, which ``torch.compile`` can rebuild.
+"""
+EVERYTHING: tuple[tuple[str, ...], Any] = ((), None)
+"""Behind a recipe: it skips nothing, and nobody observes it."""
+
+
+def _options_from_environ() -> Options:
+    text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
+    if not text:
+        return ()
+    return (
+        ("fusion_limit", int(text) if text.isdecimal() else text),
+    )  # text is refused by the first plan
+
+
+def _no_quantizer(recipe: Any, role: Any, env: Any) -> Any:
+    raise RuntimeError(
+        f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported"
+    )
+
+
+def _class_name(recipe: Any) -> str:
+    return type(recipe).__name__
+
+
+class ThreadSettings(threading.local):
+    """The settings of one thread.
+
+    Class attributes are the defaults; a ``with`` block sets instance attributes.
+
+    Attributes:
+        values: See :data:`Settings`.
+        recorder: Hears of every call in this thread, or None.
+        recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
+        weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
+            ``"cached"``.
+        block: The outermost :class:`opfuse.autocast` block, or None.
+        recording: Whether the forward that runs may move the scales of a recipe.
+        model_init: What :class:`opfuse.quantized_model_init` asks of new ops, or None.
+        building: The name of the op that is being built, which those inside of it get too, or "".
+        environment: What a plan is being made for, while it is made.
+        quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
+            its own here.
+        recipe_name: ``recipe_name(recipe)`` says what a recipe is registered as; likewise.
+        cache_quantizers: ``cache_quantizers(op)`` gives what casts an input that is kept in FP8;
+            likewise.
+    """
+
+    values: Settings = (
+        _options_from_environ(),
+        os.environ.get("OPFUSE_PLUGINS"),
+        None,
+        *EVERYTHING,
+    )
+    recorder: Recorder | None = None
+    recipe_depth: int = 0
+    weights: str = "fresh"
+    block: Any = None
+    recording: bool = True
+    model_init: Any = None
+    building: str = ""
+    environment: Any = None
+    quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
+    recipe_name: ClassVar[Any] = staticmethod(_class_name)
+    cache_quantizers: ClassVar[Any] = staticmethod(_no_quantizer)
+
+    @property
+    def options(self) -> Options:
+        """The options of planning."""
+        return self.values[0]
+
+    @property
+    def selection(self) -> str | None:
+        """Which plugins, as the user wrote it."""
+        return self.values[1]
+
+    @property
+    def recipe(self) -> Any:
+        """The quantization recipe, or None."""
+        return self.values[2]
+
+    @property
+    def skip(self) -> tuple[str, ...]:
+        """Patterns of names of ops that the recipe leaves as they are."""
+        return self.values[3]
+
+    @property
+    def observer(self) -> Any:
+        """Who sees each tensor that the recipe quantizes, or None."""
+        return self.values[4]
+
+
+current = ThreadSettings()
+"""The settings of the thread that reads them."""
+
+
+def checkpoint_frames() -> int:
+    """How many frames of ``torch.utils.checkpoint`` this is called in."""
+    count, frame = 0, sys._getframe().f_back
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    return count
+
+
+def in_forward() -> bool:
+    """Whether this is called while a chain is planned, or runs its forward."""
+    frame: Any = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("opfuse.core.engine."):
+            return "backward" not in frame.f_code.co_name
+        frame = frame.f_back
+    return False
+
+
+class Recorder:
+    """Hears of every call of a fuser in its thread, inside a ``with`` block of its own.
+
+    Attributes:
+        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a
+            forward again.
+    """
+
+    restores: ClassVar[bool] = False
+    _outer: Recorder | None = None
+
+    def __enter__(self: R) -> R:
+        self._outer, current.recorder = current.recorder, self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        current.recorder = self._outer
+
+    @property
+    def restoring(self) -> bool:
+        """Whether it, or one around it, restores the settings."""
+        return self.restores or (self._outer is not None and self._outer.restoring)
+
+    def record(self, fuser: Any, program: Any, given: Any) -> None:
+        """Called before a chain runs; tells an outer recorder too.
+
+        Args:
+            fuser: Of the chain.
+            program: What will run.
+            given: The input, the parameters and extra inputs, and the keyword arguments per basic
+                op, or None.
+        """
+        if self._outer is not None:
+            self._outer.record(fuser, program, given)
+
+    def replaced(self, replaced: Any, module: Any, tensors: Any) -> None:
+        """Called where a module's chain or its own operations run; tells an outer recorder too.
+
+        Args:
+            replaced: The module's :class:`opfuse.core.replaced_forward.ReplacedForward`.
+            module: The module.
+            tensors: The chain's input and extra inputs.
+        """
+        if self._outer is not None:
+            self._outer.replaced(replaced, module, tensors)
+
+    def saved(self, program: Any, tensors: Any) -> None:
+        """Called with what a chain keeps for its backward; tells an outer recorder too.
+
+        Args:
+            program: What ran.
+            tensors: For each basic op, what it saved.
+        """
+        if self._outer is not None:
+            self._outer.saved(program, tensors)
+
+
+class Setting:
+    """Changes some of the settings for a ``with`` block; base of the context managers.
+
+    Args:
+        index: The first of :data:`Settings` that it changes.
+        *values: The new values, of this one and those behind it.
+    """
+
+    def __init__(self, index: int, *values: Any) -> None:
+        self._span = index, index + len(values)
+        self._values = values
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        first, last = self._span
+        self._before.append(current.values[first:last])
+        self._set(self._new_values(self._before[-1]))
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._set(self._before.pop())
+
+    def _set(self, values: Any) -> None:
+        (first, last), before = self._span, current.values
+        current.values = (*before[:first], *values, *before[last:])
+
+    def _new_values(self, before: Any) -> Any:
+        return self._values

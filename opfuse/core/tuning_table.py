@@ -1,0 +1,369 @@
+"""Tuning tables: what was measured on this machine, as JSON files, and how it is looked up.
+
+``opfuse tune`` writes one file per device into the user's cache directory, or into the directory
+that the environment variable ``OPFUSE_TUNING`` names; if that is empty, there are no tables. An
+entry counts for the very setting that it was measured in: device, threads, precision of matrix
+products, versions of torch, Triton and the plugin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import TuningWarning
+from .plugins import manager
+from .precision import matmul_precision
+from .records import is_strict, normalize
+
+FORMAT = 1
+THRESHOLD = 0.99
+"""A fusion whose speed, less one standard error, does not reach this counts as slower than the
+separate ops. To refuse one that is as fast costs nothing, and a chain may hold many that each cost
+a little: of those that are as fast, some measure faster by chance.
+"""
+
+
+class Shape(NamedTuple):
+    """What an entry depends on beside its subject: what comes in.
+
+    Attributes:
+        rows: The number of rows, rounded down to a power of two.
+        features: The last dimension.
+        contiguous: Whether it is contiguous.
+    """
+
+    rows: int
+    features: int
+    contiguous: bool
+
+
+def shape_of(x: torch.Tensor) -> Shape:
+    """What of an input an entry is for."""
+    rows = x.shape[:-1].numel()
+    return Shape(1 << max(rows.bit_length() - 1, 0) if rows else 0, x.shape[-1], x.is_contiguous())
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one fusion did here, against the separate ops.
+
+    Attributes:
+        speed: Time of the separate ops divided by that of the fused op.
+        noise: Half the width of a 95 % interval of the speed.
+        seconds: Time that a call saves.
+        saved_bytes: How many bytes less a forward keeps for its backward.
+        wrong: How it differs from the separate ops, as a sentence, or ``""``.
+        configuration: The configuration that was the fastest, or None if it has one only.
+        compared: Whether values were compared; False: its ops draw random numbers.
+        rows: The number of rows of the input, for which a fusion that was wrong is wrong.
+    """
+
+    speed: float
+    noise: float
+    seconds: float
+    saved_bytes: int = 0
+    wrong: str = ""
+    configuration: Mapping[str, Any] | None = None
+    compared: bool = True
+    rows: int = 0
+
+    def refusal(self, *, trades_time: bool, prefer: str) -> str:
+        """Why the fusion is not to be used, or ``""``.
+
+        Args:
+            trades_time: Whether it declares to trade time for memory.
+            prefer: The option ``prefer``.
+        """
+        if self.wrong:
+            return f"measured here, it {self.wrong}"
+        if self.speed - self.noise / 2 >= THRESHOLD:
+            return ""
+        if trades_time and prefer == "memory" and self.saved_bytes > 0:
+            return ""
+        slower = f"measured here, it has {self.speed:.2f}x the speed of the separate ops"
+        if trades_time and self.saved_bytes > 0:
+            return f'{slower}; it saves memory, which prefer="memory" asks for'
+        return slower
+
+    def __str__(self) -> str:
+        return f"measured here: {self.speed:.2f}x the speed of the separate ops"
+
+
+Entries = Mapping[Shape, Measurement]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The entries of one file that count in this process.
+
+    Attributes:
+        entries: By subject, as :func:`subject_key` writes it.
+        digest: A hash of them; ``""`` if there are none.
+        in_graphs: What was measured under ``torch.compile``, by names.
+    """
+
+    entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
+    digest: str = ""
+    in_graphs: Mapping[str, Sequence[Measurement]] = dataclasses.field(default_factory=dict)
+
+
+NO_TABLE = Table()
+
+
+def directory() -> Path | None:
+    """Where the tables are; None: there are none."""
+    named = os.environ.get("OPFUSE_TUNING")
+    if named is not None:
+        return Path(named) if named.strip() else None
+    from platformdirs import user_cache_path
+
+    return user_cache_path("opfuse", appauthor=False) / "tuning"
+
+
+@functools.cache
+def device_name(kind: str, index: int | None = None) -> str:
+    """The model of a CPU or GPU, as it calls itself."""
+    if kind == "cuda":
+        return torch.cuda.get_device_name(index)
+    if kind != "cpu":
+        return kind
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = model[1].strip() if model else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def path_for(device: torch.device) -> Path | None:
+    """The file of a device; None: there are no tables."""
+    folder = directory()
+    if folder is None:
+        return None
+    name = device_name(device.type, device.index if device.type == "cuda" else None)
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
+def setting(device: torch.device) -> dict[str, Any]:
+    """What an entry was measured in, and counts for."""
+    return {
+        "device": device_name(device.type, device.index if device.type == "cuda" else None),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "matmul_precision": matmul_precision(device.type),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+    }
+
+
+@functools.cache
+def _triton_version() -> str | None:
+    for name in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def subject_key(subject: Mapping[str, Any]) -> str:
+    """A subject as text, to look it up by."""
+    return json.dumps(subject, sort_keys=True)
+
+
+# Reading
+
+
+def table_for(device: torch.device) -> Table:
+    """The table of a device, as it counts in this process; read once.
+
+    Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
+    """
+    path = path_for(device)
+    if path is None or manager.tables is None:
+        return NO_TABLE
+    here = setting(device)
+    key = path, subject_key(here)
+    found: Table | None = manager.tables.get(key)
+    if found is None:
+        found = manager.tables[key] = _read(path, here)
+    return found
+
+
+def reload() -> None:
+    """Forget the tables that were read; plans are made anew."""
+    if manager.tables is not None:
+        manager.tables.clear()
+    manager.changed()
+
+
+def _read(path: Path, here: Mapping[str, Any]) -> Table:
+    try:
+        rows = read_rows(path)
+    except (OSError, ValueError) as error:
+        warning = TuningWarning(f"{error}, and run `opfuse tune` again; it is not used")
+        if is_strict():
+            raise warning from error
+        warnings.warn(warning, stacklevel=2)
+        return NO_TABLE
+    _warn_of_other_versions(path, rows, here)
+    entries: dict[str, dict[Shape, Measurement]] = {}
+    versions, in_graphs = installed(), dict[str, list[Measurement]]()
+    for row in rows:
+        plugin = row["subject"]["plugin"]
+        if row["setting"] == here and (not plugin or versions.get(plugin[0]) == plugin[1]):
+            shape = Shape(*row["shape"])
+            found = Measurement(**row["found"])
+            entries.setdefault(subject_key(row["subject"]), {})[shape] = found
+            if row["subject"].get("mode", ())[2:] == [True]:
+                in_graphs.setdefault(row["subject"]["fusion"], []).append(found)
+    if not entries:
+        return NO_TABLE
+    lines = sorted(
+        f"{subject} {shape} {found}"
+        for subject, of in entries.items()
+        for shape, found in of.items()
+    )
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return Table(entries, digest, in_graphs)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All that a file has, whatever it counts for; nothing if there is no file.
+
+    Raises:
+        ValueError: It is no tuning table.
+        OSError: It cannot be read.
+    """
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r} instead of {FORMAT}")
+        rows: list[dict[str, Any]] = content["entries"]
+        for row in rows:
+            _check(Shape(*row["shape"]), Measurement(**row["found"]), row["subject"]["plugin"])
+            subject_key(row["subject"]), row["setting"]["torch"]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is no tuning table that this opfuse reads ({what}): delete it"
+        ) from error
+    return rows
+
+
+def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
+    """Refuse what no tuning has written."""
+    counts = {**shape._asdict(), "rows measured": found.rows}
+    signed = {"seconds": found.seconds, "saved_bytes": found.saved_bytes}
+    sizes = {"speed": found.speed, "noise": found.noise}
+    strings = isinstance(plugin, list) and [type(name) for name in plugin] == [str, str]
+    for name, value, right in (
+        *((name, n, isinstance(n, int) and n >= 0) for name, n in counts.items()),
+        *((name, x, _is_number(x)) for name, x in signed.items()),
+        *((name, x, _is_number(x) and x >= 0) for name, x in sizes.items()),
+        ("wrong", found.wrong, isinstance(found.wrong, str)),
+        ("configuration", found.configuration, isinstance(found.configuration, dict | None)),
+        ("plugin", plugin, plugin is None or strings),
+    ):
+        if not right:
+            raise ValueError(f"{name} is {value!r}, which no tuning writes")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a plain number of a size that is measured: neither NaN nor infinite."""
+    return type(value) in (int, float) and abs(value) < 1e18
+
+
+def installed() -> dict[str, str]:
+    """The versions of the plugins here, by distribution."""
+    return {normalize(record.distribution): record.version for record in manager.records}
+
+
+def _warn_of_other_versions(
+    path: Path, rows: Iterable[Mapping[str, Any]], here: Mapping[str, Any]
+) -> None:
+    versions = installed()
+    seen: dict[str, set[str]] = {}
+    for row in rows:
+        plugin = row["subject"]["plugin"]
+        if plugin and plugin[0] in versions and row["setting"] == here:
+            seen.setdefault(plugin[0], set()).add(plugin[1])
+    for name, measured in seen.items():
+        if versions[name] not in measured:
+            what = f"has entries of {name} {', '.join(sorted(measured))}, {versions[name]} is here"
+            warnings.warn(
+                TuningWarning(f"{path} {what}: they are not used, run `opfuse tune` again"),
+                stacklevel=2,
+            )
+
+
+# Writing
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where no table can be written.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: OPFUSE_TUNING names another folder")
+
+
+def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Put entries into a file, in place of those of the same setting, subject and shape.
+
+    Entries of other versions of the same plugins, in the same setting, go. One that is wrong stays,
+    unless the same number of rows was measured again.
+
+    Raises:
+        ValueError: The file is there, and is no tuning table.
+        OSError: It cannot be written.
+    """
+    new: dict[str, dict[str, Any]] = {}
+    for row in rows:  # of two with one key, such as of two chains, the one that is wrong
+        before = new.get(_identity(row))
+        if before is None or not before["found"]["wrong"]:
+            new[_identity(row)] = row
+    import filelock  # torch needs it too, but does not import it
+
+    check_writable(path)
+    with filelock.FileLock(f"{path}.lock"):
+        old = read_rows(path)
+        kept = {_identity(row): row for row in old if not _is_outdated(row, new.values())}
+        for identity, row in new.items():
+            was = kept.get(identity, row)["found"]
+            if not was["wrong"] or was.get("rows", 0) == row["found"]["rows"]:
+                kept[identity] = row
+        text = json.dumps({"format": FORMAT, "entries": list(kept.values())}, indent=1)
+        written = path.with_name(f"{path.name}.new")
+        written.write_text(f"{text}\n", encoding="utf-8")
+        os.replace(written, path)  # who reads it sees the old file or the new one
+
+
+def _is_outdated(row: Mapping[str, Any], new: Collection[Mapping[str, Any]]) -> bool:
+    """Whether new entries are of another version of its plugin, in the same setting."""
+    plugin = row["subject"]["plugin"] or [None]
+    others = [other["subject"]["plugin"] or () for other in new]
+    another = plugin not in others and plugin[0] in [other[0] for other in others if other]
+    return another and row["setting"] in [other["setting"] for other in new]
+
+
+def _identity(row: Mapping[str, Any]) -> str:
+    return json.dumps([row["setting"], row["subject"], row["shape"]], sort_keys=True)

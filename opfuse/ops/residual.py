@@ -1,0 +1,120 @@
+"""Ops that join and fork: AddExtraInput, MakeExtraOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.op_context import AllGrads, OperationContext, Outputs
+from ._common import ExtraTensorOperation, shows
+
+
+class _JoinOrFork(ExtraTensorOperation):
+    """What both ops share: nothing is saved, and they may work in place."""
+
+    saved_names = ()
+    feature_ratio = 1
+    keeps_rows = True
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+        # it is the forward that writes into those
+        self.differentiable = not (in_place and self.num_extra_inputs)
+
+    extra_repr = shows("in_place")
+
+
+class AddExtraInput(_JoinOrFork):
+    """``y = x + extra``: adds an extra input of the same shape, such as a residual branch.
+
+    Args:
+        in_place: Add into the memory of the extra input and return that; the caller must not use
+            its tensor afterwards. The sum is rounded to the extra input's dtype, as by
+            ``Tensor.add_``. A leaf that requires grad is written into as well: it is what a stage
+            of a pipeline receives, and its gradient is that of the sum. An extra input out of a
+            channel belongs to the chain and is left alone, and so is every one while
+            ``torch.compile`` traces.
+
+    Raises:
+        ValueError: In a call, shapes that differ.
+        RuntimeError: In a call with ``in_place``, an extra input that is a Parameter or a view of
+            one, which every later call would find changed; and one of integers.
+    """
+
+    num_extra_inputs = 1
+    params_in_compute_dtype = True
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The sum; saves nothing."""
+        ((extra,),) = basic_op_extra_inputs
+        if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
+            return extra.detach().add_(input_), [()]
+        return input_ + extra, [()]
+
+    def check_extra(self, ctx: OperationContext, extra: Tensor, shape: Sequence[int]) -> bool:
+        """Refuse an extra input that is not of ``shape``, the input's; for fusions too.
+
+        Returns:
+            Whether the sum goes into the memory of ``extra``.
+        """
+        if extra.shape != shape:
+            expected = f"{type(self).__name__} expected an extra input of shape {tuple(shape)}"
+            raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
+        into = self.in_place and self._extra_input_channels[0] is None
+        if not into or torch.compiler.is_compiling():
+            return False
+        if isinstance(extra, nn.Parameter) or isinstance(extra._base, nn.Parameter):
+            raise RuntimeError(
+                f"{type(self).__name__}(in_place=True) got a Parameter, or a view of one, as extra "
+                f"input, and must not write into it: pass in_place=False, or a copy"
+            )
+        return True
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """Both gradients are ``grad_output`` itself."""
+        return grad_output, [()], [(grad_output,)]
+
+
+class MakeExtraOutput(_JoinOrFork):
+    """``y = x``, and ``x`` once more as an extra output, such as the start of a residual branch.
+
+    Both outputs share the memory of the input.
+
+    Args:
+        in_place: Let the backward add into an incoming gradient that nobody else holds, instead of
+            allocating.
+    """
+
+    num_extra_outputs = 1
+    grad_input = "same"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The input twice, as two tensor objects.
+
+        An autograd function must not return one object twice.
+        """
+        return input_, [(input_.view_as(input_),)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """The sum of both gradients; None for the extra output's means zero."""
+        ((grad_extra,),) = basic_op_grad_extra_outputs
+        if grad_extra is None:
+            return grad_output, [()], [()]
+        holds_the_sum = (
+            torch.promote_types(grad_output.dtype, grad_extra.dtype) is grad_output.dtype
+        )
+        if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
+            return grad_output.add_(grad_extra), [()], [()]
+        return grad_output + grad_extra, [()], [()]

@@ -1,0 +1,33 @@
+"""Real models: chains in place of the forwards of a model's modules.
+
+Users call ``opfuse.convert``. Authors of converters find here what the ordinary converter is made
+of, and the declarations of the hook ``opfuse_converters``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "ORDINARY": "building",
+    "Conversion": "converter",
+    "ConversionReport": "report",
+    "ConvertedForward": "converted_forward",
+    "Converter": "converter",
+    "by_reading": "building",
+    "convert": "convert",
+    "converted": "convert",
+    "count_convertible": "convert",
+    "gated": "leaves",
+    "leaf_of": "leaves",
+    "revert": "convert",
+}
+"""Who uses the grammar alone, or declares a converter, does not import the rest."""
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'opfuse_convert' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,0 +1,188 @@
+"""From a module to the chain that stands for its forward, by reading what its author wrote."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from opfuse import ops
+from opfuse.core.sequential import Sequential
+
+from .converter import Conversion
+from .grammar import Unreadable, function_places, parameters_of, table, tree_of
+from .grammar.rewriting import own_tree, rewritten, unwrapped, wrapped
+from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
+from .layers import original_class, written_forward
+from .leaves import leaf_of
+from .parsing import Region
+from .regions import Found, Leaves, StretchReader, largest
+from .site import Site
+
+NOTHING = "there is nothing to fuse in it"
+
+ORDINARY = "what its forward computes"
+"""The name of converters that read a forward as any other."""
+
+
+def by_reading(
+    module: nn.Module,
+    *,
+    known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
+    facts: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Conversion | str:
+    """What stands for the largest part of a module's forward that ops can compute.
+
+    Its forward is read by :mod:`opfuse_convert.grammar`. It runs as its author wrote it, apart from
+    the statements that the chain stands for.
+
+    Args:
+        module: The module.
+        known: Functions that somebody else reads, see :class:`opfuse_convert.grammar.Reader`.
+        facts: What is known of arguments by name; default: those that have a plain value as default
+            have that.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if next(module.children(), None) is None:
+        return _as_leaf(module)
+    function, around, places = unwrapped(written_forward(type(module)))
+    try:
+        tree = own_tree(tree_of(function))
+        names = _parameters(function, facts)
+        leaves = Leaves()
+        reader = functools.partial(StretchReader, leaves, known)
+        survey = Survey(module, function, tree, names, reader)
+    except Unreadable as error:
+        return f"its forward cannot be read: {error}"
+    found = largest(module, survey.stretches, leaves)
+    if found is None:
+        return next((f"{name}: {why}" for name, why in leaves.reasons.items()), NOTHING)
+    drops = [each for step in found.region.steps for each in step.dropouts]
+    dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
+    places += [place for each in (function, *around) for place in function_places(each)]
+    cls = original_class(type(module))
+    again = functools.partial(_again, module, known)
+    defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
+    site = Site(
+        found.span,
+        1 + len(found.region.extras),
+        dropouts,
+        (cls, cls.forward, places),
+        again,
+        defaults,
+    )
+    site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
+    return _conversion(found, site)
+
+
+def _again(module: nn.Module, known: Any, facts: Mapping[str, Any]) -> Conversion | str:
+    return by_reading(module, known=known, facts=facts)
+
+
+def _conversion(found: Found, site: Site) -> Conversion:
+    """The conversion that a region is."""
+    steps = found.region.steps
+    around = [n.rsplit(".", i)[0] for n in found.span.called for i in range(n.count(".") + 1)]
+    return Conversion(
+        _chain_of(found.region),
+        sorted({*found.region.reads, *around} - {""}),
+        site,
+        _separate(found.region, found.modes),
+        [constant for step in steps for constant in step.constants],
+        any(step.probed for step in steps),
+        found.span.places,
+    )
+
+
+def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the parameters of a function."""
+    names: dict[str, Any] = {}
+    for p in parameters_of(function):
+        given = facts.get(p.name, p.default)
+        is_known = table.is_plain(given) or given is NOT_NONE
+        names[p.name] = given if is_known and p.default is not p.empty else UNKNOWN
+    if not names:
+        raise Unreadable("it is no method")
+    return names
+
+
+def _as_leaf(module: nn.Module) -> Conversion | str:
+    """What stands for a norm of an unknown class, which PyTorch has no kernel for."""
+    if type(module).__module__.startswith("torch."):
+        return "PyTorch has a kernel for it"
+    leaf = leaf_of(module)
+    if isinstance(leaf, str):
+        return leaf
+    if len(leaf.ops) != 1 or not isinstance(leaf.ops[0], (ops.RMSNorm, ops.LayerNorm)):
+        return "it is one op by itself"
+    constants = [("", attribute) for attribute in leaf.constants]
+    own = original_class(type(module)).forward
+    chain = Sequential(*leaf.ops)
+    return Conversion(chain, ("",), _one, own, constants, leaf.probed, leaf.places)
+
+
+def _one(module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is one op."""
+    return NotImplemented if len(args) != 1 or kwargs else chain(args[0])
+
+
+def follow(dropouts: Sequence[tuple[Any, Any, bool]]) -> None:
+    """Give dropout ops the mode that their modules have now, and the probability of those with one.
+
+    Args:
+        dropouts: Each op, its module, and whether that has a probability.
+    """
+    for op, module, has_p in dropouts:
+        if op.training is not module.training:
+            op.train(module.training)
+        if has_p and op.p != module.p:
+            op.p = module.p
+
+
+def _chain_of(region: Region) -> Sequential:
+    """The chain of a region."""
+    values = region.values
+    forks = {step.extra for step in region.steps} & {*values}
+    found: list[Any] = []
+    for number, (value, step) in enumerate(zip(values, region.steps, strict=False)):
+        if value in forks or number in region.given:
+            fork = ops.MakeExtraOutput()
+            if value in forks:
+                public = number in region.given
+                fork.set_extra_output_channel(0, f"value {number}", output_to_caller=public)
+            found.append(fork)
+        if step.extra is not None and step.extra in forks:
+            step.ops[0].set_extra_input_channel(0, f"value {values.index(step.extra)}")
+        found += step.ops
+    return Sequential(*found)
+
+
+def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
+    """``separate(module, x, *extras)``: the region's own operations."""
+    graph = fx.Graph()
+    inner = {region.start: graph.placeholder("x")}
+    for number, node in enumerate(region.extras):
+        inner[node] = graph.placeholder(f"extra_{number}")
+    covered = {node for step in region.steps for node in step.covers}
+    for node in region.start.graph.nodes:
+        if node not in covered:
+            continue
+        made = inner[node] = graph.node_copy(node, inner.__getitem__)
+        if node in modes:
+            with graph.inserting_before(made):
+                path = f"{modes[node].path}.training".lstrip(".")
+                mode = graph.create_node("get_attr", path)
+            names = "input", "p", "training", "inplace"
+            given: Any = {**dict(zip(names, made.args, strict=False)), **made.kwargs}
+            made.args, made.kwargs = (), {**given, "training": mode}
+    values = region.values
+    results = [inner[each] for each in (region.end, *[values[k] for k in region.given])]
+    graph.output(tuple(results) if region.given else results[0])
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(code.src, scope)  # what torch.fx itself does
+    return scope["forward"]

@@ -1,0 +1,282 @@
+"""Whether a converted module's chain or its own operations run, by what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opfuse.core import tuning_table as tables
+from opfuse.core.engine.measured import counting, describe
+from opfuse.core.fusible import FusibleOperation
+from opfuse.core.introspection import op_class
+from opfuse.core.plugins import manager
+from opfuse.core.precision import matmul_precision
+from opfuse.core.records import normalize
+from opfuse.core.settings import current
+from opfuse.core.tuning_table import Entries, Measurement, shape_of
+from opfuse.ops import (
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    LayerNorm,
+    MakeExtraOutput,
+    ParallelLinear,
+    RMSNorm,
+)
+
+_PLAIN = {Tensor, nn.Parameter}
+_MOST = 64
+
+
+def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
+    """Why a chain does not compute what a module would, in its dtypes; ``""``: it does.
+
+    Outside of autocast it does if parameters, input and extra inputs have one dtype. Under autocast
+    it adds tensors of two dtypes as PyTorch does, a residual in fp32 and a product in bf16, say.
+    But activations and norms of an input in another dtype than autocast's differ: PyTorch leaves
+    the dtype as it is, and the ops compute in autocast's.
+
+    Args:
+        params: Of each parameter its dtype, and what else is known of it; True: it is not there.
+        chain: The chain.
+        x: Its input.
+        *extras: Its extra inputs.
+    """
+    dtypes = [param[0] for param in params if param is not True]
+    if any([each is not dtypes[0] for each in dtypes]):
+        return f"its parameters are of {' and of '.join(map(str, dict.fromkeys(dtypes)))}"
+    dtype = dtypes[0] if dtypes else None
+    given = x, *extras
+    if not _PLAIN.issuperset(map(type, given)) or not x.ndim:
+        return "its input is no plain tensor"
+    if any([t.layout is not torch.strided or t.is_nested for t in given]):
+        return "its input is sparse or nested"
+    if x.is_meta or not x.is_floating_point():
+        return f"its input is {'on the meta device' if x.is_meta else f'of {x.dtype}'}"
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if dtype is not None and x.dtype is not dtype and not autocast:
+        return f"its input is of {x.dtype}, its parameters are of {dtype}"
+    return _flow(chain, x, extras, autocast)
+
+
+def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
+    """What is wrong with the widths and dtypes that flow through a chain, or ``""``."""
+    width, given = x.shape[-1], iter(extras)
+    known: dict[Any, Any] = {}
+    flowing, lower = x.dtype, torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    for op in chain:
+        if op.in_features is not None and op.in_features != width:
+            return f"its input has {x.shape[-1]} features"
+        if isinstance(op, AddExtraInput):
+            channel = op.extra_input_channels[0]
+            if channel is not None and channel in known:
+                other, size = known[channel]
+            else:
+                extra = next(given)
+                other, size = extra.dtype, extra.shape[-1] if extra.ndim else None
+                if other is not x.dtype and not autocast:
+                    return "the tensors that it adds differ in dtype"
+                if extra.shape[:-1] != x.shape[:-1] or not extra.is_floating_point():
+                    size = None
+            if size != width:
+                return "the tensors that it adds differ in shape"
+            flowing = torch.promote_types(flowing, other)
+        elif isinstance(op, MakeExtraOutput):
+            known[op.extra_output_channels[0]] = flowing, width
+        elif autocast:
+            wanted = _wanted(op, lower)
+            if wanted is not None and flowing is not wanted:
+                return f"under autocast {type(op).__name__} gets {flowing}"
+            flowing = _after(op, flowing, lower)
+        if op.out_features is not None:
+            width = op.out_features
+        elif op.feature_ratio is not None and op.feature_ratio != 1:
+            if width % op.feature_ratio:
+                return f"{width} features cannot be halved"
+            width //= op.feature_ratio
+    return ""
+
+
+def _wanted(op: Any, lower: torch.dtype) -> torch.dtype | None:
+    """In which dtype an op gives under autocast what PyTorch would; None: in any."""
+    if isinstance(op, Activation):
+        return lower
+    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else None
+
+
+def _after(op: Any, dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
+    """The dtype of an op's output under autocast."""
+    if isinstance(op, (BasicLinear, ParallelLinear, Activation)):
+        return lower
+    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else dtype
+
+
+class Kind(NamedTuple):
+    """What of a call an entry is for, beside shapes.
+
+    Attributes:
+        device: The kind of device.
+        dtype: That of the input.
+        autocast: That of autocast; None: it is off.
+        grads: Whether grad mode is on, and whether the input requires a gradient.
+        compiled: Whether ``torch.compile`` traces.
+    """
+
+    device: str
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    grads: tuple[bool, bool]
+    compiled: bool
+
+    @classmethod
+    def of(cls, x: Tensor, compiled: bool) -> Kind:
+        """That of a call with this input, now."""
+        kind, grad = x.device.type, torch.is_grad_enabled()
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(kind, x.dtype, autocast, (grad, grad and x.requires_grad), compiled)
+
+
+def title_of(name: str, module: nn.Module) -> str:
+    """What entries of a converter and the class of a module are called."""
+    cls = op_class(module)
+    return f"{name} of {cls.__module__}.{cls.__qualname__}"
+
+
+def subject(name: str, plugin: Any, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
+    """What an entry of a whole conversion is of, as JSON-able data.
+
+    Args:
+        name: The converter.
+        plugin: Its distribution and version; None: the core.
+        module: The module.
+        chain: Its chain.
+        kind: The kind of call.
+    """
+    params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
+    grad, of_x = kind.grads
+    return {
+        "plugin": plugin and [normalize(plugin[0]), plugin[1]],
+        "fusion": title_of(name, module),
+        "pass": "whole",
+        "ops": [describe(op) for op in chain],
+        "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
+        "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
+        "dtype": [str(kind.dtype), str(kind.autocast)],
+        "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
+        "options": [[k, v] for k, v in sorted(current.options) if "." in k],
+    }
+
+
+class MeasuredChoice:
+    """Looks up whether the chain of one module pays; remembers what it found.
+
+    Args:
+        name: The converter.
+        plugin: Its distribution and version; None: the core.
+    """
+
+    def __init__(self, name: str, plugin: Any) -> None:
+        self.of = name, plugin
+        self._known: dict[Any, str] = {}
+
+    def refusal(self, module: nn.Module, params: Any, chain: Any, x: Any, *extras: Any) -> str:
+        """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
+        if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
+            return fits(params, chain, x, *extras)
+        kind, rows = x.device.type, x.shape[:-1]
+        beside = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
+        key = (
+            x.dtype,
+            x.shape[-1],
+            rows.numel().bit_length(),
+            x.is_contiguous(),
+            *beside,
+            x.requires_grad,
+            params,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            kind,
+            module.training,
+            torch.are_deterministic_algorithms_enabled(),
+            matmul_precision(kind),
+            torch.get_num_threads(),
+            current.values,
+            manager.generation,
+            FusibleOperation.changes,
+        )
+        if key not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = fits(params, chain, x, *extras) or self._looked_up(module, chain, x)
+        return self._known[key]
+
+    def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
+        if current.recipe is not None:
+            return ""
+        how: Any = {"trades_time": True, "prefer": dict(current.options).get("prefer", "speed")}
+        entries = self.entries(module, chain, Kind.of(x, False))
+        found = counting(entries, shape_of(x)._asdict(), **how)
+        return "" if found is None else found.refusal(**how)
+
+    def entries(self, module: nn.Module, chain: Any, kind: Kind) -> Entries:
+        """What was measured of a kind of call, by what came in."""
+        table = tables.table_for(_device_of(module, kind.device))
+        if not table.entries:
+            return {}
+        of = tables.subject_key(subject(*self.of, module, chain, kind))
+        return table.entries.get(of, {})
+
+
+def _is_ordinary(x: Any) -> bool:
+    """Whether all that counts of an argument is in a key of :class:`MeasuredChoice`."""
+    plain = type(x) in _PLAIN and not x.is_nested
+    return plain and x.layout is torch.strided and not x.is_meta
+
+
+def nothing_in_graphs() -> bool:
+    """Whether no chain of any module runs where ``torch.compile`` traces."""
+    asked = ("chains_under_compile", True) in current.options
+    return not asked and not any(table.in_graphs for table in _tables())
+
+
+def _tables() -> list[tables.Table]:
+    kinds = "cpu", *["cuda"] * torch.cuda.is_available()
+    return [tables.table_for(torch.device(kind)) for kind in kinds]
+
+
+def pays_in_graph(found: Measurement) -> bool:
+    """Whether a chain that ``torch.compile`` traced was faster than the module's own forward."""
+    return not found.wrong and found.speed - found.noise / 2 > 1
+
+
+# What follows is constant in a trace. It is guarded by the generation, which tables change too.
+
+
+def is_known_in_graphs(title: str, generation: int) -> bool:
+    """Whether a chain of such modules was measured to be faster under ``torch.compile``.
+
+    Who asks is a title, so that modules of one class are compiled once.
+    """
+    return any(
+        pays_in_graph(found) for table in _tables() for found in table.in_graphs.get(title, ())
+    )
+
+
+def is_faster_in_graph(
+    choice: MeasuredChoice, module: nn.Module, chain: Any, generation: int, *kind: Any
+) -> bool:
+    """Whether the chain of a module is faster there, for all numbers of rows that were measured."""
+    entries = choice.entries(module, chain, Kind(*kind)).values()
+    return bool(entries) and all(map(pays_in_graph, entries))
+
+
+is_known_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_faster_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _device_of(module: nn.Module, kind: str = "cpu") -> torch.device:
+    param = next(module.parameters(), None)
+    return torch.device(kind) if param is None else param.device

@@ -1,0 +1,340 @@
+"""The statements and expressions of one function."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import operator
+import types
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import table
+from .reads import MISSING, Attributes, Place, global_places, parameters_of
+from .source import Unreadable
+from .values import Callee, Held
+
+_MOST = 256
+
+
+def bound(function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    """The local names of a call.
+
+    Raises:
+        Unreadable: The call does not fit, or has a default that is no plain value.
+    """
+    signature = inspect.Signature([p.replace(annotation=p.empty) for p in parameters_of(function)])
+    try:
+        found = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise Unreadable(f"{function.__name__} {error}") from error
+    names = dict(found.arguments)
+    for p in signature.parameters.values():
+        if p.name not in names:
+            if p.kind is p.VAR_POSITIONAL:
+                names[p.name] = ()
+            elif p.kind is p.VAR_KEYWORD:
+                names[p.name] = {}
+            elif not table.is_plain(p.default):
+                raise Unreadable(f"the default of {p.name} is no plain value")
+            else:
+                names[p.name] = p.default
+    return names
+
+
+class Frame:
+    """The local names of one function while it is read.
+
+    Args:
+        reader: The :class:`~opfuse_convert.grammar.Reader`.
+        function: The function.
+        names: Its local names.
+    """
+
+    def __init__(self, reader: Any, function: types.FunctionType, names: dict[str, Any]) -> None:
+        self.reader, self.function, self.names = reader, function, names
+        code = function.__code__
+        self._local: Collection[str] = {*code.co_varnames, *code.co_cellvars}
+        if code.co_cellvars:
+            raise Unreadable("it has functions of its own")
+
+    # Statements
+
+    def block(self, body: Sequence[ast.stmt]) -> Any:
+        """Read statements; what they return, or :data:`MISSING`."""
+        for statement in body:
+            result = self.statement(statement)
+            if result is not MISSING:
+                return result
+        return MISSING
+
+    def statement(self, node: ast.stmt) -> Any:
+        """Read one statement; what it returns, or :data:`MISSING`."""
+        if isinstance(node, ast.Return):
+            return None if node.value is None else self.expression(node.value)
+        if isinstance(node, ast.Assign):
+            value = self.expression(node.value)
+            for target in node.targets:
+                self._assign(target, value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._assign(node.target, self.expression(node.value))
+        elif isinstance(node, ast.AugAssign):
+            self._augment(node)
+        elif isinstance(node, ast.If):
+            taken = self.reader.decided(self.expression(node.test))
+            return self.block(node.body if taken else node.orelse)
+        elif isinstance(node, ast.For):
+            return self._loop(node)
+        elif isinstance(node, ast.Expr):
+            self.expression(node.value)
+        elif not isinstance(node, ast.Pass):
+            raise Unreadable(f"it has a statement beyond the grammar ({_kind(node)})")
+        return MISSING
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name) and target.id in self._local:
+            self.names[target.id] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            parts = self._parts(value, len(target.elts))
+            for each, part in zip(target.elts, parts, strict=True):
+                self._assign(each, part)
+        else:
+            raise Unreadable("it sets what is no local name")
+
+    def _parts(self, value: Any, count: int) -> Sequence[Any]:
+        """What a value has in it, taken apart into so many."""
+        if isinstance(value, tuple) and type(value) is tuple and len(value) == count:
+            return value
+        if isinstance(value, fx.Node) and _pieces(value) == count:
+            return [self.reader.binary(operator.getitem, value, i) for i in range(count)]
+        raise Unreadable("it takes a value apart whose size is not known")
+
+    def _augment(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.target, ast.Name):
+            raise Unreadable("it sets what is no local name")
+        before = self._name(node.target.id)
+        value = self.expression(node.value)
+        if isinstance(before, fx.Node) or not table.is_plain(before):
+            raise Unreadable("it may write into a tensor")
+        self._assign(node.target, self.reader.binary(_operator(node.op), before, value))
+
+    def _loop(self, node: ast.For) -> Any:
+        if node.orelse:
+            raise Unreadable("its loop has an else")
+        items = self.items(self.expression(node.iter))
+        if len(items) > _MOST:
+            raise Unreadable("its loop is long")
+        for item in items:
+            self._assign(node.target, item)
+            result = self.block(node.body)
+            if result is not MISSING:
+                return result
+        return MISSING
+
+    def items(self, value: Any) -> Sequence[Any]:
+        """What a loop goes through."""
+        if isinstance(value, Held):
+            members: Sequence[Any] = self.reader.members(value)
+            return members
+        if isinstance(value, (tuple, list)):
+            return value
+        raise Unreadable("it goes through what is no list of modules")
+
+    # Expressions
+
+    def expression(self, node: ast.expr) -> Any:
+        """What an expression gives."""
+        read = getattr(self, f"_of_{type(node).__name__.lower()}", None)
+        if read is None:
+            raise Unreadable(f"it has an expression beyond the grammar ({_kind(node)})")
+        return read(node)
+
+    def _of_constant(self, node: ast.Constant) -> Any:
+        if not table.is_plain(node.value):
+            raise Unreadable("it has a constant that is no plain value")
+        return node.value
+
+    def _of_name(self, node: ast.Name) -> Any:
+        return self._name(node.id)
+
+    def _name(self, name: str) -> Any:
+        if name in self._local:
+            if name not in self.names:
+                raise Unreadable(f"{name} has no value yet")
+            return self.names[name]
+        free = self.function.__code__.co_freevars
+        if name in free:
+            cell = (self.function.__closure__ or ())[free.index(name)]
+            of, place = Attributes(cell), "cell_contents"
+            found = of.get(place, MISSING)
+            self.reader.places.append(Place(of, place, found, name))
+            if found is MISSING:
+                raise Unreadable(f"{name} has no value yet")
+        else:
+            found, places = global_places(self.function, name)
+            self.reader.places += places
+        return self.reader.value(found, name)
+
+    def _of_attribute(self, node: ast.Attribute) -> Any:
+        name = node.attr
+        if name.startswith("__") and not name.endswith("__"):
+            raise Unreadable(f"it has a private name ({name})")
+        return self.reader.attribute(self.expression(node.value), name)
+
+    def _of_tuple(self, node: ast.Tuple) -> Any:
+        return tuple(self._arguments(node.elts))
+
+    def _of_list(self, node: ast.List) -> Any:
+        return self._arguments(node.elts)
+
+    def _of_binop(self, node: ast.BinOp) -> Any:
+        a, b = self.expression(node.left), self.expression(node.right)
+        return self.reader.binary(_operator(node.op), a, b)
+
+    def _of_unaryop(self, node: ast.UnaryOp) -> Any:
+        value = self.expression(node.operand)
+        if isinstance(node.op, ast.Not):
+            return not self.reader.decided(value)
+        function: Any = table.UNARY.get(_kind(node.op))
+        if function is None:
+            raise Unreadable(f"it has an operator beyond the grammar ({_kind(node.op)})")
+        if isinstance(value, fx.Node):
+            return self.reader.graph.call_function(function, (value,))
+        if not isinstance(value, (int, float)):
+            raise Unreadable("it computes with what is no number")
+        return function(value)
+
+    def _of_boolop(self, node: ast.BoolOp) -> Any:
+        stops = isinstance(node.op, ast.Or)
+        value: Any = None
+        for each in node.values:
+            value = self.expression(each)
+            if self.reader.decided(value) is stops:
+                return value
+        return value
+
+    def _of_ifexp(self, node: ast.IfExp) -> Any:
+        taken = self.reader.decided(self.expression(node.test))
+        return self.expression(node.body if taken else node.orelse)
+
+    def _of_compare(self, node: ast.Compare) -> Any:
+        if len(node.ops) != 1:
+            raise Unreadable("it compares more than two values at once")
+        a, b = self.expression(node.left), self.expression(node.comparators[0])
+        (kind,) = map(_kind, node.ops)
+        if kind in ("Is", "IsNot"):
+            return self._is_none(a, b) is (kind == "Is")
+        if kind not in table.COMPARED:
+            raise Unreadable(f"it has a comparison beyond the grammar ({kind})")
+        return self.reader.binary(table.COMPARED[kind], a, b)
+
+    def _is_none(self, a: Any, b: Any) -> bool:
+        if b is not None:
+            raise Unreadable("it tests the identity of a value (is, is not)")
+        if isinstance(a, fx.Node):
+            raise Unreadable("it asks whether a value is None")
+        return a is None
+
+    def _of_subscript(self, node: ast.Subscript) -> Any:
+        value, key = self.expression(node.value), self.expression(node.slice)
+        if isinstance(value, Held):
+            members = self.reader.members(value)
+            if type(key) is int and -len(members) <= key < len(members):
+                return members[key]
+        elif isinstance(value, fx.Node):
+            return self.reader.node("call_function", operator.getitem, [value, key], {})
+        elif type(value) in (tuple, list) and type(key) is int and -len(value) <= key < len(value):
+            return value[key]
+        raise Unreadable("it indexes what it does not know the parts of")
+
+    def _of_slice(self, node: ast.Slice) -> Any:
+        parts = node.lower, node.upper, node.step
+        return slice(*[part and self.expression(part) for part in parts])
+
+    def _of_call(self, node: ast.Call) -> Any:
+        callee = self.expression(node.func)
+        args = self._arguments(node.args)
+        kwargs: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.expression(keyword.value)
+            more = {keyword.arg: value} if keyword.arg is not None else value
+            if not isinstance(more, dict) or more.keys() & kwargs.keys():
+                raise Unreadable("it passes on keywords that are not known")
+            kwargs |= more
+        if isinstance(callee, Callee) and callee.function in (range, enumerate, zip, reversed):
+            return self._listed(callee.function, args, kwargs)
+        return self.reader.call(callee, args, kwargs)
+
+    def _arguments(self, nodes: Sequence[ast.expr]) -> list[Any]:
+        values: list[Any] = []
+        for each in nodes:
+            if isinstance(each, ast.Starred):
+                values += self.items(self.expression(each.value))
+            else:
+                values.append(self.expression(each))
+        return values
+
+    def _listed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        plain = function is range
+        if not all(map(table.is_plain, [*(args if plain else ()), *kwargs.values()])):
+            raise Unreadable(f"it calls {function.__name__}() with what is no plain value")
+        try:
+            found = function(*(args if plain else map(self.items, args)), **kwargs)
+            return list(itertools.islice(found, _MOST + 1))
+        except (TypeError, ValueError) as error:
+            raise Unreadable(f"{function.__name__}() raises {type(error).__name__}") from error
+
+
+class Everywhere(Frame):
+    """Goes both ways where a condition is on values, so that all is read that may be."""
+
+    def statement(self, node: ast.stmt) -> Any:
+        """Read one statement; what it returns."""
+        try:
+            return super().statement(node)
+        except Unreadable:
+            if not isinstance(node, ast.If):
+                raise
+        self.expression(node.test)
+        for body in (node.body, node.orelse):
+            result = self.block(body)
+        return result if node.orelse else MISSING
+
+    def items(self, value: Any) -> Sequence[Any]:
+        """What a loop goes through; a value stands for its parts."""
+        return [value] if isinstance(value, fx.Node) else super().items(value)
+
+    def _of_ifexp(self, node: ast.IfExp) -> Any:
+        return [*map(self.expression, (node.test, node.orelse, node.body))][-1]
+
+    def _of_boolop(self, node: ast.BoolOp) -> Any:
+        return [*map(self.expression, node.values)][-1]
+
+    def _of_compare(self, node: ast.Compare) -> Any:
+        try:
+            return super()._of_compare(node)
+        except Unreadable:
+            given = [*map(self.expression, (node.left, *node.comparators))]
+            return self.reader.graph.call_function(operator.eq, (given[0],))
+
+
+def _pieces(node: fx.Node) -> int | None:
+    """Into how many parts a function has taken its input; None: nothing tells."""
+    if node.target in (torch.chunk, "chunk") and len(node.args) > 1:
+        return node.args[1] if type(node.args[1]) is int else None
+    return None
+
+
+def _operator(node: ast.operator) -> Any:
+    function = table.BINARY.get(_kind(node))
+    if function is None:
+        raise Unreadable(f"it has an operator beyond the grammar ({_kind(node)})")
+    return function
+
+
+def _kind(node: ast.AST) -> str:
+    return type(node).__name__

@@ -1,0 +1,188 @@
+"""Whether a module is still as it was when it was converted: asked at every call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules import module as everywhere
+from torch.nn.utils import parametrize
+
+from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
+
+from .grammar import MISSING, Attributes, Place, key_place
+from .grammar.table import is_plain, is_same
+from .layers import is_patched
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class Guard:
+    """What must not have changed for a chain to stand for a module.
+
+    Args:
+        module: The module.
+        reads: Dotted names of the children that the chain stands for; ``""``: the module itself.
+        constants: Pairs of such a name and an attribute whose value the chain has taken over.
+        places: What else was looked up.
+
+    Attributes:
+        module: The module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reads: Sequence[str],
+        constants: Sequence[tuple[str, str]],
+        places: Sequence[Place] = (),
+    ) -> None:
+        self.module = module
+        children = [(name, module.get_submodule(name)) for name in reads if name]
+        everyone = [("", module), *children]
+        self._classes = [(name, of, type(of), op_class(of)) for name, of in everyone]
+        self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
+        self._hooked = [(name, of, vars(of)) for name, of in children]
+        own = [*_of_children(module, reads), *_of_constants(module, constants)]
+        once = {place.key: place for place in (*own, *places)}
+        self._places = [(p.where.get, p.name, p.value, p) for p in once.values()]
+        # Dynamo has guards for what a trace looks at, and cannot look into classes and closures
+        plain = [p for p in places if type(p.where) is dict and is_plain(p.value)]
+        self._in_graphs = [(p.where, p.name, p.value) for p in (*own, *plain)]
+        self._params = [
+            (name, of, key, getattr(param, "shape", None))
+            for name, of in (everyone if "" in reads else children)
+            for key, param in of._parameters.items()
+        ]
+
+    def parameters(self) -> tuple[Any, ...]:
+        """Of each parameter the dtype, and whether it needs a gradient; True: it is not there."""
+        params = [of._parameters.get(key) for _, of, key, _ in self._params]
+        return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
+
+    def why_not(self) -> str:
+        """What has changed, as a sentence; ``""``: nothing."""
+        if self._hooked and _hooked_everywhere():
+            return "there are hooks on every module"
+        for name, of, cls, written in self._classes:
+            if type(of) is not cls and op_class(of) is not written:
+                return f"{name or 'it'} is a {op_class(of).__name__} now"
+        for name, of, attributes in self._hooked:
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ):
+                return f"{name} has {hook_kinds(of)} hooks"
+        for cls, forward, call in self._methods:
+            if cls.forward is not forward or cls.__call__ is not call:
+                return f"{cls.__name__} got another forward"
+        return self._of_places() or self._of_parameters()
+
+    def _of_places(self) -> str:
+        """What has changed of what was looked up, as a sentence, or ``""``."""
+        if is_dynamo_compiling():
+            same = all([is_same(of.get(name, MISSING), v) for of, name, v in self._in_graphs])
+            return "" if same else "what its forward reads is another one now"
+        for get, name, value, place in self._places:
+            now = get(name, MISSING)
+            if now is not value and not is_same(now, value):
+                return place.change()
+        return ""
+
+    def _of_parameters(self) -> str:
+        """What has changed of the parameters, as a sentence, or ``""``."""
+        for name, of, key, there in self._params:
+            param = of._parameters.get(key)
+            if param is None and there is not None and parametrize.is_parametrized(of, key):
+                continue  # to look at it is to compute it
+            shape, what = getattr(param, "shape", None), f"{name}.{key}".lstrip(".")
+            if shape is None or there is None:
+                if shape is not there:
+                    return f"{what} {'is gone' if shape is None else 'was added'}"
+            elif type(param) not in _PLAIN:
+                return f"{what} is a {type(param).__name__}"
+            elif shape != there:
+                return f"{what} has shape {tuple(shape)} instead of {tuple(there)}"
+        return ""
+
+
+def _of_children(module: nn.Module, reads: Sequence[str]) -> Iterator[Place]:
+    """Where a call of the children of a module is looked up, beside their classes."""
+    for name in filter(None, reads):
+        above, _, key = name.rpartition(".")
+        holder: Any = module.get_submodule(above)._modules
+        own = vars(holder[key])
+        yield Place(holder, key, holder[key], name)
+        yield Place(own, "forward", own.get("forward", MISSING), f"the forward of {name}")
+        compiled = own.get("_compiled_call_impl", MISSING)
+        yield Place(own, "_compiled_call_impl", compiled, f"the compiled call of {name}")
+    for name in dict.fromkeys(["", *reads]):
+        if isinstance(of := module.get_submodule(name), (nn.Sequential, nn.ModuleList)):
+            yield key_place(of._modules, f"the order of what is in {name or 'it'}")
+
+
+def _of_constants(module: nn.Module, constants: Sequence[tuple[str, str]]) -> Iterator[Place]:
+    """Where the values of attributes of modules are found."""
+    for name, path in constants:
+        owner: Any = module.get_submodule(name)
+        for part in path.split("."):
+            value, what = getattr(owner, part, MISSING), f"{part} of {_named(owner)}"
+            yield Place(Attributes(owner), part, value, what)
+            owner = value
+
+
+def _named(owner: Any) -> str:
+    return op_class(owner).__name__ if isinstance(owner, nn.Module) else type(owner).__name__
+
+
+def _hooked_everywhere() -> bool:
+    """Whether there are hooks that run when any module is called."""
+    return bool(
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )
+
+
+@contextlib.contextmanager
+def still(module: nn.Module) -> Iterator[None]:
+    """A block in which reading a parameter that a parametrization computes changes nothing.
+
+    In training, some go on with what they keep whenever they are read, such as spectral norm.
+    """
+    found = [
+        part
+        for each in module.modules()
+        if parametrize.is_parametrized(each)
+        for part in each.parametrizations.modules()  # type: ignore[union-attr]
+        if part.training
+    ]
+    for part in found:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in found:
+            part.training = True
+
+
+def unreadable(module: nn.Module, reads: Sequence[str]) -> str:
+    """Why a chain cannot read the parameters of a module's children; ``""``: it can."""
+    for name in reads:
+        child = module.get_submodule(name)
+        if (cls := op_class(child)).__module__.startswith("torch.nn.") and is_patched(cls):
+            return f"{cls.__name__} got another forward"
+        for key, param in child._parameters.items():
+            if param is not None and type(param) not in _PLAIN:
+                return f"{name or 'its'} {key} is a {type(param).__name__}"
+            if param is not None and not param.is_floating_point():
+                return f"{name or 'its'} {key} is of {param.dtype}"
+        if any(hook_dicts(child)) and name:
+            return f"{name} has {hook_kinds(child)} hooks"
+    return ""

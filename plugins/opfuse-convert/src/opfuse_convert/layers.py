@@ -1,0 +1,155 @@
+"""The class of a converted module: a layer on its own class, and how it is taken off again."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from opfuse.core.introspection import CONVERTED
+from opfuse.core.replaced_forward import KEPT_AS
+
+_OWN = "_opfuse_forward"
+"""What a layer has that keeps its forward, whatever a base put around it."""
+
+
+def is_patched(cls: Any) -> bool:
+    """Whether the forward of a class of torch is a function that torch did not write."""
+    home = getattr(cls.forward, "__globals__", {}).get("__name__") or ""
+    return not str(home).startswith("torch.")
+
+
+def layer_in(cls: type) -> type | None:
+    """The layer that a conversion put on a class, wherever it stands among its bases, or None."""
+    return next((base for base in cls.__mro__ if CONVERTED in vars(base)), None)
+
+
+def original_class(cls: type) -> Any:
+    """The class below that layer, or the class itself."""
+    layer = layer_in(cls)
+    return cls if layer is None else vars(layer)[CONVERTED]
+
+
+def written_forward(cls: type) -> Any:
+    """The forward of a class as its author wrote it.
+
+    A base may put a function around the forward of every subclass, as the layers of transformers
+    do for checkpointing. The layer of a conversion is such a subclass, so it has that function
+    around its own forward, and the one below it has nothing to do.
+    """
+    cls = original_class(cls)
+    forward, above = cls.forward, layered(cls).forward  # type: ignore[attr-defined]
+    code = getattr(above, "__code__", None)
+    if code is getattr(vars(layered(cls))[_OWN], "__code__", None):
+        return forward
+    while getattr(forward, "__code__", None) is code and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+@functools.lru_cache(maxsize=1024)
+def layered(cls: Any) -> Any:
+    """A subclass of the same name whose forward looks for :data:`KEPT_AS` first."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: Any = vars(self).get(KEPT_AS)
+        if is_dynamo_compiling():
+            chosen = state is not None and state.in_graphs()
+        else:
+            chosen = state is not None and not _traced()
+        if not chosen:
+            return cls.forward(self, *args, **kwargs)
+        result = state.call(self, args, kwargs)
+        return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
+
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    methods = {
+        "forward": forward,
+        _OWN: forward,
+        "__reduce_ex__": _reduce_ex,
+        "__deepcopy__": _deepcopy,
+    }
+    return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
+
+
+def _traced() -> bool:
+    """Whether somebody traces or transforms calls, to whom a module is itself."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch.fx._symbolic_trace._is_fx_tracing_flag
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """As the class below has it, so that a pickle loads without opfuse."""
+    layer: Any = layer_in(type(self))
+    standing = vars(self).pop(KEPT_AS, None)
+    try:
+        made, args, *rest = super(layer, self).__reduce_ex__(max(protocol, 2))
+        if rest and isinstance(rest[0], dict):  # the module gets its own back
+            rest[0] = dict(rest[0])
+    finally:
+        if standing is not None:
+            vars(self)[KEPT_AS] = standing
+    below = without_layer(type(self))
+    plain = made is copyreg.__newobj__ and args == (type(self),)  # type: ignore[attr-defined]
+    if plain:  # pickle insists on the very class
+        return (copyreg._reconstructor, (below, object, None), *rest)  # type: ignore[attr-defined]
+    return (made, tuple(below if arg is type(self) else arg for arg in args), *rest)
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A converted copy, whose chain reads the copy's children."""
+    layer: Any = layer_in(type(self))
+    state = vars(self).get(KEPT_AS)
+    inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
+    if inherited is not None:
+        vars(self).pop(KEPT_AS, None)
+        try:
+            twin = inherited(memo)
+        finally:
+            if state is not None:
+                vars(self)[KEPT_AS] = state
+    else:
+        made, args, *rest = _reduce_ex(self, 4)
+        twin = made(*args)
+        memo[id(self)] = twin
+        values = copy.deepcopy(rest[0], memo) if rest else {}
+        twin.__setstate__(values) if hasattr(twin, "__setstate__") else vars(twin).update(values)
+    if layer_in(type(twin)) is None:
+        twin.__class__ = type(self)
+    if state is not None:
+        vars(twin)[KEPT_AS] = state.again()
+    return twin  # type: ignore[no-any-return]
+
+
+def without_layer(cls: type) -> type:
+    """A class without the layer of a conversion.
+
+    The classes that torch, or who else, derived from the layer are derived anew.
+
+    Raises:
+        RuntimeError: One of them has methods that name their class, which only its author can move.
+    """
+    layer = layer_in(cls)
+    if layer is None:
+        return cls
+    if cls is layer:
+        return original_class(cls)  # type: ignore[no-any-return]
+    body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    for name, value in body.items():
+        if "__class__" in getattr(getattr(value, "__code__", None), "co_freevars", ()):
+            raise RuntimeError(
+                f"{cls.__name__} was put around the class of a converted module, and its {name} "
+                f"uses super(): undo that first, then revert"
+            )
+    bases = tuple(without_layer(base) if layer in base.__mro__ else base for base in cls.__bases__)
+    return type(cls)(cls.__name__, bases, body)

@@ -1,0 +1,134 @@
+"""Which ops compute what a module without children of interest computes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opfuse import ops
+from opfuse.core.introspection import op_class
+from opfuse.core.op import BasicOperation
+
+from . import probing
+from .grammar import Place, behind_places
+from .layers import is_patched
+from .probing import Leaf, linear_ops
+
+
+def leaf_of(module: nn.Module) -> Leaf | str:
+    """The ops that compute a module, or a sentence that says why there are none.
+
+    A class of ``torch.nn`` is known. Any other is recognised by what it computes: see
+    :mod:`opfuse_convert.probing`.
+
+    Args:
+        module: The module; nothing of it is changed.
+    """
+    cls = op_class(module)
+    if "forward" in vars(module):
+        return f"the forward of this {cls.__name__} was replaced"
+    if getattr(module, "inplace", False):
+        return f"{cls.__name__} writes into its input"
+    if (make := _KNOWN.get(cls)) is not None:
+        if is_patched(cls):
+            return f"{cls.__name__} got another forward"
+        known: Leaf | str = make(module)
+        return known if isinstance(known, str) else known._replace(places=_behind(cls.forward))
+    if next(module.children(), None) is not None:
+        return f"{cls.__name__} has modules of its own"
+    if cls.__module__.startswith("torch.nn."):
+        return f"no op computes what {cls.__name__} does"
+    return probing.recognised(module)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
+    return op_class(module) is nn.Linear and not is_patched(nn.Linear)
+
+
+@functools.cache
+def _behind(forward: Any) -> Sequence[Place]:
+    """The functions that a forward of torch.nn calls."""
+    names = [n for n in forward.__code__.co_names if n in vars(F)]
+    places = [Place(vars(F), n, getattr(F, n), f"torch.nn.functional.{n}") for n in names]
+    called = [getattr(F, n) for n in names]
+    behind = [p for f in called if isinstance(f, types.FunctionType) for p in behind_places(f)]
+    return [Place(forward.__globals__, "F", F, "torch.nn.functional"), *places, *behind]
+
+
+def _linear(module: Any) -> Leaf | str:
+    if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
+        return "its weight is no floating-point tensor"
+    return Leaf(linear_ops(module))
+
+
+def _layer_norm(module: Any) -> Leaf | str:
+    if module.weight is None:
+        return "it has no weight"
+    return Leaf([ops.LayerNorm.reading(module)], ("eps",))
+
+
+def _rms_norm(module: Any) -> Leaf | str:
+    if module.weight is None or module.eps is None:
+        return f"it has no {'weight' if module.weight is None else 'eps'}"
+    return Leaf([ops.RMSNorm.reading(module)], ("eps",))
+
+
+def _gelu(module: Any) -> Leaf:
+    return Leaf([ops.GELU(approximate=module.approximate)], ("approximate",))
+
+
+def _dropout(module: Any) -> Leaf:
+    return Leaf([ops.Dropout(module.p)], ("p",))
+
+
+_KNOWN: dict[type, Any] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GELU: _gelu,
+    nn.SiLU: lambda module: Leaf([ops.SiLU()]),
+    nn.ReLU: lambda module: Leaf([ops.ReLU()]),
+    nn.Dropout: _dropout,
+    nn.Identity: lambda module: Leaf(()),
+}
+
+FUNCTIONS: dict[Any, Any] = {
+    torch.nn.functional.silu: ops.SiLU,
+    torch.nn.functional.relu: ops.ReLU,
+    torch.relu: ops.ReLU,
+    torch.nn.functional.gelu: ops.GELU,
+}
+"""Functions of one tensor, by the op that computes them."""
+
+GATED: dict[type, type] = {
+    ops.SiLU: ops.SwiGLU,
+    ops.GELU: ops.GEGLU,
+    ops.QGELU: ops.QGEGLU,
+    ops.ReLU: ops.ReGLU,
+    ops.SReLU: ops.SReGLU,
+}
+"""By the activation of its gate, the op that multiplies it with the other half."""
+
+
+def gated(act: Any) -> BasicOperation | None:
+    """The op that computes ``act(a) * b`` of both halves, or None."""
+    if isinstance(act, ops.GELU) and act.approximate != "tanh":
+        return None
+    cls = GATED.get(type(act))
+    return None if cls is None else cls()
+
+
+def function_op(function: Any, kwargs: dict[str, Any]) -> BasicOperation | None:
+    """The op of a function of one tensor, or None."""
+    cls = FUNCTIONS.get(function)
+    kwargs = {key: value for key, value in kwargs.items() if key != "inplace" or value}
+    if cls is ops.GELU:
+        return ops.GELU(approximate=kwargs.get("approximate", "none"))
+    return None if cls is None or kwargs else cls()

@@ -1,0 +1,297 @@
+"""Activations, norms and linear layers of unknown classes, recognised by what they compute.
+
+Its code has to be in the grammar. Then it is called with numbers of all magnitudes, in fp64 and in
+its own dtype, in training and in evaluation mode, and what it gives is compared with what each op
+gives. So the name of a class does not matter, and neither does how its author wrote the formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from opfuse import ops
+from opfuse.core.introspection import op_class
+from opfuse.core.op import BasicOperation
+from opfuse.core.plugins import using
+
+from .grammar import Everywhere, Held, Place, Reader, Unreadable, table
+from .layers import original_class
+
+MOST_PROBED = 1 << 16
+"""The largest number of elements of a norm's weight."""
+
+_Maker = Callable[[Any], Sequence[BasicOperation]]
+"""Makes the ops of a module."""
+
+_ACTIVATIONS: tuple[_Maker, ...] = (
+    lambda of: [ops.SiLU()],
+    lambda of: [ops.GELU()],
+    lambda of: [ops.GELU(approximate="none")],
+    lambda of: [ops.ReLU()],
+    lambda of: [ops.SReLU()],
+    lambda of: [ops.QGELU()],
+)
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+class Leaf(NamedTuple):
+    """A module as ops.
+
+    Attributes:
+        ops: What computes it, in order; none for the identity.
+        constants: Attributes of the module whose values the ops have taken over.
+        probed: Whether it was recognised by its values.
+        places: Where its forward looks things up.
+    """
+
+    ops: Sequence[BasicOperation]
+    constants: Sequence[str] = ()
+    probed: bool = False
+    places: Sequence[Place] = ()
+
+
+def recognised(module: nn.Module) -> Leaf | str:
+    """A :class:`Leaf` for a module of an unknown class, or a sentence that says why not.
+
+    Args:
+        module: It has no children. It is not changed; copies of it are called, of a linear layer
+            it is called itself, which may be large.
+    """
+    cls = op_class(module).__name__
+    if any(True for _ in module.buffers()):
+        return f"{cls} has buffers"
+    try:
+        places, graph = looked_up(module)
+    except Unreadable as error:
+        return f"{cls} cannot be recognised: {error}"
+    known = _KNOWN.get()
+    make = known[module] if known and module in known else _maker(module, graph)
+    if known is not None:
+        known[module] = make
+    if make is None:
+        return f"no op computes what {cls} does"
+    return Leaf(make(module), (), True, places)
+
+
+_KNOWN: contextvars.ContextVar[dict[nn.Module, Any] | None] = contextvars.ContextVar(
+    "known", default=None
+)
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """A block in which modules do not change: each is called once to find out what it computes."""
+    before = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(before)
+
+
+def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
+    """What makes the ops that compute what a module does, or None."""
+    params = {key: param for key, param in module._parameters.items() if param is not None}
+    with _quiet():
+        if not params:
+            return _alike(module, _ACTIVATIONS, _numbers)
+        weight, bias = params.pop("weight", None), params.pop("bias", None)
+        if params or weight is None or weight.is_meta or not weight.is_floating_point():
+            return None
+        if weight.ndim == 2 and _is_transposed_linear(module, weight, bias):
+            return functools.partial(linear_ops, transposed=True)
+        if weight.ndim != 1 or len(weight) > MOST_PROBED:
+            return None
+        rows = functools.partial(_rows, len(weight))
+        return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
+
+
+class _Inspector(Reader):
+    """Reads all that a module's forward may do."""
+
+    frame = Everywhere
+
+    def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A node of the graph."""
+        if target in table.RANDOM:
+            raise Unreadable("it draws random numbers")
+        return super().node(kind, target, args, kwargs)
+
+
+def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
+    """Where the forward of a module looks things up, and what it computes of one tensor.
+
+    Raises:
+        Unreadable: It does something beyond the grammar, or takes more than one tensor.
+    """
+    graph = fx.Graph()
+    reader = _Inspector(graph, lambda part: False, class_of=original_class)
+    if op_class(module) is not original_class(type(module)):
+        raise Unreadable("something computes its parameters")
+    held = Held(module, "")
+    reader.run(reader.forward_of(held), [held, graph.placeholder("x")], {})
+    return reader.places, graph
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A block in which random numbers and grad mode are nobody else's."""
+    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), using(""):
+        yield
+
+
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """Numbers of both signs from 1e-8 to 1e4, zeros, infinities and NaN."""
+    sizes = torch.logspace(-8, 4, 97, dtype=torch.float64)
+    near = torch.linspace(-12, 12, 193, dtype=torch.float64)
+    rest = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    return torch.cat([sizes, -sizes, near, rest]).reshape(4, -1).to(dtype)
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor | None:
+    """What a module gives; None if it raises, gives something else, or changes its input."""
+    given = x.clone()
+    try:
+        y = op_class(module).forward(module, x)
+    except Exception:
+        return None
+    same = torch.equal(x.nan_to_num(), given.nan_to_num())
+    return y if isinstance(y, Tensor) and y.shape == x.shape and same else None
+
+
+def _agrees(module: nn.Module, op: Any, x: Tensor) -> bool:
+    """Whether both give the same of ``x``, in both modes of the module, up to rounding.
+
+    That is for one, two and four dimensions, and in fp64 for gradients of two sizes, too.
+    """
+    for training in (True, False):
+        module.train(training)
+        for shape in ((-1, x.shape[-1]), (2, 1, -1, x.shape[-1]), None):
+            given = x.reshape(shape) if shape else x.reshape(-1, x.shape[-1])[0]
+            y, expected = _call(module, given), op(given)
+            if y is None or y.dtype != expected.dtype or not _close(y, expected, given):
+                return False
+        if x.dtype is torch.float64 and not _same_gradients(module, op, x):
+            return False
+    return True
+
+
+def _same_gradients(module: nn.Module, op: Any, x: Tensor) -> bool:
+    x = torch.where(x.isfinite() & (x.abs() > 1e-6) & (x.abs() < 100), x, torch.ones_like(x))
+    generator = torch.Generator().manual_seed(3)
+    for size in (1.0, 1e3):
+        dy = size * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        found: list[Tensor] = []
+        with torch.enable_grad():
+            for function in (functools.partial(op_class(module).forward, module), op):
+                given = x.clone().requires_grad_()
+                try:
+                    found += torch.autograd.grad(function(given), given, dy)
+                except RuntimeError:  # it has no gradient
+                    return False
+        most = 1e-4 * found[1].abs() + 1e-5 * size
+        if not bool(((found[0] - found[1]).abs() <= most).all()):
+            return False
+    return True
+
+
+def _close(y: Tensor, expected: Tensor, x: Tensor) -> bool:
+    # many modules compute in fp32 whatever they are given
+    eps = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    a, b = y.double(), expected.double()
+    if not (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())):
+        return False
+    finite = a.isfinite()
+    a, b, near = a[finite], b[finite], x.double()[finite].abs()
+    # a gate that is all but closed is a difference of numbers near 1, relative to the input
+    most = 8 * eps * b.abs() + 8 * eps * near.clamp(max=16.0) + torch.finfo(x.dtype).tiny
+    return bool(((a - b).abs() <= most).all())
+
+
+def _alike(
+    module: Any, makers: Iterable[_Maker], numbers: Callable[[torch.dtype], Tensor]
+) -> _Maker | None:
+    """Which of them makes the op that a module is, in every dtype; or None."""
+    twins = [(_twin(module, dtype), numbers(dtype)) for dtype in _DTYPES]
+    for make in makers if all(twin is not None for twin, _ in twins) else ():
+        if all(_agrees(twin, make(twin)[0], x) for twin, x in twins):
+            return make
+    return None
+
+
+def _twin(module: Any, dtype: torch.dtype) -> Any:
+    """A copy on the CPU with other parameters, to tell ``weight`` from ``1 + weight``."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+        for p in module.parameters()
+    }
+    try:
+        return copy.deepcopy(module, {k: nn.Parameter(p, False) for k, p in drawn.items()})
+    except Exception:
+        return None
+
+
+def _rows(width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all magnitudes, with and without a mean."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(26, width, generator=generator, dtype=torch.float64)
+    most = 1 if dtype is torch.float16 else 4  # beyond that squares are infinite
+    sizes = torch.logspace(-8, most, 13, dtype=torch.float64).repeat(2)
+    return (x + torch.arange(26).ge(13).double()[:, None]).mul(sizes[:, None]).to(dtype)
+
+
+def _norms(graph: fx.Graph, bias: str | None) -> Iterator[_Maker]:
+    """Makers of norms that add one of the small numbers in a graph."""
+    given = [a for node in graph.nodes for a in (*node.args, *node.kwargs.values())]
+    small = [a for a in given if isinstance(a, float) and 0 <= a <= 1e-2]
+    for eps in dict.fromkeys([*small, 1e-5]):  # the default of PyTorch's functions
+        for centered in (False, True):
+            rule: dict[str, Any] = {"eps": eps, "zero_centered_gamma": centered}
+            yield functools.partial(_made, ops.RMSNorm, rule)
+            yield functools.partial(_made, ops.LayerNorm, {**rule, "bias": bias})
+
+
+def _made(cls: Any, rule: Mapping[str, Any], module: nn.Module) -> Sequence[BasicOperation]:
+    return [cls.reading(module, **rule)]
+
+
+def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a module computes ``x @ weight + bias``, as the ``Conv1D`` of GPT-2 does.
+
+    It has to do so for numbers of many sizes, and not ``x @ weight.t() + bias`` as well.
+    """
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, weight.shape[0], generator=generator)
+    x = (x * torch.logspace(-4, 4, 9)[:, None]).to(weight.device, weight.dtype)
+    if bias is not None and bias.shape != weight.shape[1:]:
+        return False
+    is_square = weight.shape[0] == weight.shape[1]
+    y, *other = [
+        x @ w + (0 if bias is None else bias) for w in (weight, weight.t())[: 1 + is_square]
+    ]
+    near = y.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    if any(bool(((each - y).abs() <= 1e-3 * near).all()) for each in other):
+        return False
+    most, mode = 64 * torch.finfo(y.dtype).eps * near, module.training
+    try:
+        found = [op_class(module).forward(module.train(on), x.clone()) for on in (True, False)]
+    except Exception:
+        return False
+    finally:
+        module.training = mode
+    same = [isinstance(z, Tensor) and (z.shape, z.dtype) == (y.shape, y.dtype) for z in found]
+    return all(same) and all(bool(((z - y).abs() <= most).all()) for z in found)
+
+
+def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
+    """The ops of a linear layer."""
+    product = ops.BasicLinear.reading(module, transposed=transposed)
+    return [product] if module.bias is None else [product, ops.Bias.reading(module)]

@@ -1,0 +1,133 @@
+"""The place in a rewritten forward at which a chain may stand for some statements."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from opfuse.core.replaced_forward import KEPT_AS
+
+from .converter import Conversion
+from .grammar import Place, table
+from .grammar.stretches import NOT_NONE, Span, object_of
+
+
+class Site:
+    """What a rewritten forward asks: ``site(module, *assumed, *same, *entering)``.
+
+    It is the ``call`` of a :class:`~opfuse_convert.Conversion`, too: the rewritten forward.
+
+    Args:
+        span: The statements that it is for.
+        taken: How many of the values that enter the chain takes.
+        dropouts: See :func:`~opfuse_convert.building.follow`.
+        origin: The class of the module, its forward, and what that depends on.
+        again: What stands for the module with other facts about arguments.
+        defaults: The arguments of which something was taken for granted.
+
+    Attributes:
+        forward: The rewritten forward.
+        settled: Whether the arguments are known for which the chain is.
+    """
+
+    forward: Any = None
+    settled = False
+
+    def __init__(
+        self,
+        span: Span,
+        taken: int,
+        dropouts: Sequence[Any],
+        origin: tuple[Any, Any, Sequence[Place]],
+        again: Callable[[Mapping[str, Any]], Conversion | str],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self.assumed = [
+            (name, value if value is NOT_NONE else object_of(value))
+            for name, value in span.assumed.items()
+        ]
+        self._same = [len(names) for names in span.same]
+        self._first, self._taken = len(self.assumed) + sum(self._same), taken
+        self._results = [*span.results.values()]
+        self.dropouts, self.again = dropouts, again
+        self._origin, self._defaults = origin, defaults
+
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
+        """The results as a tuple, or None: the statements run."""
+        standing = vars(module).get(KEPT_AS)
+        return None if standing is None else standing.at_site(self, module, values)
+
+    def refusal(self, values: Sequence[Any]) -> str:
+        """Why the chain cannot stand for the statements with these values, or ``""``."""
+        for (name, wanted), value in zip(self.assumed, values, strict=False):
+            if value is wanted or (wanted is NOT_NONE and value is not None):
+                continue
+            if wanted is NOT_NONE or not table.is_same(value, wanted):
+                if is_dynamo_compiling():
+                    return "it was called in another way"
+                given = "a tensor" if isinstance(value, Tensor) else repr(value)
+                return f"{name} is {given}, and the chain is for {wanted!r}"
+        begin = len(self.assumed)
+        for count in self._same:
+            if any([value is not values[begin] for value in values[begin : begin + count]]):
+                return "the chain is for one value where it has two"
+            begin += count
+        return ""
+
+    def change(self) -> str:
+        """What is another one now of the forward itself, as a sentence, or ``""``."""
+        cls, forward, places = self._origin
+        if cls.forward is not forward:
+            return f"{cls.__name__} got another forward"
+        if is_dynamo_compiling():  # it has guards for the functions that it traces
+            return ""
+        return next((place.change() for place in places if not place.is_same), "")
+
+    def facts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What is another one in the first call than was taken for granted; mostly nothing."""
+        if self.settled or is_dynamo_compiling():
+            return {}
+        self.settled = True
+        try:
+            given = inspect.signature(self.forward).bind(None, *args, **kwargs).arguments
+        except TypeError:
+            return {}
+        asked = {name for name, _ in self.assumed} & self._defaults.keys() & given.keys()
+        if all(table.is_same(given[name], self._defaults[name]) for name in asked):
+            return {}
+        return {name: value if table.is_plain(value) else NOT_NONE for name, value in given.items()}
+
+    def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The values that enter, and those among them that the chain takes."""
+        entering = values[self._first :]
+        return entering, entering[: self._taken]
+
+    def results(self, entering: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+        """What the names are set to, given what came in and what the chain gave."""
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple([_had(of, entering, outputs) for of in self._results])
+
+
+def _had(of: Any, entering: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    kind, what = of
+    if kind == "chain":
+        return outputs[what]
+    if kind == "in":
+        return entering[what]
+    return what if kind == "is" else tuple([_had(each, entering, outputs) for each in what])
+
+
+def watched_elsewhere() -> str:
+    """Who sees the functions that a forward calls, and may compute something else; or ``""``."""
+    if not torch._C._len_torch_function_stack():
+        return ""
+    from torch.utils._device import DeviceContext
+
+    modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    other = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return f"{other[0]} sees the functions that it calls" if other else ""

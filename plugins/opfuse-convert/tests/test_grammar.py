@@ -1,0 +1,366 @@
+"""What the grammar reads, what it leaves, and that it tells when what it read has changed."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import types
+
+import pytest
+import torch
+from opfuse_convert.grammar import Held, Reader, Unreadable, compiled_like, tree_of
+from torch import fx, nn
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.alone
+
+SCALE = 2.0
+FLAG = types.SimpleNamespace(on=True)
+
+
+def doubled(x, times=2):
+    return x * times
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    on: bool = True
+
+
+class Base(nn.Module):
+    width = 4
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), F.silu
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.number, self.config = 3.0, types.SimpleNamespace(on=True)
+        self.slots, self.none, self.numbers = Slots(), None, [1]
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def helper(self, x):
+        return self.a(x) + self.number
+
+    @property
+    def computed(self):
+        return self.number
+
+
+def read(forward, module=None, leaf=(nn.Linear,)):
+    """The reader, the node that comes in, and what the forward gives."""
+    module = module or type("Module", (Base,), {"forward": forward})()
+    reader = Reader(fx.Graph(), lambda child: isinstance(child, leaf))
+    x = reader.graph.placeholder("x")
+    return module, reader, reader.call(Held(module, ""), [x], {})
+
+
+def straight(self, x):
+    return self.b(F.silu(self.a(x)))
+
+
+def loops(self, x):
+    for i, layer in enumerate(self.layers):
+        x = layer(x) * i
+    for one, other in zip(self.layers, reversed(self.layers), strict=True):
+        x = other(one(x))
+    return self.layers[-1](x)
+
+
+def helpers(self, x, **kwargs):
+    x = self.helper(x)
+    return doubled(x, **kwargs) * SCALE + math.sqrt(4.0)
+
+
+def conditions(self, x, other=None):
+    if self.none is None and other is None and not self.number > 5:
+        x = self.a(x) if self.config.on else x
+    if FLAG.on or x.missing:
+        gate, up = x.chunk(2, -1)
+        return gate * up
+    return x
+
+
+def values(self, x):
+    y = x[..., None, :] + -x.shape[-1]
+    return self.act(y) * self.gain, self.width
+
+
+READ = {
+    straight: ["a", "silu", "b"],
+    loops: ["0", "mul", "1", "mul", *["0", "1"], *["1", "0"], "1"],
+    helpers: ["a", "add", "mul", "mul", "add"],
+    conditions: ["a", "chunk", "getitem", "getitem", "mul"],
+    values: ["getitem", "getattr", "getitem", "neg", "add", "silu", "gain", "mul"],
+}
+
+
+@pytest.mark.parametrize("forward", READ, ids=lambda forward: forward.__name__)
+def test_it_reads_what_is_in_the_grammar(forward):
+    module, reader, _ = read(forward)
+    nodes = [node for node in reader.graph.nodes if node.op != "placeholder"]
+    names = [getattr(n.target, "__name__", str(n.target)).rpartition(".")[2] for n in nodes]
+    assert names == READ[forward]
+    assert not any(place.change() for place in reader.places)
+    result = module(torch.ones(2, 4))  # it is a forward that runs
+    assert result is not None
+
+
+def writes_into_its_input(self, x):
+    return F.relu(x, True)
+
+
+def writes_into_a_local(self, x):
+    y = self.a(x)
+    y += 1
+    return y
+
+
+def sets_an_attribute(self, x):
+    self.number = 4.0
+    return x
+
+
+def catches(self, x):
+    try:
+        return self.a(x)
+    except ValueError:
+        return x
+
+
+def asks_a_value(self, x):
+    return x if x.sum() > 0 else -x
+
+
+def asks_a_value_for_none(self, x):
+    return x if self.a(x) is None else -x
+
+
+def asks_a_shape(self, x):
+    return x if x.shape[0] == 1 else -x
+
+
+def calls_an_unknown_function(self, x):
+    return functools.reduce(torch.add, [x, x])
+
+
+def reads_a_property(self, x):
+    return x * self.computed
+
+
+def reads_slots(self, x):
+    return x if self.slots.on else -x
+
+
+def reads_a_list(self, x):
+    return x * self.numbers[0]
+
+
+def takes_apart(self, x):
+    a, b = x
+    return a + b
+
+
+def draws(self, x):
+    return x + torch.rand(4)
+
+
+def comprehends(self, x):
+    return sum([layer(x) for layer in self.layers])
+
+
+def calls_the_parent(self, x):
+    return super(Base, self).forward(x)
+
+
+def goes_too_deep(self, x):
+    return goes_too_deep(self, x)
+
+
+LEFT = [
+    writes_into_its_input,
+    writes_into_a_local,
+    sets_an_attribute,
+    catches,
+    asks_a_value,
+    asks_a_value_for_none,
+    asks_a_shape,
+    calls_an_unknown_function,
+    reads_a_property,
+    reads_slots,
+    reads_a_list,
+    takes_apart,
+    draws,
+    comprehends,
+    calls_the_parent,
+    goes_too_deep,
+]
+
+
+@pytest.mark.parametrize("forward", LEFT, ids=lambda forward: forward.__name__)
+def test_what_is_beyond_it_is_left_with_a_sentence(forward):
+    with pytest.raises(Unreadable, match=r"^[^\n]+$"):
+        read(forward)
+
+
+@pytest.mark.parametrize("name", ["__call__", "__getattr__", "__getattribute__"])
+def test_a_class_that_answers_by_itself_is_left(name):
+    body = {name: lambda self, *args: getattr(super(nn.Module, self), name)(*args)}
+    cls = type("Answers", (Base,), {"forward": straight, **body})
+    module = Base()
+    module.__class__ = cls
+    with pytest.raises(Unreadable, match="of its own"):
+        read(straight, module)
+
+
+def change_global(monkeypatch, module):
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+
+
+def change_function(monkeypatch, module):
+    monkeypatch.setattr(F, "silu", F.relu)
+
+
+def change_link(monkeypatch, module):
+    monkeypatch.setitem(globals(), "F", types.SimpleNamespace(silu=F.silu))
+
+
+def change_code(monkeypatch, module):
+    monkeypatch.setattr(doubled, "__code__", (lambda x, times=2: x).__code__)
+
+
+def change_default(monkeypatch, module):
+    monkeypatch.setattr(doubled, "__defaults__", (3,))
+
+
+def change_number(monkeypatch, module):
+    module.number = 4.0
+
+
+def change_type(monkeypatch, module):
+    module.number = 3
+
+
+def change_method(monkeypatch, module):
+    monkeypatch.setattr(Base, "helper", lambda self, x: x)
+
+
+def change_method_of_one(monkeypatch, module):
+    module.helper = lambda x: x
+
+
+def change_child(monkeypatch, module):
+    module.a = nn.Linear(4, 4)
+
+
+def hide_child(monkeypatch, module):
+    vars(module)["a"] = module.b
+
+
+def hide_child_in_the_class(monkeypatch, module):
+    type(module).a = property(lambda self: self.b)
+
+
+def append_layer(monkeypatch, module):
+    module.layers.append(nn.Linear(4, 4))
+
+
+def drop_layer(monkeypatch, module):
+    del module.layers[1]
+
+
+def change_field(monkeypatch, module):
+    module.config.on = False
+
+
+def change_class_number(monkeypatch, module):
+    type(module).width = 5
+
+
+def hide_built_in(monkeypatch, module):
+    monkeypatch.setitem(globals(), "enumerate", zip)
+
+
+def own_call(monkeypatch, module):
+    type(module).__call__ = lambda self, x: x
+
+
+def get_attribute(monkeypatch, module):
+    type(module).__getattribute__ = lambda self, name: object.__getattribute__(self, name)
+
+
+def everything(self, x):
+    for _, layer in enumerate(self.layers):
+        x = layer(x)
+    x = F.silu(self.helper(x)) if self.config.on else x
+    return doubled(x) * SCALE * self.width
+
+
+CHANGES = [
+    value for name, value in list(globals().items()) if name.startswith(("change_", "hide_"))
+]
+CHANGES += [append_layer, drop_layer, own_call, get_attribute]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_it_tells_when_what_it_read_has_changed(change, monkeypatch):
+    module, reader, _ = read(everything)
+    assert not any(place.change() for place in reader.places)
+    change(monkeypatch, module)
+    assert any(place.change() for place in reader.places)
+
+
+def test_a_source_counts_only_if_it_was_compiled(tmp_path):
+    path = tmp_path / "edited.py"
+    path.write_text("def f(x):\n    return x + 1\n\n\ndef g(x):\n    return f(x)\n")
+    spec = importlib.util.spec_from_file_location("edited", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert tree_of(module.f).name == "f"
+    path.write_text("def f(x):\n    return x + 2\n\n\ndef g(x):\n    return f(x)\n")
+    tree_of.__globals__["_read"].cache_clear()
+    with pytest.raises(Unreadable, match="not what was compiled"):
+        tree_of(module.f)
+    assert tree_of(module.g).name == "g"
+
+
+def test_a_decorated_function_is_the_one_that_the_decorator_gave():
+    def decorator(function):
+        @functools.wraps(function)
+        def around(x):
+            return 2 * function(x)
+
+        return around
+
+    @decorator
+    def f(x):
+        return x
+
+    assert tree_of(f).name == "around"
+    with pytest.raises(Unreadable, match="no source"):
+        tree_of(lambda x: x)
+    with pytest.raises(Unreadable, match="no function"):
+        tree_of(torch.add)
+
+
+class Parent:
+    def value(self):
+        return 1
+
+
+class Child(Parent):
+    def value(self, more=10, *, most=100):
+        return super().value() + more + most + self.__own + LATER
+
+    __own = 1000
+
+
+LATER = 0
+
+
+def test_a_function_of_another_tree_reads_what_the_first_one_reads(monkeypatch):
+    tree = tree_of(Child.value)
+    twin = compiled_like(Child.value, tree, unused=1)
+    assert twin(Child()) == Child().value() == 1111
+    monkeypatch.setitem(globals(), "LATER", 10000)
+    assert twin(Child(), 20) == Child().value(20) == 11121
+    assert (twin.__qualname__, twin.__module__) == (Child.value.__qualname__, __name__)

@@ -1,0 +1,98 @@
+"""Cases: what of a plugin's kernels is compiled, checked and counted without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a fusion reads or writes.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: Its dtype.
+        role: ``"full"``: the fusion has to read or write it once. ``"vector"``: a weight or a
+            statistic, small enough that every program may read it again. ``"partial"``: partial
+            sums, which another kernel adds up.
+        output: Whether ``run`` gives it, where it otherwise takes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: Literal["full", "vector", "partial"] = "full"
+    output: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One fusion of a plugin, at the shapes of real models.
+
+    A plugin lists its cases under an entry point of group ``opfuse_triton.cases``, such as
+    ``"opfuse_fast.cases:CASES"``. Nothing reads it but the command ``python -m opfuse_triton``.
+
+    Attributes:
+        name: Unique in the plugin.
+        run: Called as ``run(**inputs)``, where it launches what the fusion launches. It gives the
+            outputs in the order of ``tensors``: a tensor, or a tuple of them. A tensor that is
+            neither taken nor given, such as a workspace, counts as partial.
+        tensors: Called as ``tensors(**shape)``: the operands by name, first the inputs.
+        shapes: Shapes of real models.
+        small: Shapes that the interpreter can run, with rows and columns beside those of tiles.
+        floor: Called as ``floor(**shape)``: the bytes that the fusion has to move. None: the sum
+            of its full operands.
+        gemms: Names of the kernels that are matrix products: they have to use the GPU's matrix
+            instructions.
+        separate: The same with PyTorch's operations, one after the other, called like ``run``. Each
+            counts as reading its operands and writing its result. Or it gives their bytes, as a
+            number, where PyTorch's operations on a GPU are others than on the meta device.
+        peers: The same by other packages' kernels, by the name of the package, called like
+            ``run``. One that raises ImportError is reported as not installed.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    tensors: Callable[..., Mapping[str, Operand]]
+    shapes: Sequence[Mapping[str, int]]
+    small: Sequence[Mapping[str, int]]
+    floor: Callable[..., int] | None = None
+    gemms: Sequence[str] = ()
+    separate: Callable[..., Any] | None = None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def inputs(
+        self, shape: Mapping[str, int], device: torch.device | str = "meta"
+    ) -> dict[str, Tensor]:
+        """The arguments of ``run`` at a shape.
+
+        Args:
+            shape: One of ``shapes`` or ``small``.
+            device: ``"meta"``: tensors without memory. On others, floating-point tensors are
+                drawn from a normal distribution by torch's generator, and others are 0.
+        """
+        found = {}
+        for name, operand in self.tensors(**shape).items():
+            if operand.output:
+                continue
+            if operand.dtype.is_floating_point and torch.device(device).type != "meta":
+                found[name] = torch.randn(operand.shape, device=device).to(operand.dtype)
+            else:
+                found[name] = torch.zeros(operand.shape, dtype=operand.dtype, device=device)
+        return found
+
+    def floor_bytes(self, shape: Mapping[str, int]) -> int:
+        """The bytes that the fusion has to move at a shape."""
+        if self.floor is not None:
+            return self.floor(**shape)
+        operands = self.tensors(**shape).values()
+        return sum(operand.nbytes for operand in operands if operand.role == "full")

@@ -1,0 +1,275 @@
+"""Compile what plugins launch at the shapes of real models, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import triton
+
+from .accesses import Access, find_accesses
+from .configs import Config
+from .launches import Launch
+from .recorded import (
+    CaseRun,
+    case_lists,
+    describe,
+    hash_sources,
+    load_cases,
+    record,
+    storage_of,
+    tensors_of,
+)
+from .resources import Resources, occupancy, read_resources
+from .targets import TARGETS, Target
+
+WIDEST = 16
+"""Bytes that one thread moves in one access on every target."""
+
+_GEMM = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+
+
+@dataclass(frozen=True)
+class CheckedLaunch:
+    """A launch that was compiled, and what is wrong with it.
+
+    Attributes:
+        plugin: Name of the plugin.
+        case: Name of the case.
+        shape: The shape, as text.
+        kernel: Name of the kernel.
+        target: The target, as text.
+        constants: The ``tl.constexpr`` arguments that the caller gave, as text.
+        config: The configuration, as :meth:`opfuse_triton.Config.to_dict` has it.
+        resources: What the kernel takes, None if it does not compile.
+        occupancy: The share of a multiprocessor's warps that its programs can fill.
+        widths: The narrowest access in bytes to each full-size operand.
+        refusals: What is wrong, each as a sentence whose subject is the kernel.
+    """
+
+    plugin: str
+    case: str
+    shape: str
+    kernel: str
+    target: str
+    constants: Mapping[str, str]
+    config: Mapping[str, Any]
+    resources: Resources | None
+    occupancy: float
+    widths: Mapping[str, int]
+    refusals: tuple[str, ...]
+
+
+def check(plugin: str | None = None, *, candidates: bool = False) -> list[CheckedLaunch]:
+    """Compile every launch of every case for every target, in two processes.
+
+    Args:
+        plugin: Name of an installed plugin, or ``module:object``, a list of cases; None: every
+            installed plugin that has cases.
+        candidates: Compile every candidate of each kernel, not only the one that is launched.
+
+    Raises:
+        ValueError: There is no such plugin, or a case does not do what it declares.
+    """
+    work: list[tuple[Any, ...]] = [
+        (name, where, number, arch, candidates)
+        for name, where in case_lists(plugin).items()
+        for number in range(len(load_cases(where)))
+        for arch in TARGETS
+    ]
+    if len(work) == 1:
+        return check_case(*work[0])
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        found = pool.map(check_case, *zip(*work, strict=True)) if work else ()
+        return [row for rows in found for row in rows]
+
+
+def check_case(
+    plugin: str, where: str, number: int, arch: int | str, candidates: bool = False
+) -> list[CheckedLaunch]:
+    """Compile every launch of one case for one target.
+
+    Args:
+        plugin: Name of the plugin.
+        where: ``module:object``, its cases.
+        number: Which of the cases.
+        arch: Key of the target in :data:`opfuse_triton.TARGETS`.
+        candidates: Compile every candidate of each kernel.
+    """
+    case = load_cases(where)[number]
+    rows = []
+    for shape in case.shapes:
+        run = record(case, shape, arch)
+        for launch in run.launches:
+            for variant in _variants(launch) if candidates else [launch]:
+                row = _check_launch(plugin, run, variant)
+                if row not in rows:  # a kernel that is launched twice
+                    rows.append(row)
+    return rows
+
+
+def _variants(launch: Launch) -> Iterator[Launch]:
+    """A launch with each of the kernel's candidates."""
+    for candidate in launch.kernel.candidates(launch.target, launch.facts):
+        yield replace(launch, config=Config(**candidate))
+
+
+def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
+    row = CheckedLaunch(
+        plugin, run.case.name, describe(run.shape), launch.kernel.name, str(launch.target),
+        {name: _as_text(value) for name, value in launch.constants.items()},
+        launch.config.to_dict(), None, 0.0, {}, (),
+    )  # fmt: skip
+    try:
+        compiled = launch.compile()
+    except Exception as error:  # whatever Triton, LLVM or ptxas says
+        said = (str(error).strip() or type(error).__name__).splitlines()
+        where = f"{said[0]} " if len(said) > 1 else ""  # the source is between
+        return replace(row, refusals=(f"does not compile: {where}{said[-1]}",))
+    resources = read_resources(compiled)
+    full = _full_parameters(run, launch)
+    accesses = find_accesses(compiled.asm["llir"], _pointers(launch))
+    refusals = [
+        *_refuse_resources(launch.target, resources),
+        *_refuse_product(launch, resources, run.case.gemms),
+        *_refuse_narrow(launch, accesses, full, launch.kernel.name in run.case.gemms),
+    ]
+    return replace(
+        row,
+        resources=resources,
+        occupancy=occupancy(launch.target, resources),
+        widths=_narrowest(accesses, full),
+        refusals=tuple(refusals),
+    )
+
+
+def _as_text(value: Any) -> str:
+    """A constant: a device function by its name."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_as_text, value))})"
+    return str(getattr(value, "__name__", value))
+
+
+def _refuse_resources(target: Target, resources: Resources) -> Iterator[str]:
+    if resources.spilled:
+        yield (
+            f"spills registers, {resources.spilled} bytes per thread: "
+            "take smaller tiles or more warps"
+        )
+    if resources.shared > target.shared_memory:
+        yield (
+            f"needs {resources.shared} bytes of shared memory, and {target.shared_memory} is all "
+            "that a program may have: take smaller tiles or fewer stages"
+        )
+
+
+def _refuse_product(launch: Launch, resources: Resources, gemms: Sequence[str]) -> Iterator[str]:
+    wanted = _GEMM[launch.target.arch]
+    if launch.kernel.name in gemms and not resources.matrix.get(wanted):
+        others = ", ".join(resources.matrix) or "no matrix instruction at all"
+        yield f"is a GEMM without {wanted}, it has {others}: see its tl.dot, tiles and warps"
+
+
+def _refuse_narrow(
+    launch: Launch, accesses: Iterable[Access], full: Mapping[str, Any], gemm: bool
+) -> Iterator[str]:
+    narrow: dict[tuple[str, str], int] = {}
+    for access in accesses:
+        # in AMD's layout of a product each thread holds 4 values of a row: 8 bytes, full lines
+        direct = gemm and launch.target.backend == "hip" and access.kind == "store"
+        if access.kind in ("load", "store") and access.width < (WIDEST // 2 if direct else WIDEST):
+            for name in access.operands & full.keys():
+                if _is_aligned(full[name]):
+                    known = narrow.get((access.kind, name), WIDEST)
+                    narrow[access.kind, name] = min(known, access.width)
+    for (kind, name), width in sorted(narrow.items()):
+        yield (
+            f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
+            "thread more of a row"
+        )
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row of a tensor begins at a multiple of 16 bytes."""
+    size = tensor.dtype.itemsize
+    steps = [stride * size for stride in tensor.stride() if stride != 1]
+    contiguous = 1 in tensor.stride()
+    offset = tensor.storage_offset() * size
+    return contiguous and not any(bytes_ % WIDEST for bytes_ in [offset, *steps])
+
+
+def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
+    """The kernel's parameters that are full-size operands, with their tensors."""
+    found = {}
+    for name, value in launch.arguments.items():
+        for tensor in tensors_of([value]):
+            known = run.operands.get(storage_of(tensor))
+            if known is not None and known[1].role == "full":
+                found[name] = tensor
+    return found
+
+
+def _pointers(launch: Launch) -> list[str]:
+    given = launch.arguments
+    names = launch.kernel.fn.arg_names
+    return [name for name in names if any(True for _ in tensors_of([given.get(name)]))]
+
+
+def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for access in accesses:
+        if access.kind in ("load", "store"):
+            for name in sorted(access.operands & full.keys()):
+                found[name] = min(found.get(name, access.width), access.width)
+    return found
+
+
+def refusal_sentences(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is refused, as whole sentences. One that holds for several targets is one sentence.
+
+    Args:
+        rows: Launches as mappings, as ``dataclasses.asdict`` or a report has them.
+    """
+    targets: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for refusal in row["refusals"]:
+            subject = f"{row['case']} at {row['shape']}: {row['kernel']}"
+            targets.setdefault((subject, refusal), []).append(row["target"])
+    return [
+        f"{subject} for {', '.join(dict.fromkeys(names))} {refusal}"
+        for (subject, refusal), names in targets.items()
+    ]
+
+
+def write_report(path: pathlib.Path, plugin: str | None, rows: Sequence[CheckedLaunch]) -> None:
+    """Write what was compiled, and the hash of the sources that it was compiled from, as JSON."""
+    sources = {name: hash_sources(where) for name, where in case_lists(plugin).items()}
+    head = json.dumps({"triton": triton.__version__, "sources": sources}, indent=1)
+    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)  # a change is a line of a diff
+    path.write_text(f'{head[:-2]},\n "launches": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def verify_report(path: pathlib.Path, plugin: str | None) -> list[str]:
+    """Compare a report with the sources as they are.
+
+    Args:
+        path: A report that :func:`write_report` wrote.
+        plugin: As for :func:`check`.
+
+    Returns:
+        A sentence for each plugin whose sources it is not of, and for what it refuses.
+    """
+    report = json.loads(path.read_text(encoding="utf-8"))
+    lists = case_lists(plugin)
+    stale = [
+        f"{path} is not of these sources of {name}: check them again with --report {path}"
+        for name, where in lists.items()
+        if report["sources"].get(name) != hash_sources(where)
+    ]
+    return stale + refusal_sentences(row for row in report["launches"] if row["plugin"] in lists)

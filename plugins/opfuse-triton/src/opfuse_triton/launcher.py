@@ -1,0 +1,235 @@
+"""The fast way to launch: what Triton's JIT found for the same arguments is remembered.
+
+At every launch ``JITFunction.run`` describes each argument and formats all options into a string. A
+:class:`Launcher` lets it do so once for each key, takes the compiled kernel that it gives, and
+launches that from then on. A key has all that the JIT's answer follows from: the types of the
+arguments, the configuration, the constants, the dtypes of the tensors, whether their addresses are
+multiples of 16 bytes, the integers, and the device. For integers that are new there is a second
+table, whose keys have what they are to Triton in their place: 1, a multiple of 16, or another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.driver import driver
+
+from .configs import Config
+from .targets import pretended
+
+MOST_KEYS = 1024
+"""Keys that are remembered for arguments of the same types. One more: all are forgotten."""
+
+Key = tuple[Any, ...]
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_KNOWN = _TENSORS | {int, float, tuple, type(None)}
+_FLOAT = frozenset({float})
+_HIP = torch.version.hip is not None
+_LARGEST_RANGE = 2**31 - 1
+"""On HIP Triton addresses a tensor of at most so many bytes by 32 bits."""
+
+
+class Ready(NamedTuple):
+    """What is launched for a key.
+
+    Attributes:
+        config: The configuration.
+        run: Triton's launcher.
+        function: The handle of the loaded kernel.
+        metadata: What the launcher wants to know of it.
+        constants: The values of the parameters behind the arguments.
+        compiled: The compiled kernel, which is unloaded when nobody has it.
+    """
+
+    config: Config
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    compiled: Any
+
+
+class _Form:
+    """How to make a key of arguments of these types, and what is known for such keys.
+
+    Attributes:
+        key: Called as ``key(config, *args, *constants)``. The device comes last, the integers
+            before it.
+        integers: How many integers there are.
+        exact: What is launched for a key.
+        alike: What is launched for a key with what its integers are to Triton.
+    """
+
+    def __init__(self, kinds: tuple[type, ...], constants: tuple[type, ...]) -> None:
+        names = [f"a{i}" for i in range(len(kinds))]
+        behind = [f"c{i}" for i in range(len(constants))]
+        of = list(zip(names, kinds, strict=True))
+        tensors = [name for name, kind in of if kind in _TENSORS]
+        integers = [name for name, kind in of if kind is int]
+        # a device function is hashed by its source; what it wraps is one of a kind, too
+        wraps = [".fn" if kind is triton.JITFunction else "" for kind in constants]
+        parts = [name + wrapped for name, wrapped in zip(behind, wraps, strict=True)]
+        parts += [f"floats({name})" for name, kind in of if kind is tuple]
+        addresses = " | ".join(f"{name}.data_ptr()" for name in tensors)
+        parts.append(f"{'' if _HIP else f'({addresses}) & 15 and '}places({', '.join(tensors)})")
+        parts += [f"{name}.dtype" for name in tensors]
+        parts += [*integers, f"{tensors[0]}.get_device()"]
+        # written out, as Triton does for its own: a loop over the arguments takes twice as long
+        source = f"lambda config, {', '.join([*names, *behind])}: (config, {', '.join(parts)})"
+        self.key: Callable[..., Key] = eval(source, {"places": _places, "floats": _floats})
+        self.integers = len(integers)
+        self.exact: dict[Key, Ready] = {}
+        self.alike: dict[Key, Ready] = {}
+
+
+class Launcher:
+    """The tables of one kernel.
+
+    What a key does not have is not looked at: a global of the kernel that changes after the first
+    launch changes nothing, where the JIT would raise an error.
+
+    Args:
+        fn: The function under ``@triton.jit``.
+    """
+
+    def __init__(self, fn: Any) -> None:
+        self._fn = fn
+        self._forms: dict[Key, _Form] = {}
+
+    def launch(
+        self,
+        grid: Any,
+        args: tuple[Any, ...],
+        config: Config | None,
+        constants: Mapping[str, Any],
+        picked: Config | None = None,
+    ) -> bool:
+        """Launch what is known for these arguments; False: nothing is.
+
+        Args:
+            grid: As for :meth:`opfuse_triton.Kernel.launch`.
+            args: The arguments before the constants.
+            config: The configuration that the caller gave.
+            constants: The other constants.
+            picked: The configuration if it is known: integers that are new are then looked up by
+                what they are to Triton.
+        """
+        # under a target that is pretended, and so while launches are recorded, nothing is known
+        if pretended.get() is not None or _disturbed(self._fn):
+            return False
+        values = *args, *constants.values()
+        try:
+            form = self._forms[(*map(type, values), *constants)]
+            key = form.key(config, *values)
+            ready = form.exact.get(key)
+        # arguments of new types; a constant without a hash, or a tuple of others than floats
+        except (KeyError, TypeError):
+            return False
+        if ready is None:
+            ready = None if picked is None else form.alike.get(_alike(form, key, picked))
+            if ready is None:
+                return False
+            _remember(form.exact, key, ready)
+        chosen, run, function, metadata, behind, _ = ready
+        x, y, z = ((*grid(chosen), 1, 1) if callable(grid) else (*grid, 1, 1))[:3]
+        active, device = driver.active, key[-1]
+        stream = active.get_current_stream(device)
+        # neither hooks nor metadata for them: with hooks, the JIT launches
+        if active.get_current_device() == device:
+            run(x, y, z, stream, function, metadata, None, None, None, *args, *behind)
+        else:
+            with torch.cuda.device(device):
+                run(x, y, z, stream, function, metadata, None, None, None, *args, *behind)
+        return True
+
+    def keep(
+        self,
+        args: tuple[Any, ...],
+        config: Config | None,
+        constants: Mapping[str, Any],
+        picked: Config,
+        compiled: Any,
+    ) -> None:
+        """Remember what the JIT launched.
+
+        Args:
+            args: The arguments before the constants.
+            config: The configuration that the caller gave.
+            constants: The other constants.
+            picked: The configuration.
+            compiled: What the JIT gave.
+        """
+        behind = self._fn.params[len(args) :]
+        usual = pretended.get() is None and not _disturbed(self._fn)
+        compiled_now = isinstance(compiled, triton.compiler.CompiledKernel)
+        own = tuple(map(type, args))
+        known = _KNOWN.issuperset(own) and not _TENSORS.isdisjoint(own)
+        if not (usual and compiled_now and known and all(param.is_constexpr for param in behind)):
+            return
+        of_constants = tuple(map(type, constants.values()))
+        kinds = *own, *of_constants, *constants
+        form = self._forms.setdefault(kinds, _Form(own, of_constants))
+        given = {**constants, **picked.constants}
+        values = tuple([given.get(param.name, param.default) for param in behind])
+        how = compiled.run, compiled.function, compiled.packed_metadata
+        ready = Ready(picked, *how, values, compiled)
+        with contextlib.suppress(TypeError):  # as in launch
+            key = form.key(config, *args, *constants.values())
+            _remember(form.exact, key, ready)
+            _remember(form.alike, _alike(form, key, picked), ready)
+
+
+def on_device(index: int) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current one: Triton launches on no other."""
+    here = driver.active.get_current_device() == index
+    return contextlib.nullcontext() if here else torch.cuda.device(index)
+
+
+def _alike(form: _Form, key: Key, config: Config) -> Key:
+    """A key with the configuration that was picked, and without the values of its integers."""
+    _, *rest, device = key
+    split = len(rest) - form.integers
+    return (config, *rest[:split], *map(_to_triton, rest[split:]), device)
+
+
+def _to_triton(number: int) -> tuple[Any, ...]:
+    """What Triton distinguishes of an integer: 1, multiples of 16, and how many bits it needs."""
+    return number == 1, number % 16 == 0, number < 0, number.bit_length() // 32
+
+
+def _places(*tensors: torch.Tensor) -> Key:
+    """What Triton wants to know of where tensors lie."""
+    small = [_HIP and tensor.untyped_storage().size() <= _LARGEST_RANGE for tensor in tensors]
+    return (*[tensor.data_ptr() % 16 == 0 for tensor in tensors], *small)
+
+
+def _floats(numbers: tuple[Any, ...]) -> int:
+    if not _FLOAT.issuperset(map(type, numbers)):
+        raise TypeError("only floats")
+    return len(numbers)
+
+
+def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
+    if len(table) >= MOST_KEYS:
+        table.clear()
+    table[key] = ready
+
+
+def _disturbed(fn: Any) -> bool:
+    """Whether somebody watches Triton launch, or changes how it compiles."""
+    runtime = triton.knobs.runtime
+    try:
+        return bool(
+            runtime.launch_enter_hook.calls
+            or runtime.launch_exit_hook.calls
+            or runtime.debug
+            or runtime.add_stages_inspection_hook
+            or triton.knobs.compilation.instrumentation_mode
+            or fn.pre_run_hooks
+        )
+    except AttributeError:  # a function in place of Triton's chain of hooks
+        return True

@@ -1,0 +1,121 @@
+"""Recording: what a plugin would launch, kept instead of launched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import jit
+
+from .configs import Config
+from .targets import Target, target
+
+recorded: ContextVar[list[Launch] | None] = ContextVar("opfuse_launches", default=None)
+
+
+@contextlib.contextmanager
+def recording(chosen: Target | int | str) -> Iterator[list[Launch]]:
+    """Within the context, no kernel is launched: each launch is appended to the list.
+
+    The tensors may be on the meta device. They then have real shapes, dtypes and strides, and no
+    memory. Their addresses are taken for multiples of 16 bytes, plus their storage offset.
+
+    Args:
+        chosen: The target that configurations are picked for, or its key in
+            :data:`opfuse_triton.TARGETS`.
+    """
+    launches: list[Launch] = []
+    with target(chosen):
+        token = recorded.set(launches)
+        try:
+            yield launches
+        finally:
+            recorded.reset(token)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel, as it was asked for.
+
+    Attributes:
+        kernel: The :class:`Kernel`.
+        args: Its tensors and numbers, in the order of its parameters.
+        constants: The ``tl.constexpr`` arguments that the caller gave, by name.
+        config: The configuration, with the other constants.
+        grid: How many programs run, in one to three dimensions.
+        target: What the configuration was picked for.
+    """
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    config: Config
+    grid: tuple[int, ...]
+    target: Target
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the kernel by the names of its parameters."""
+        by_name = dict(zip(self.kernel.fn.arg_names, self.args, strict=False))
+        return {**by_name, **self.constants, **self.config.constants}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a configuration may depend on, by the names of parameters.
+
+        The dtypes of tensors, integers, None for what is absent, and the constants.
+        """
+        return facts_of(self.kernel.fn.arg_names, self.args, self.constants)
+
+    def compile(self, other: Target | None = None) -> Any:
+        """Compile what the launch would, with no GPU.
+
+        The signature, the constants and what is assumed of addresses and numbers are those that
+        Triton finds at a launch. The configuration stays.
+
+        Args:
+            other: A target to compile for instead of :attr:`target`.
+
+        Returns:
+            Triton's ``CompiledKernel``: ``asm`` and ``metadata`` are of use without a GPU.
+
+        Raises:
+            RuntimeError: Triton interprets in this process.
+        """
+        fn = self.kernel.fn
+        if not isinstance(fn, triton.JITFunction):
+            raise RuntimeError("TRITON_INTERPRET is set, so that nothing can be compiled: unset it")
+        gpu = (other or self.target).for_triton()
+        backend = make_backend(gpu)
+        bind = jit.create_function_from_signature(fn.signature, fn.params, backend)
+        keywords = {
+            "debug": False,
+            **self.constants,
+            **self.config.constants,
+            **self.config.compiler_options(),
+        }
+        bound, specialization, rest = bind(*self.args, **keywords)
+        options, signature, constants, attributes = fn._pack_args(
+            backend, keywords, bound, specialization, rest
+        )
+        source = ASTSource(fn, signature, constants, attributes)
+        return triton.compile(source, target=gpu, options=options.__dict__)
+
+
+def facts_of(
+    names: list[str], args: tuple[Any, ...], constants: Mapping[str, Any]
+) -> dict[str, Any]:
+    """See :attr:`Launch.facts`."""
+    facts: dict[str, Any] = dict(constants)
+    for name, value in zip(names, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            facts[name] = value.dtype
+        elif value is None or isinstance(value, int):
+            facts[name] = value
+    return facts

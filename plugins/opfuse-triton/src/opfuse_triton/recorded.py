@@ -1,0 +1,194 @@
+"""The cases of the installed plugins, and what they launch at a shape."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from .cases import KernelCase, Operand
+from .launches import Launch, recording
+from .targets import Target
+
+GROUP = "opfuse_triton.cases"
+"""The entry-point group in which plugins name their cases."""
+
+
+@dataclass(frozen=True)
+class CaseRun:
+    """What a case launches at one shape, for one target.
+
+    Attributes:
+        case: The case.
+        shape: One of its shapes.
+        launches: Its launches, in order.
+        operands: Its operands by the storage of their tensors, each with its name.
+    """
+
+    case: KernelCase
+    shape: Mapping[str, int]
+    launches: Sequence[Launch]
+    operands: Mapping[int, tuple[str, Operand]]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Tells a tensor's memory from that of others, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a kernel, those behind descriptors too."""
+    for value in values:
+        base = getattr(value, "base", value)
+        if isinstance(base, torch.Tensor):
+            yield base
+
+
+def find_operands(
+    case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, torch.Tensor], given: Any
+) -> dict[int, tuple[str, Operand]]:
+    """The operands of a case by the storage of their tensors.
+
+    Args:
+        case: The case.
+        shape: The shape of the inputs.
+        inputs: What ``case.run`` took.
+        given: What it gave.
+
+    Raises:
+        ValueError: It gave another number of tensors than the case declares, or one of another
+            shape or dtype.
+    """
+    if given is None:
+        raise ValueError(f"{case.name}: run gives nothing; is a return missing?")
+    operands = case.tensors(**shape)
+    outputs = [name for name, operand in operands.items() if operand.output]
+    results = given if isinstance(given, tuple | list) else (given,)
+    if len(results) != len(outputs):
+        raise ValueError(
+            f"{case.name}: run gives {len(results)} tensors, and the case has {len(outputs)} "
+            f"outputs: {', '.join(outputs)}"
+        )
+    found = {}
+    for name, tensor in [*inputs.items(), *zip(outputs, results, strict=True)]:
+        operand = operands[name]
+        if (tuple(tensor.shape), tensor.dtype) != (operand.shape, operand.dtype):
+            raise ValueError(
+                f"{case.name}: {name} is {tuple(tensor.shape)} {tensor.dtype}, and the case says "
+                f"{operand.shape} {operand.dtype}"
+            )
+        found[storage_of(tensor)] = (name, operand)
+    return found
+
+
+def record(
+    case: KernelCase,
+    shape: Mapping[str, int],
+    target: Target | int | str,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+) -> CaseRun:
+    """Run a case on meta tensors, and keep what it would launch.
+
+    Args:
+        case: The case.
+        shape: One of its shapes.
+        target: The target, or its key in :data:`opfuse_triton.TARGETS`.
+        inputs: ``case.inputs(shape)``, if they are there.
+
+    Raises:
+        ValueError: The case launches nothing, or does not give what it declares.
+    """
+    inputs = case.inputs(shape) if inputs is None else inputs
+    with recording(target) as launches:
+        given = case.run(**inputs)
+    if not launches:
+        raise ValueError(f"{case.name} launches no kernel at {describe(shape)}")
+    names = sorted({launch.kernel.name for launch in launches})
+    if case.gemms and not {*case.gemms} & {*names}:
+        raise ValueError(
+            f"{case.name}: gemms names {', '.join(case.gemms)}, and it launches {', '.join(names)}"
+        )
+    return CaseRun(case, shape, launches, find_operands(case, shape, inputs, given))
+
+
+def describe(shape: Mapping[str, int]) -> str:
+    """A shape as text: ``rows=8192 features=4096``."""
+    return " ".join(f"{name}={size}" for name, size in shape.items())
+
+
+def case_lists(plugin: str | None) -> dict[str, str]:
+    """Where the cases are, ``module:object`` by the name of the plugin.
+
+    Args:
+        plugin: One plugin, or a ``module:object`` itself; None: all that are installed.
+
+    Raises:
+        ValueError: No installed plugin of this name has cases.
+    """
+    if plugin is not None and ":" in plugin:
+        return {plugin: plugin}
+    found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    if plugin is None:
+        return dict(sorted(found.items()))
+    if plugin not in found:
+        known = ", ".join(sorted(found)) or "there is none"
+        raise ValueError(f"no installed plugin {plugin!r} has kernel cases; those with: {known}")
+    return {plugin: found[plugin]}
+
+
+def load_cases(where: str) -> Sequence[KernelCase]:
+    """Import a list of cases.
+
+    Args:
+        where: ``module:object``.
+
+    Raises:
+        ValueError: It is something else, or has no case, or two of one name.
+    """
+    module, _, name = where.partition(":")
+    cases: Any = getattr(importlib.import_module(module), name)
+    if not isinstance(cases, list | tuple) or not all(isinstance(c, KernelCase) for c in cases):
+        raise ValueError(f"{where} is {cases!r}, and a list of KernelCase is expected")
+    names = [case.name for case in cases]
+    if not names or len(names) != len(set(names)):
+        raise ValueError(
+            f"{where} has the cases {names}: expected at least one, and each name once"
+        )
+    return cases
+
+
+def hash_sources(where: str) -> str:
+    """A hash of the Python files that the compiled kernels of some cases follow from.
+
+    These are the files of the package that the cases are in, and those of the device functions that
+    their kernels take. Triton's version is not in it.
+
+    Args:
+        where: ``module:object``, the cases.
+    """
+    root = pathlib.Path(inspect.getfile(importlib.import_module(where.split(":")[0].split(".")[0])))
+    files = set(root.parent.rglob("*.py") if root.name == "__init__.py" else [root])
+    for case in load_cases(where):
+        for launch in record(case, case.shapes[0], 90).launches:
+            used = [launch.kernel.fn, *_functions(launch.arguments.values())]
+            files |= {pathlib.Path(inspect.getfile(function.fn)) for function in used}
+    digest = hashlib.sha256()
+    for name, text in sorted((file.name, file.read_bytes()) for file in files):
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    """The jitted functions among constants, those in tuples too."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _functions(value)
+        elif hasattr(value, "fn") and hasattr(value, "arg_names"):
+            yield value

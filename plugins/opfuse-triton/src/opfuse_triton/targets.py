@@ -1,0 +1,127 @@
+"""Targets: the GPU that a kernel is compiled for, and what it can do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of GPU.
+
+    Attributes:
+        backend: ``"cuda"`` or ``"hip"``.
+        arch: The capability as a number, such as 90, or the name of the architecture: ``"gfx942"``.
+        multiprocessors: How many multiprocessors (compute units) it has.
+        shared_memory: Bytes of shared memory that one program may have.
+        bandwidth: Bytes per second of its memory, reads and writes together.
+        flops: Floating-point operations per second of a matrix product in bf16, without sparsity.
+    """
+
+    backend: str
+    arch: int | str
+    multiprocessors: int
+    shared_memory: int
+    bandwidth: float
+    flops: float
+
+    def for_triton(self) -> GPUTarget:
+        """The same as Triton has it."""
+        return GPUTarget(self.backend, self.arch, 32 if self.backend == "cuda" else 64)
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+
+TARGETS = MappingProxyType(
+    {
+        80: Target("cuda", 80, 108, 166912, 2.04e12, 312e12),  # A100 SXM, 80 GB
+        90: Target("cuda", 90, 132, 232448, 3.35e12, 989e12),  # H100 SXM
+        100: Target("cuda", 100, 148, 232448, 8.0e12, 2250e12),  # B200
+        "gfx942": Target("hip", "gfx942", 304, 65536, 5.3e12, 1307e12),  # MI300X
+        "gfx950": Target("hip", "gfx950", 256, 163840, 8.0e12, 2517e12),  # MI355X
+    }
+)
+"""One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
+
+pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
+
+
+@contextlib.contextmanager
+def target(chosen: Target | int | str) -> Iterator[Target]:
+    """Within the context, :func:`current_target` is this one.
+
+    Args:
+        chosen: A target, or a key of :data:`TARGETS`.
+
+    Raises:
+        KeyError: There is no such key.
+    """
+    found = chosen if isinstance(chosen, Target) else TARGETS[chosen]
+    token = pretended.set(found)
+    try:
+        yield found
+    finally:
+        pretended.reset(token)
+
+
+def current_target(device: torch.device | int) -> Target:
+    """What kernels are compiled for on a device, or the target that :func:`target` pretends.
+
+    A CPU stands for an H100 while Triton interprets: tile sizes are then those for one.
+
+    Args:
+        device: The device, or the index of a GPU.
+
+    Raises:
+        RuntimeError: Triton compiles nothing for the device.
+    """
+    if (chosen := pretended.get()) is not None:
+        return chosen
+    if isinstance(device, torch.device):
+        if device.type == "cuda":
+            device = torch.cuda.current_device() if device.index is None else device.index
+        elif is_interpreting():
+            return TARGETS[90]
+        else:
+            raise RuntimeError(
+                f"a Triton kernel cannot run on {device}: move the tensors to a GPU, "
+                "or say for which one in opfuse_triton.target(...)"
+            )
+    return _of_gpu(device)
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels in Python, to test them."""
+    value = os.environ.get("TRITON_INTERPRET", "")
+    return value.lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _of_gpu(index: int) -> Target:
+    """The target of a GPU of this machine; what its driver does not tell is that of its kind."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch: int | str = properties.gcnArchName.partition(":")[0]
+        like = TARGETS.get(arch, TARGETS["gfx942"])
+    else:
+        arch = properties.major * 10 + properties.minor
+        known = [key for key in TARGETS if isinstance(key, int) and key <= arch]
+        like = TARGETS[max(known, default=80)]
+    count = properties.multi_processor_count
+    return replace(
+        like,
+        arch=arch,
+        multiprocessors=count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", like.shared_memory),
+        flops=like.flops * count / like.multiprocessors,
+    )
