@@ -30,9 +30,9 @@ from .core.sequential import Sequential
 if TYPE_CHECKING:
     from opfuse_convert import convert, converted, revert
 
-    from .core.quantization.observer import watch_quantization
-    from .core.ranks import check_ranks
     from .report.explain import explain
+    from .report.ranks import check_ranks
+    from .report.watching import watch_quantization
     from .tuning import tune
 
 __version__ = "0.1.0"
@@ -80,13 +80,13 @@ __all__ = [
 # fmt: on
 
 _AT_FIRST_USE = {
-    "check_ranks": "opfuse.core.ranks",
+    "check_ranks": "opfuse.report.ranks",
     "convert": "opfuse_convert",
     "converted": "opfuse_convert",
     "explain": "opfuse.report.explain",
     "revert": "opfuse_convert",
     "tune": "opfuse.tuning",
-    "watch_quantization": "opfuse.core.quantization.observer",
+    "watch_quantization": "opfuse.report.watching",
 }
 
 

@@ -170,10 +170,10 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 6200,
+    "opfuse.core": 7200,
     "opfuse.ops": 3000,
-    "opfuse.report": 540,
-    "opfuse.tuning": 1040,
+    "opfuse.report": 870,
+    "opfuse.tuning": 1090,
     "opfuse.testing": 3800,
     "opfuse.cli": 600,
     "opfuse_triton": 1850,

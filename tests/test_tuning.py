@@ -427,13 +427,13 @@ def test_an_interrupt_keeps_what_is_known(register, quick, folder):
 
 ADDING = """
 import pathlib, sys
-from opfuse.core import tuning_table as tables
+from opfuse.tuning.writing import add
 first = int(sys.argv[2])
 for number in range(first, first + 20):
     found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}
     subject = {"plugin": None, "fusion": str(number)}
     row = {"setting": {"torch": "0"}, "subject": subject, "shape": [1, 1, True], "found": found}
-    tables.add(pathlib.Path(sys.argv[1]), [row])
+    add(pathlib.Path(sys.argv[1]), [row])
 """
 
 

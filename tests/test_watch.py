@@ -136,7 +136,7 @@ def watched(x):
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE])
 def test_the_largest_number_of_every_format(usage):
-    from opfuse.core.quantization.observer import _limit
+    from opfuse.report.watching import _limit
 
     fp8, scale = torch.zeros(32, 64).to(torch.float8_e4m3fn), torch.full((1,), 0.5)
     turned = fp8.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn)
@@ -226,7 +226,7 @@ def test_a_block_in_a_block_tells_both_and_recipes_have_rows_of_their_own():
 def test_mixed_values_are_compared_with_mixed_ones():
     """The columnwise copy of NVFP4 may hold each 16 rows times an orthogonal matrix."""
     from opfuse.core.quantization.hadamard import mixed
-    from opfuse.core.quantization.observer import _as_cast
+    from opfuse.report.watching import _as_cast
 
     torch.manual_seed(0)
     x, scale = torch.randn(32, 4, dtype=torch.float64), torch.full((1,), 1.0)

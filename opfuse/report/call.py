@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.engine.plan import FusionPlan
-from ..core.quantization.planned import Quantized
+from .quantized import Quantized
 
 
 @dataclasses.dataclass(frozen=True)

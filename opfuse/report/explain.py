@@ -23,12 +23,12 @@ from ..core.introspection import op_class, why_apart
 from ..core.op import FusedOperation
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
-from ..core.quantization.planned import Quantized, quantized_by
 from ..core.records import PluginFilter
 from ..core.replaced_forward import replaced_forward, replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call
+from .quantized import Quantized, quantized_by
 from .text import (
     MATCHES_NOTHING,
     alike_calls,

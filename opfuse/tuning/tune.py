@@ -25,6 +25,7 @@ from .report import Result, TuningReport
 from .trial import Call, Trial
 from .unchanged import unchanged
 from .whole import Whole
+from .writing import add, check_writable
 
 Progress = Callable[[int, int, str], None]
 
@@ -102,7 +103,7 @@ def _measured(
     paths = {job.device: tables.path_for(job.device) for job in jobs}
     for existing in filter(None, paths.values()):
         tables.read_rows(existing)  # refuses a file that is no table before it measures
-        tables.check_writable(existing)
+        check_writable(existing)
     buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
     done = len(before.results)
 
@@ -141,7 +142,7 @@ def _write(measured: Any, paths: dict[torch.device, Path | None]) -> None:
     """Add entries to the tables of their devices."""
     for device, path in paths.items():
         if path is not None:
-            tables.add(path, [each.row() for each in measured if each.device == device])
+            add(path, [each.row() for each in measured if each.device == device])
     tables.reload()
 
 

@@ -16,12 +16,12 @@ _WHERE = {
     "ConvertedForward": "converted_forward",
     "Converter": "converter",
     "by_reading": "building",
-    "convert": "convert",
-    "converted": "convert",
-    "count_convertible": "convert",
+    "convert": "converting",
+    "converted": "converting",
+    "count_convertible": "converting",
     "gated": "leaves",
     "leaf_of": "leaves",
-    "revert": "convert",
+    "revert": "converting",
 }
 """Who uses the grammar alone, or declares a converter, does not import the rest."""
 __all__ = sorted(_WHERE)

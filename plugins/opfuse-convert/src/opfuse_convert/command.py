@@ -8,7 +8,7 @@ import click
 
 from opfuse.cli import load_model, quiet_stdout, told
 
-from .convert import convert
+from .converting import convert
 
 
 @click.command(name="convert", short_help="Show what opfuse.convert would do to a model.")

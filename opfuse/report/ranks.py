@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from . import tuning_table as tables
-from .engine.program import Program
-from .plugins import manager
-from .settings import current
+from ..core import tuning_table as tables
+from ..core.engine.program import Program
+from ..core.plugins import manager
+from ..core.settings import current
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from .formats import Usage
-from .quantizer import same_quantizer
-from .state import living_weights, quantizer_names
+from ..core.quantization.formats import Usage
+from ..core.quantization.quantizer import same_quantizer
+from ..core.quantization.state import living_weights, quantizer_names
 
 
 @dataclasses.dataclass(frozen=True)
