@@ -17,7 +17,7 @@ from .quantization.parameter_state import ModelInit
 from .quantization.scale_update import Block
 from .quantization.state import quantizer_names
 from .recipes import DEFAULT_RECIPE, check_offered, recipe_of, why_off
-from .settings import Options, Recorder, Setting, checkpoint_frames, current
+from .settings import Recorder, Setting, Settings, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {
     "fusion_limit": int,
@@ -83,10 +83,11 @@ class options(Setting):
             )
         if values.get("prefer", "speed") not in ("speed", "memory"):
             raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
-        super().__init__(0, values)
+        super().__init__(options=values)
 
-    def _new_values(self, before: tuple[Options]) -> tuple[Options]:
-        return (tuple(sorted({**dict(before[0]), **self._values[0]}.items())),)
+    def _changes_after(self, before: Settings) -> dict[str, Any]:
+        merged = {**dict(before.options), **self._changes["options"]}
+        return {"options": tuple(sorted(merged.items()))}
 
 
 class autocast(Setting):
@@ -150,15 +151,15 @@ class autocast(Setting):
             recipe = DEFAULT_RECIPE
         in_force = _offered(recipe) if enabled or calibrating else None
         observer = CALIBRATING if calibrating and not enabled else None
-        super().__init__(2, in_force, patterns, observer)
+        super().__init__(recipe=in_force, skip=patterns, observer=observer)
         self._weights, self._group = weights, amax_reduction_group
         self._outside: list[tuple[int, str, Block | None]] = []
 
-    def _new_values(self, before: Any) -> Any:
-        *given, observer = self._values
-        if observer is None and before[-1] is not CALIBRATING:
-            observer = before[-1]  # who watches around this block watches in it
-        return (*given, observer)
+    def _changes_after(self, before: Settings) -> dict[str, Any]:
+        observer = self._changes["observer"]
+        if observer is None and before.observer is not CALIBRATING:
+            observer = before.observer  # who watches around this block watches in it
+        return {**self._changes, "observer": observer}
 
     def __enter__(self) -> None:
         if not is_compiling() and current.block is not None and self._group is not None:
@@ -168,7 +169,7 @@ class autocast(Setting):
                     "state advances"
                 )
         if not is_compiling():
-            check_names(self._values[1])
+            check_names(self._changes["skip"])
         super().__enter__()
         if is_compiling():
             return

@@ -429,7 +429,7 @@ class using(Setting):
 
     def __init__(self, selection: str | None) -> None:
         PluginFilter.parse(selection)
-        super().__init__(1, selection)
+        super().__init__(selection=selection)
 
 
 manager = PluginManager()

@@ -9,17 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
-
-Settings = tuple[Options, str | None, Any, tuple[str, ...], Any]
-"""Options, plugin selection, recipe (or None), patterns of what it skips, and who observes what it
-quantizes (or None): a plain tuple, which ``torch.compile`` can rebuild.
-"""
-EVERYTHING: tuple[tuple[str, ...], Any] = ((), None)
-"""Behind a recipe: it skips nothing, and nobody observes it."""
 
 
 def _options_from_environ() -> Options:
@@ -29,6 +22,24 @@ def _options_from_environ() -> Options:
     return (
         ("fusion_limit", int(text) if text.isdecimal() else text),
     )  # text is refused by the first plan
+
+
+class Settings(NamedTuple):
+    """The settings that are part of a plan's key.
+
+    Attributes:
+        options: The options of planning.
+        selection: Which plugins, as the user wrote it.
+        recipe: The quantization recipe, or None.
+        skip: Patterns of names of ops that the recipe leaves as they are.
+        observer: Who sees each tensor that the recipe quantizes, or None.
+    """
+
+    options: Options = ()
+    selection: str | None = None
+    recipe: Any = None
+    skip: tuple[str, ...] = ()
+    observer: Any = None
 
 
 def _no_quantizer(recipe: Any, role: Any, env: Any) -> Any:
@@ -47,7 +58,7 @@ class ThreadSettings(threading.local):
     Class attributes are the defaults; a ``with`` block sets instance attributes.
 
     Attributes:
-        values: See :data:`Settings`.
+        values: Those that are part of a plan's key.
         recorder: Hears of every call in this thread, or None.
         recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
         weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
@@ -64,12 +75,7 @@ class ThreadSettings(threading.local):
             likewise.
     """
 
-    values: Settings = (
-        _options_from_environ(),
-        os.environ.get("OPFUSE_PLUGINS"),
-        None,
-        *EVERYTHING,
-    )
+    values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
     recorder: Recorder | None = None
     recipe_depth: int = 0
     weights: str = "fresh"
@@ -85,27 +91,27 @@ class ThreadSettings(threading.local):
     @property
     def options(self) -> Options:
         """The options of planning."""
-        return self.values[0]
+        return self.values.options
 
     @property
     def selection(self) -> str | None:
         """Which plugins, as the user wrote it."""
-        return self.values[1]
+        return self.values.selection
 
     @property
     def recipe(self) -> Any:
         """The quantization recipe, or None."""
-        return self.values[2]
+        return self.values.recipe
 
     @property
     def skip(self) -> tuple[str, ...]:
         """Patterns of names of ops that the recipe leaves as they are."""
-        return self.values[3]
+        return self.values.skip
 
     @property
     def observer(self) -> Any:
         """Who sees each tensor that the recipe quantizes, or None."""
-        return self.values[4]
+        return self.values.observer
 
 
 current = ThreadSettings()
@@ -192,26 +198,23 @@ class Setting:
     """Changes some of the settings for a ``with`` block; base of the context managers.
 
     Args:
-        index: The first of :data:`Settings` that it changes.
-        *values: The new values, of this one and those behind it.
+        **changes: The new values, by the names of :class:`Settings`.
     """
 
-    def __init__(self, index: int, *values: Any) -> None:
-        self._span = index, index + len(values)
-        self._values = values
-        self._before: list[Any] = []
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
+        self._before: list[Settings] = []
 
     def __enter__(self) -> None:
-        first, last = self._span
-        self._before.append(current.values[first:last])
-        self._set(self._new_values(self._before[-1]))
+        before = current.values
+        self._before.append(before)
+        current.values = before._replace(**self._changes_after(before))
 
     def __exit__(self, *exc_info: object) -> None:
-        self._set(self._before.pop())
+        before = self._before.pop()
+        restored = {name: getattr(before, name) for name in self._changes}
+        current.values = current.values._replace(**restored)
 
-    def _set(self, values: Any) -> None:
-        (first, last), before = self._span, current.values
-        current.values = (*before[:first], *values, *before[last:])
-
-    def _new_values(self, before: Any) -> Any:
-        return self._values
+    def _changes_after(self, before: Settings) -> dict[str, Any]:
+        """The changes, for a block that begins with these settings."""
+        return self._changes

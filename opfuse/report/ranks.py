@@ -77,8 +77,7 @@ def _plans() -> dict[str, list[str]]:
     for fuser in list(manager.fusers):
         newest = {}
         for key, (_, programs) in list(fuser._programs.items()):
-            grads, dtype, device, autocast, training, _, _, *others = key
-            made_for = grads, dtype, device.type, autocast, training, *others
+            made_for = key._replace(device=key.device.type, generation=0, changes=0)
             for rows, program in programs.items():
                 if isinstance(program, Program):
                     newest[f"{program.chain.title}, for {(*made_for, rows)}"] = program.plan

@@ -130,14 +130,14 @@ class watch_quantization(Setting, Observer):
     _around: watch_quantization | None = None
 
     def __init__(self) -> None:
-        super().__init__(4, self)
+        super().__init__(observer=self)
         self.tensors: dict[str, TensorRecord] = {}
 
     def __enter__(self) -> watch_quantization:  # type: ignore[override]
         if is_compiling():
             raise RuntimeError("opfuse.watch_quantization cannot be traced by torch.compile")
         super().__enter__()
-        (before,) = self._before[-1]
+        before = self._before[-1].observer
         self._around = before if isinstance(before, watch_quantization) else None
         return self
 

@@ -14,7 +14,7 @@ from ..core.engine.edges import Needs
 from ..core.engine.planner import _ask_ops
 from ..core.environment import Environment
 from ..core.op import BasicOperation
-from ..core.settings import EVERYTHING, current
+from ..core.settings import current
 from .cases import Case, Op, first_width, is_cast
 from .running import Declined, only
 from .tensors import next_width
@@ -68,7 +68,7 @@ def matched(case: Case) -> tuple[BasicOperation, ...]:
     flags = (True,) * len(basic)
     needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
     with only():
-        edges = _ask_ops(Chain(basic), env, needs, (*current.values[:2], recipe, *EVERYTHING))
+        edges = _ask_ops(Chain(basic), env, needs, current.values._replace(recipe=recipe))
     begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
     view = edges.view(basic, case.subject.passes)
     found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]

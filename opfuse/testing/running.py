@@ -20,7 +20,7 @@ from ..core.errors import PluginWarning
 from ..core.fusion import Fusion
 from ..core.op import FusedOperation
 from ..core.plugins import manager
-from ..core.settings import EVERYTHING, Recorder, current
+from ..core.settings import Recorder, Settings, current
 from . import recipes
 from .cases import Built, Case, Subject
 
@@ -47,8 +47,8 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     before, manager._registered = manager._registered, []
     tables, manager.tables = manager.tables, None  # what was measured here decides nothing
     settings = current.values
-    options = tuple(option for option in settings[0] if "." in option[0])
-    current.values = options, recipes.NAME, None, *EVERYTHING
+    options = tuple(option for option in settings.options if "." in option[0])
+    current.values = Settings(options, recipes.NAME)
     manager.changed()
     for subject in filter(None, fusions):
         manager.register_fusion(subject.passes, subject.fusion, False)

@@ -27,7 +27,7 @@ from .checks import (
 )
 from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
 from .partition import Cut, cut, run_cut
-from .planner import make_program, rows_of
+from .planner import Key, make_program, rows_of
 from .program import Program
 
 _CACHE_SIZE = 64
@@ -45,7 +45,7 @@ _ELSEWHERE: dict[str, Any] = {"_parameters": {}}
 class OperationFuser:
     """Runs a run of fusible ops, with the fusions that plugins offer.
 
-    A plan is made once per key, see :data:`opfuse.core.engine.planner.Key`. The plans of the last
+    A plan is made once per key, see :class:`opfuse.core.engine.planner.Key`. The plans of the last
     64 keys are kept. Parameters are read by attribute at every call.
 
     Args:
@@ -315,8 +315,9 @@ class OperationFuser:
     # Planning
 
     def _program(
-        self, key: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
+        self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
     ) -> Program | Cut:
+        key = Key(*given)  # to find a program a plain tuple will do, which takes less time
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
@@ -382,13 +383,13 @@ def _begin_under_recipe(program: Program) -> None:
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
     """The settings inside of functorch or forward-mode AD: unfused where a kernel loses these."""
-    options, *others = settings = current.values
+    settings = current.values
     unpack: Any = forward_ad.unpack_dual
     if not _functorch_active() and not any(
         unpack(t).tangent is not None for t in (input, *tensors)
     ):
         return settings
-    return ((*options, ("double_backward", True)), *others)
+    return settings._replace(options=(*settings.options, ("double_backward", True)))
 
 
 def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
@@ -418,7 +419,8 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
                     f"the parameter is read, "
                     "which torch.compile does not see; run this chain in eager mode"
                 )
-    program = fuser._program((*key[5:], key[:5]), None)
+    settings = Settings(*key[: len(Settings._fields)])
+    program = fuser._program((*key[len(settings) :], settings), None)
     name = f"_traced_{id(program)}"
     setattr(fuser, name, program)
     return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,38 @@ from .program import Program, compile_program
 from .selection import Selection, check_expansion, choose
 from .step import Step
 
-Key = tuple[Any, ...]
-"""What a plan depends on: which tensors need gradients (None: grad mode is off), dtype, device,
-autocast's dtype, who trains, generation of the plugins, changes of ops, deterministic algorithms,
-compiling, names of keyword arguments, dtypes and devices of extra inputs, settings.
-"""
+
+class Key(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        grads: Which of the input, the parameters and the extra inputs need a gradient; None: grad
+            mode is off.
+        dtype, device: Those of the input.
+        autocast: The dtype that autocast asks for, or None.
+        training: Which ops are in training mode.
+        generation: That of the plugins.
+        changes: How often an op or a class of ops was changed.
+        deterministic: Whether PyTorch is to use deterministic algorithms.
+        compiling: Whether ``torch.compile`` traces.
+        kwargs: For each op the names of its keyword arguments, or None.
+        extras: Dtype and device of each extra input, or None.
+        settings: The settings of the thread.
+    """
+
+    grads: tuple[bool, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    autocast: torch.dtype | None
+    training: tuple[bool, ...]
+    generation: int
+    changes: int
+    deterministic: bool
+    compiling: bool
+    kwargs: tuple[tuple[str, ...], ...] | None
+    extras: tuple[tuple[torch.dtype, torch.device], ...] | None
+    settings: Settings
+
 
 _SHAPE_FACTS = "row_alignment", "rows", "features", "contiguous"
 _MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
@@ -63,27 +90,27 @@ def make_program(
     Args:
         chain: The chain.
         owner: The op whose own call this is, if it is one.
-        key: See :data:`Key`.
+        key: The key.
         input: The input, for its number of rows; None while tracing.
         tensors: The parameters, for their shapes; None: they are read.
     """
-    grads, dtype, device, autocast, *_, kwargs, extras, settings = key
-    check_tensors(chain, owner, dtype, device, autocast, extras or ())
-    check_kwargs(chain, kwargs)
-    off = why_off(settings[2], settings[1])
-    check_names(settings[3])
-    env = _environment(key, input)._replace(recipe=None if off else settings[2])
-    needs = _needs(chain, env, grads)
+    dtype, device, autocast, settings = key.dtype, key.device, key.autocast, key.settings
+    check_tensors(chain, owner, dtype, device, autocast, key.extras or ())
+    check_kwargs(chain, key.kwargs)
+    off = why_off(settings.recipe, settings.selection)
+    check_names(settings.skip)
+    env = _environment(key, input)._replace(recipe=None if off else settings.recipe)
+    needs = _needs(chain, env, key.grads)
     if env.requires_grad and not env.options.get("double_backward"):
         for i in range(len(chain.ops)):
             check_attributes(chain, i)
-    sources = () if env.options.get("double_backward") else manager.sources(settings[1])
-    manager.check_options(settings[0], settings[1])
+    sources = () if env.options.get("double_backward") else manager.sources(settings.selection)
+    manager.check_options(settings.options, settings.selection)
     edges = _ask_ops(chain, env, needs, settings, off)
     table = table_for(device) if sources else NO_TABLE
     shapes = _shapes(chain, tensors)
     measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
-    given = kwargs or ((),) * len(chain.ops)
+    given = key.kwargs or ((),) * len(chain.ops)
     choice = _build(chain, env, sources, measurements, given)
     return compile_program(chain, choice, env, autocast, measurements, given)
 
@@ -106,7 +133,7 @@ def _ask_ops(
     current.environment, current.recording = env, True
     try:
         for op in chain.ops:
-            skipped = matching(op.name, settings[3])
+            skipped = matching(op.name, settings.skip)
             op.reset_recipe_state(recipe=None if skipped else env.recipe)
         return find_edges(chain, env, needs, off)
     finally:
@@ -115,19 +142,19 @@ def _ask_ops(
 
 def _environment(key: Key, input: Tensor | None) -> Environment:
     """What a key says about where the plan is made for."""
-    grads, dtype, device, autocast, training, *_, deterministic, compiling, _, _, settings = key
+    device = key.device
     return Environment(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        dtype=autocast or dtype,
-        training=any(training),
-        requires_grad=grads is not None and any(grads),
+        dtype=key.autocast or key.dtype,
+        training=any(key.training),
+        requires_grad=key.grads is not None and any(key.grads),
         **dict(zip(_SHAPE_FACTS, rows_of(_SHAPE_FACTS, input), strict=True)),
         device_name=device_name(device.type, device.index if device.type == "cuda" else None),
         **_processor(device),
-        deterministic=deterministic,
-        options=dict(settings[0]),
-        compiling=compiling,
+        deterministic=key.deterministic,
+        options=dict(key.settings.options),
+        compiling=key.compiling,
     )
 
 

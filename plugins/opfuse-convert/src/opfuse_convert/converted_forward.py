@@ -178,7 +178,7 @@ class ConvertedForward(ReplacedForward):
         if _chains_in_graphs(current.values):
             return True
         # under a recipe nothing was measured, and what is exported runs elsewhere
-        plain = current.values[2] is None and not torch.compiler.is_exporting()
+        plain = current.values.recipe is None and not torch.compiler.is_exporting()
         plain = plain and not torch._C._are_functorch_transforms_active()
         return plain and is_known_in_graphs(self._title, manager.generation)
 
@@ -312,4 +312,4 @@ def _unfit(cls: type) -> str:
 
 def _chains_in_graphs(values: Any) -> bool:
     """Whether the user wants chains in graphs of ``torch.compile``."""
-    return ("chains_under_compile", True) in values[0]
+    return ("chains_under_compile", True) in values.options
