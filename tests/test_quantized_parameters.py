@@ -868,12 +868,13 @@ def test_a_size_that_the_recipe_cannot_take(monkeypatch):
 
 
 def test_a_recipe_sees_the_name_of_the_op_around(monkeypatch):
-    seen, make = [], current.quantizer
-    monkeypatch.setattr(
-        type(current),
-        "quantizer",
-        staticmethod(lambda recipe, role, env: seen.append(role) or make(recipe, role, env)),
-    )
+    seen, engine = [], opfuse.FusibleOperation.engine
+
+    def watched(recipe, role, env):
+        seen.append(role)
+        return engine.new_quantizer(recipe, role, env)
+
+    monkeypatch.setattr(opfuse.FusibleOperation, "engine", engine._replace(new_quantizer=watched))
     with opfuse.quantized_model_init(PER_TENSOR):
         ops.Linear(8, 8, name="abc")
         ops.BasicLinear(8, 8, name="inner")

@@ -165,7 +165,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     _sources: Mapping[str, ParamSource] = MappingProxyType({})
     # where parameters would be that those modules did not have when the op was made
     _absent: tuple[ParamSource, ...] = ()
-    _make_fuser: ClassVar[Callable[..., Any]]  # see bind_engine
+    engine: ClassVar[Engine]  # see bind_engine
     _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
@@ -445,17 +445,33 @@ def numbers_of(op: Any) -> list[str]:
     return found
 
 
-def bind_engine(make_fuser: Callable[..., Any]) -> None:
-    """Hand down what runs a chain, for ``op(x)``: the engine calls this once, when it is imported.
+class Engine(NamedTuple):
+    """What is above the ops, and what they use of it.
 
-    It is the one thing that is known above and used below.
+    Attributes:
+        make_fuser: The class of fusers, for ``op(x)``.
+        new_quantizer: ``new_quantizer(recipe, role, env)``: of the plugin that serves a recipe.
+        cache_quantizers: ``cache_quantizers(op)``: what casts an input that is kept in FP8.
+        recipe_name: ``recipe_name(recipe)``: what a recipe is registered as.
     """
-    type.__setattr__(FusibleOperation, "_make_fuser", staticmethod(make_fuser))
+
+    make_fuser: Callable[..., Any]
+    new_quantizer: Callable[..., Quantizer]
+    cache_quantizers: Callable[..., dict[str, Quantizer]]
+    recipe_name: Callable[..., str]
+
+
+def bind_engine(engine: Engine) -> None:
+    """Hand the engine down to the ops; it calls this once, when it is imported.
+
+    There is nothing else that is known above and used below.
+    """
+    type.__setattr__(FusibleOperation, "engine", engine)
 
 
 def _make_own_fuser(op: FusibleOperation) -> None:
     if op._cache.key is not op:
-        op._cache.key, op._cache.value = op, op._make_fuser([op], owner=op)
+        op._cache.key, op._cache.value = op, op.engine.make_fuser([op], owner=op)
 
 
 _make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

@@ -10,7 +10,7 @@ from .errors import PluginWarning
 from .plugins import manager
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginFilter, PluginRecord, normalize
-from .settings import ThreadSettings, current
+from .settings import current
 
 DEFAULT_RECIPE = "fp8-delayed"
 """On every device; Transformer Engine has another one from Blackwell on."""
@@ -142,8 +142,3 @@ def _offered() -> str:
     return f"those in use offer {names}" + (
         f"; not asked, since they are off: {off}" if off else ""
     )
-
-
-ThreadSettings.quantizer = staticmethod(new_quantizer)
-ThreadSettings.cache_quantizers = staticmethod(cache_quantizers)
-ThreadSettings.recipe_name = staticmethod(recipe_name)

@@ -42,16 +42,6 @@ class Settings(NamedTuple):
     observer: Any = None
 
 
-def _no_quantizer(recipe: Any, role: Any, env: Any) -> Any:
-    raise RuntimeError(
-        f"nobody offers a quantizer for {recipe!r} and {role!r}: opfuse.plugins was not imported"
-    )
-
-
-def _class_name(recipe: Any) -> str:
-    return type(recipe).__name__
-
-
 class ThreadSettings(threading.local):
     """The settings of one thread.
 
@@ -68,11 +58,6 @@ class ThreadSettings(threading.local):
         model_init: What :class:`opfuse.quantized_model_init` asks of new ops, or None.
         building: The name of the op that is being built, which those inside of it get too, or "".
         environment: What a plan is being made for, while it is made.
-        quantizer: ``quantizer(recipe, role, env)`` makes a new quantizer; the plugin manager puts
-            its own here.
-        recipe_name: ``recipe_name(recipe)`` says what a recipe is registered as; likewise.
-        cache_quantizers: ``cache_quantizers(op)`` gives what casts an input that is kept in FP8;
-            likewise.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -84,9 +69,6 @@ class ThreadSettings(threading.local):
     model_init: Any = None
     building: str = ""
     environment: Any = None
-    quantizer: ClassVar[Any] = staticmethod(_no_quantizer)
-    recipe_name: ClassVar[Any] = staticmethod(_class_name)
-    cache_quantizers: ClassVar[Any] = staticmethod(_no_quantizer)
 
     @property
     def options(self) -> Options:

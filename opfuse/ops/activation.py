@@ -18,7 +18,6 @@ from ..core.op import BasicOperation
 from ..core.op_context import Grads, OperationContext
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
-from ..core.settings import current
 from ._blocks import blocks, dispatch_modes, in_blocks
 
 _SHORTCUTS = {
@@ -132,7 +131,7 @@ class Activation(BasicOperation):
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""
         super().reset_recipe_state(recipe=recipe)
-        self._quantizers.own = current.cache_quantizers(self) if self._caches else {}
+        self._quantizers.own = self.engine.cache_quantizers(self) if self._caches else {}
 
     def _constructed(self) -> None:
         super()._constructed()

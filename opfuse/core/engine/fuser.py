@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from ..fusible import FusibleOperation, bind_engine
+from ..fusible import Engine, FusibleOperation, bind_engine
 from ..introspection import has_hooks, hook_dicts, why_apart
 from ..plugins import manager
+from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
 from .chain import Chain
 from .checks import (
@@ -481,4 +482,4 @@ def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     return found
 
 
-bind_engine(OperationFuser)
+bind_engine(Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..settings import current
 from .formats import QuantizedTensor, Usage
 from .parameter import QuantizedParameter, alike, held_by
-from .quantizer import BOTH, ROWWISE, settled
-from .recipe import QuantizerRole, Recipe
+from .quantizer import BOTH, ROWWISE, Quantizer, settled
+from .recipe import Recipe
 from .state import quantizer_names, roles
 
 _KEY = "quantized."
@@ -48,45 +48,39 @@ def quantize_parameters(op: Any) -> None:
         role = role._replace(
             name=role.name or current.building
         )  # who is around it has not named it
-        made = new_parameter(
-            param, asked.recipe, role, preserve=asked.preserve, requires_grad=param.requires_grad
-        )
+        quantizer = op.engine.new_quantizer(asked.recipe, role, None)
+        made = new_parameter(param, asked, quantizer)
         op.register_parameter(name, made)
 
 
-def new_parameter(
-    values: Tensor, recipe: Recipe, role: QuantizerRole, *, preserve: bool, requires_grad: bool
-) -> QuantizedParameter:
+def new_parameter(param: Tensor, asked: ModelInit, quantizer: Quantizer) -> QuantizedParameter:
     """A Parameter that lives quantized.
 
     A scale that follows from earlier maxima fits the values at once; that of the quantizer begins
     as anywhere else, and follows at the next update.
 
     Args:
-        values: Its values.
-        recipe: The recipe.
-        role: What the tensor is.
-        preserve: Whether to keep the values on the CPU.
-        requires_grad: Whether it gets a gradient.
+        param: The Parameter that it takes the place of.
+        asked: The recipe, and whether to keep the values on the CPU.
+        quantizer: Of the recipe, for this tensor.
 
     Raises:
         ValueError: The recipe cannot quantize its shape.
     """
-    quantizer = current.quantizer(recipe, role, None)
     usage = BOTH if torch.is_grad_enabled() else ROWWISE
     with torch.no_grad():
         try:
-            quantized = settled(quantizer, recipe, values.detach(), usage)
+            quantized = settled(quantizer, asked.recipe, param.detach(), usage)
         except ValueError as error:
             raise ValueError(
                 f"quantized_model_init: {error}; while an op is built, autocast(skip=[...]) does "
                 f"not help: build it outside of the block, or in one with enabled=False"
             ) from error
-        made = QuantizedParameter(quantized, recipe)
-    param: Any = nn.Parameter(made, requires_grad)
-    if preserve:
-        param._init_val = values.detach().cpu().clone()
-    return param  # type: ignore[no-any-return]
+        made = QuantizedParameter(quantized, asked.recipe)
+    new: Any = nn.Parameter(made, param.requires_grad)
+    if asked.preserve:
+        new._init_val = param.detach().cpu().clone()
+    return new  # type: ignore[no-any-return]
 
 
 def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
@@ -159,7 +153,7 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars:
             continue
         destination[prefix + name] = local.detach().dequantize()
         where = f"{prefix}{_KEY}{name}"
-        text = json.dumps(_description(local), sort_keys=True).encode()
+        text = json.dumps(_description(module, local), sort_keys=True).encode()
         destination[f"{where}.format"] = torch.tensor(list(text), dtype=torch.uint8)
         quantized, quantizer = local.quantized, local.quantizer
         parts = dict(zip(quantized.tensor_names, quantized.tensors(), strict=True))
@@ -194,7 +188,7 @@ def load(
         device = values.device if param.is_meta else param.device
         try:
             with torch.no_grad():
-                made = _from_codes(param, codes, values, device)
+                made = _from_codes(module, param, codes, values, device)
                 if made is None:
                     given = values.detach().to(device), param.quantized.copies
                     made = settled(param.quantizer, param.recipe, *given)
@@ -210,8 +204,8 @@ class _Misfit(RuntimeError):
     """An entry of a checkpoint that does not fit; the text begins with its name."""
 
 
-def _description(param: QuantizedParameter) -> dict[str, Any]:
-    recipe = param.recipe.to_json(current.recipe_name(param.recipe))
+def _description(op: Any, param: QuantizedParameter) -> dict[str, Any]:
+    recipe = param.recipe.to_json(op.engine.recipe_name(param.recipe))
     return {"format": type(param.quantized).__name__, "recipe": recipe}
 
 
@@ -221,14 +215,14 @@ def _taken(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _from_codes(
-    param: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
+    op: Any, param: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
 ) -> Any:
     """Codes and scales of a checkpoint, as the parameter has them; None: others, or not all.
 
     Raises:
         _Misfit: They say that they are of this recipe and format, and one is not.
     """
-    if not codes or _read(codes.pop("format", None)) != _description(param):
+    if not codes or _read(codes.pop("format", None)) != _description(op, param):
         return None
     there, quantizer = param.quantized, param.quantizer
     state = {f"state.{name}": getattr(quantizer, name) for name in quantizer.state_names}

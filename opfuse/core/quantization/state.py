@@ -86,11 +86,11 @@ class QuantizerStates:
         with torch.inference_mode(False):  # their state is for training too
             for mode in MODES:
                 for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
-                    made[name] = theirs.get(name) or current.quantizer(
+                    made[name] = theirs.get(name) or op.engine.new_quantizer(
                         recipe, role, current.environment
                     )
                     check_state(made[name])
-        self._recipe_names[recipe] = current.recipe_name(recipe)
+        self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
             self._restore(recipe, op)
