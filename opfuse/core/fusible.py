@@ -166,7 +166,6 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     # where parameters would be that those modules did not have when the op was made
     _absent: tuple[ParamSource, ...] = ()
     engine: ClassVar[Engine]  # see bind_engine
-    _contract: ClassVar[Any] = None  # BasicOperation: what it has belongs to the contract
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,8 +244,13 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             self._count_change()  # planning refuses it: it would get no gradient
         if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
             return
-        if is_new or callable(value) or hasattr(self._contract, name):
+        if is_new or callable(value) or self._is_of_contract(name):
             self._count_change()
+
+    @staticmethod
+    def _is_of_contract(name: str) -> bool:
+        """Whether plans depend on an attribute of this name, whatever its value."""
+        return hasattr(FusibleOperation, name)
 
     def _refuse_lent(self, name: str) -> None:
         """Refuse to set a parameter that another module holds: the op would still read that one."""

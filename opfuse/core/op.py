@@ -298,6 +298,10 @@ class BasicOperation(FusibleOperation):
         self._check_name(self._name or name if attribute == "_path" else name or self._path)
         super()._set_name(attribute, name)
 
+    @staticmethod
+    def _is_of_contract(name: str) -> bool:
+        return hasattr(BasicOperation, name)
+
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
 
@@ -438,9 +442,6 @@ class BasicOperation(FusibleOperation):
                     f"the parameters without it"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-type.__setattr__(FusibleOperation, "_contract", BasicOperation)
 
 
 class FusedOperation(FusibleOperation):
