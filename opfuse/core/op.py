@@ -305,7 +305,8 @@ class BasicOperation(FusibleOperation):
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
 
-        In a backward, and between calls, it is that of the recipe that the op last ran under.
+        In a backward, and between calls, it is that of the recipe of the op's last call, if there
+        was one.
         """
         return self._quantizers.get(self, mode, index)
 

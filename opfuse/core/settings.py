@@ -109,16 +109,6 @@ def checkpoint_frames() -> int:
     return count
 
 
-def in_forward() -> bool:
-    """Whether this is called while a chain is planned, or runs its forward."""
-    frame: Any = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("opfuse.core.engine."):
-            return "backward" not in frame.f_code.co_name
-        frame = frame.f_back
-    return False
-
-
 class Recorder:
     """Hears of every call of a fuser in its thread, inside a ``with`` block of its own.
 

@@ -242,6 +242,8 @@ class OperationFuser:
         """Run a program where there is more to do than to run its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
+        for op in () if program.compiling else program.asking:
+            op._quantizers.latest = program.recipe
         if program.recipe is not None:
             _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -319,6 +321,8 @@ class OperationFuser:
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
     ) -> Program | Cut:
         key = Key(*given)  # to find a program a plain tuple will do, which takes less time
+        for op in self._chain.ops:
+            op._quantizers.latest = key.settings.recipe
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
@@ -376,8 +380,6 @@ def _begin_under_recipe(program: Program) -> None:
     if not program.compiling:
         check_checkpoint(program)
         current.recording = program.recorded  # for ops that ask for their quantizers themselves
-        for op in program.chain.ops:
-            op._quantizers.latest = program.recipe
     if records and current.block is not None:
         current.block.add(program.recipe, program.chain.ops, program.env)
 

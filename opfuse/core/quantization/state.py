@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..settings import current, in_forward
+from ..settings import current
 from .names import matching
 from .parameter import QuantizedParameter, held_by
 from .quantizer import Quantizer
@@ -68,7 +68,7 @@ class QuantizerStates:
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
-        self.latest: Recipe | None = None  # that of the last call under one
+        self.latest: Recipe | None = None  # that of the last call
 
     def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist.
@@ -130,12 +130,11 @@ class QuantizerStates:
         return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
 
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
-        """A quantizer of the recipe in force, or of the last one outside of any forward."""
+        """A quantizer of the recipe in force, or of that of the last call."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
         recording = current.recording or mode == "backward"
-        recipe = current.recipe or (None if in_forward() else self.latest)
-        quantizers = self.serving(op, recipe, recording)
+        quantizers = self.serving(op, current.recipe or self.latest, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     @property
