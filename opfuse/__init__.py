@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops
 from .core import plugins
-from .core.assign_names import assign_names
 from .core.context_managers import autocast, checkpoint_contexts, options, quantized_model_init
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
@@ -30,6 +29,7 @@ from .core.sequential import Sequential
 if TYPE_CHECKING:
     from opfuse_convert import convert, converted, revert
 
+    from .core.assign_names import assign_names
     from .report.explain import explain
     from .report.ranks import check_ranks
     from .report.watching import watch_quantization
@@ -80,6 +80,7 @@ __all__ = [
 # fmt: on
 
 _AT_FIRST_USE = {
+    "assign_names": "opfuse.core.assign_names",
     "check_ranks": "opfuse.report.ranks",
     "convert": "opfuse_convert",
     "converted": "opfuse_convert",

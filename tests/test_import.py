@@ -26,6 +26,17 @@ def test_nothing_heavy_is_imported():
     assert python("import torch, sys, opfuse; print('torch._dynamo' in sys.modules)") == "False"
 
 
+def test_importing_opfuse_loads_the_core_and_the_ops():
+    code = "import sys, opfuse; print(*[m for m in sys.modules if m.split('.')[0].startswith('opfuse')])"
+    loaded = python(code).split()
+    assert {".".join(name.split(".")[:2]) for name in loaded} == {
+        "opfuse",
+        "opfuse.core",
+        "opfuse.ops",
+    }
+    assert len(loaded) <= 75
+
+
 def test_import_adds_little_to_torch():
     code = "import sys, torch; before = set(sys.modules); import opfuse; print(*set(sys.modules) - before)"
     added = {name.partition(".")[0] for name in python(code).split()} - set(sys.stdlib_module_names)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..cast import Cast
-from ..debug import Watched
 from ..environment import Environment
 from ..introspection import op_class
 from ..op import BasicOperation
@@ -48,6 +47,8 @@ def finish(
     step.run = _method(step, forward)
     if env.options.get("debug") and not env.compiling:
         who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
+        from ..debug import Watched
+
         step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
     if step.casts:
         step.run = WithCasts(step.run, step.matched)

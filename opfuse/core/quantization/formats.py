@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .hadamard import unmixed
-
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -397,6 +395,8 @@ class NVFP4Tensor(_TwoCopies):
 
     def _scaled(self, copy: str, values: Tensor) -> Tensor:
         if copy == "columnwise" and self.columnwise_signs is not None:
+            from .hadamard import unmixed
+
             values = unmixed(values, self.columnwise_signs)  # exact: sums of 16 small numbers
         values = _times(values, getattr(self, f"{copy}_scale_inv").float(), 16)
         over_all: Tensor = getattr(self, f"{copy}_tensor_scale_inv")
