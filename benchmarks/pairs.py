@@ -3,13 +3,14 @@
 python benchmarks/pairs.py OTHER_CHECKOUT
 python benchmarks/pairs.py OTHER_CHECKOUT --ops
 python benchmarks/pairs.py checks
+python benchmarks/pairs.py imports
 
 The two processes of a pair take turns of a few milliseconds, so that what slows the machine down
 slows both; which of them begins changes from pair to pair. What is printed is the median of the
 ratios of the pairs, this checkout over the other, and a 95 % interval of that median (by ranks,
 which assumes nothing about the noise). ``--ops`` measures every norm, activation and gated op alone
 instead of the chains O1 and O2. ``checks`` prints what each of the checks costs that a call makes
-beside its work, in nanoseconds.
+beside its work, in nanoseconds. ``imports`` prints how long ``import opfuse`` takes behind torch.
 """
 
 from __future__ import annotations
@@ -285,11 +286,28 @@ grads = [()] * 4
         print(f"{name:80} {(found - nothing) * 1e4:6.0f} ns")
 
 
+def imports() -> None:
+    """Print what importing opfuse takes once torch is there: the least of 15 processes."""
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); import opfuse; "
+        "print(time.perf_counter() - start, sum(m.split('.')[0] == 'opfuse' for m in sys.modules))"
+    )
+    command, found = [sys.executable, "-c", code], []
+    for _ in range(15):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        found.append(done.stdout.split())
+    seconds = min(float(each[0]) for each in found)
+    print(f"{cpu()}, Python {platform.python_version()}")
+    print(f"import opfuse behind torch: {seconds:.3f} s, {found[0][1]} modules")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         for _, found in zip(sys.stdin, measure(sys.argv[2]), strict=False):
             print(json.dumps(found), flush=True)
     elif sys.argv[1:] == ["checks"]:
         checks()
+    elif sys.argv[1:] == ["imports"]:
+        imports()
     else:
         main()
