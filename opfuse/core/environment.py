@@ -25,12 +25,9 @@ class Environment(NamedTuple):
         rows: The number of rows rounded down to a power of two, for a fusion that declares
             ``needs_rows``; None for every other, while tracing, and when asked whether it would
             fuse many rows.
-        contiguous: Whether the chain's input is contiguous, for a fusion that declares
-            ``needs_contiguity`` and begins with the chain's first op; None for every other, and
-            while tracing.
+        contiguous: Whether the chain's input is contiguous; no fusion is told.
         features: Last dimension of the tensor that the fused op would get, or None where the chain
             does not tell.
-        param_shapes: For each op that the fused op would stand for, the shapes of its parameters.
         device_name: The model of the CPU or GPU, as it calls itself.
         multiprocessors: The number of multiprocessors of a GPU; of a CPU, of torch's threads.
         architecture: The architecture of a GPU: ``"sm_90"``, or on ROCm such as ``"gfx942"``; None
@@ -55,7 +52,6 @@ class Environment(NamedTuple):
     rows: int | None = None
     contiguous: bool | None = None
     features: int | None = None
-    param_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     device_name: str = ""
     multiprocessors: int = 1
     architecture: str | None = None

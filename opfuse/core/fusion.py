@@ -84,8 +84,6 @@ class Fusion:
         needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
         needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
             ask it again with ``env.rows``.
-        needs_contiguity: Where it begins with the chain's first op, plan anew for an input that is
-            contiguous or not, and tell it in ``env.contiguous``.
         trades_time: It saves memory and takes time for it. It is used under the option
             ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
         only_recomputes: All it does is to compute its output again, so that the op behind it need
@@ -110,7 +108,6 @@ class Fusion:
     name: str = ""
     needs_row_alignment: bool = False
     needs_rows: bool = False
-    needs_contiguity: bool = False
     trades_time: bool = False
     only_recomputes: bool = False
     needs_recipe: bool = False

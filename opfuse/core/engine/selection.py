@@ -340,22 +340,16 @@ class _Finder:
     def _environment(self, fusion: Fusion, step: Step) -> Environment:
         """What a fusion is told about where it would run, before it is told the number of rows."""
         start = step.start
-        told: dict[str, Any] = {"row_alignment": 1, "contiguous": None}
-        if fusion.needs_row_alignment and self.rows_kept[start]:
-            self.row_facts.add("row_alignment")
-            told["row_alignment"] = self.env.row_alignment
-        if fusion.needs_contiguity and start == 0:
-            self.row_facts.add("contiguous")
-            told["contiguous"] = self.env.contiguous
+        aligned = fusion.needs_row_alignment and self.rows_kept[start]
+        self.row_facts |= {"row_alignment"} if aligned else set()
         found = step.measured = self._measured(step)
-        shapes = [[shape for shape, _ in of] for of in self.measurements.params[start : step.stop]]
         return self.env._replace(
             rows=None,
             recipe=self.measurements.edges.recipe_of(self.env.recipe, start, step.stop),
             features=self.widths[start],
-            param_shapes=tuple(map(tuple, shapes)),
+            contiguous=None,
+            row_alignment=self.env.row_alignment if aligned else 1,
             **_told(found, self.measurements.assumed),
-            **told,
         )
 
     def _measured(self, step: Step) -> Measurement | None:
