@@ -126,6 +126,12 @@ def test_nothing_in_opfuse_imports_a_toolkit_or_a_plugin():
     ]
 
 
+def test_no_package_imports_what_stays_in_the_checkout():
+    for name, path in SOURCES.items():
+        found = imports_of(ast.parse(path.read_text(encoding="utf-8")), name)
+        assert {"benchmarks", "ledger", "tests"}.isdisjoint(base.split(".")[0] for base, _ in found)
+
+
 def test_a_plugin_imports_no_other_plugin():
     assert not [
         (a, b) for a, b in arrows() if b.split(".")[0] not in ("opfuse", *TOOLKITS, a.split(".")[0])
@@ -176,7 +182,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.tuning": 1090,
     "opfuse.testing": 3800,
     "opfuse.cli": 600,
-    "opfuse_triton": 1850,
+    "opfuse_triton": 1300,
     "opfuse_convert": 3350,
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1

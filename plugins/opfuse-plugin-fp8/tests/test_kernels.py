@@ -4,7 +4,6 @@
 """
 
 import functools
-import itertools
 
 import opfuse_fp8 as fp8
 import pytest
@@ -685,23 +684,9 @@ def test_it_compiles_for_every_target(name, monkeypatch, tmp_path):
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
-    from opfuse_triton.ledger import count_small
+    from opfuse_triton.floor import assert_floor
 
-    for shape in case.small:
-        assert count_small(case, shape).full <= 1.02 * case.floor_bytes(shape)
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_partial_results_are_few(case):
-    """Sums and largest magnitudes of tiles are written and read once."""
-    for arch, shape in itertools.product(TARGETS, case.shapes):
-        with recording(arch) as launches:
-            case.run(**case.inputs(shape))
-        names = "sums_ptr", "amax_ptr"
-        partial = [launch.arguments.get(name) for launch in launches for name in names]
-        each = {id(tensor): tensor.nbytes for tensor in partial if tensor is not None}
-        moved = 2 * sum(each.values())
-        assert moved <= 0.05 * case.floor_bytes(shape)
+    assert_floor(case, partial=0.05)
 
 
 def test_floors_say_what_has_to_be_read_twice():

@@ -234,7 +234,7 @@ def test_the_output_is_computed_again_where_that_is_wanted():
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_each_tile_is_stored_once(case):
     """Tiles are read again by other programs, from the cache; what is written is written once."""
-    from opfuse_triton.counting import counting
+    from ledger import counting
     from opfuse_triton.recorded import storage_of
 
     for shape in case.small:

@@ -124,7 +124,7 @@ def test_it_compiles():
 @pytest.mark.skipif(not is_interpreting(), reason="bytes are counted in Triton's interpreter")
 @pytest.mark.parametrize("case", cases.CASES[-2:], ids=lambda case: case.name)
 def test_it_reads_twice_and_writes_once(case):
-    from opfuse_triton.counting import counting
+    from ledger import counting
 
     for shape in case.small:
         given = case.inputs(shape, "cpu")

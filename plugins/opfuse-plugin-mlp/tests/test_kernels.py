@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from opfuse_mlp import cases, kernels
 from opfuse_triton import TARGETS, DeviceFunctions, functions_of
 from opfuse_triton.checking import check
-from opfuse_triton.ledger import assert_floor
+from opfuse_triton.floor import assert_floor
 from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,13 +13,13 @@ from opfuse_norm.kernels import twins
 from opfuse.testing import assert_close, interpreter, machine
 
 pytest.importorskip("triton")
+import ledger
 from opfuse_norm.cases import CASES
 from opfuse_norm.kernels import backward as backward_kernels
 from opfuse_norm.kernels import forward as forward_kernels
 from opfuse_norm.kernels import library
 from opfuse_triton import TARGETS, target
-from opfuse_triton.ledger import assert_floor, count_small, estimate
-from opfuse_triton.peers import estimate_peer
+from opfuse_triton.floor import assert_floor, count_bytes
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 
@@ -241,10 +241,10 @@ def test_they_compile_without_spills(arch, monkeypatch, tmp_path):
 @needs_interpreter
 @pytest.mark.parametrize("case", [case for case in CASES if case.small], ids=lambda case: case.name)
 def test_they_move_no_more_than_they_have_to(case):
-    """Two at one width: ``python -m opfuse_triton ledger norm`` shows the others."""
+    """Two at a width of models: ``python -m benchmarks.ledger norm`` shows the others."""
     two = case.name in ("RMSNorm backward", "LayerNorm backward")
-    width = [{"rows": 8192, "features": 4096}] if two else []
-    assert_floor(dataclasses.replace(case, shapes=width, small=case.small[:1]))
+    width = [{"rows": 3, "features": 4096}] if two else []
+    assert_floor(dataclasses.replace(case, small=[*case.small[:1], *width]))
 
 
 @needs_interpreter
@@ -252,7 +252,7 @@ def test_they_move_no_more_than_they_have_to(case):
 def test_wide_rows_are_read_twice(name, most):
     (case,) = [case for case in CASES if "wide" in case.name and name in case.name]
     shape = {"rows": 3, "features": 20000}
-    assert 1.1 < count_small(case, shape).full / case.floor_bytes(shape) < most
+    assert 1.1 < count_bytes(case, shape)["full"] / case.floor_bytes(shape) < most
 
 
 @needs_interpreter
@@ -268,8 +268,8 @@ def test_they_take_no_longer_than_ligers_kernels(name):
     pytest.importorskip("liger_kernel")
     (case,) = [case for case in CASES if case.name == name]
     shape, on = {"rows": 8192, "features": 4096}, TARGETS[90]
-    ours = estimate(case, shape, on, sample=8)
-    theirs = estimate_peer(case, shape, on, case.peers["liger-kernel"], sample=8)
+    ours = ledger.estimate(case, shape, on, sample=8)
+    theirs = ledger.estimate_peer(case, shape, on, case.peers["liger-kernel"], sample=8)
     assert ours.seconds <= 1.01 * theirs.seconds
     moved = [entry.moved.full + entry.moved.vector for entry in (ours, theirs)]
     assert moved[0] <= 1.01 * moved[1]
@@ -282,5 +282,5 @@ def test_offsets_beyond_32_bits(name):
     (case,) = [case for case in CASES if case.name == name]
     shape = {"rows": 1 << 21, "features": 2048}
     on = dataclasses.replace(TARGETS[90], multiprocessors=1 << 16)  # programs of few rows
-    entry = estimate(case, shape, on, sample=3)
+    entry = ledger.estimate(case, shape, on, sample=3)
     assert 0.99 < entry.moved.full / case.floor_bytes(shape) < 1.01

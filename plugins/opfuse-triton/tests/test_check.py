@@ -223,9 +223,7 @@ def command(*arguments, cwd, **variables):
 
 
 def test_the_command(installed):
-    done = command(
-        "check", "toys", "--all", "--report", "r.json", cwd=installed, TRITON_INTERPRET="1"
-    )
+    done = command("check", "toys", "--all", "--report", "r.json", cwd=installed)
     assert (done.returncode, done.stderr) == (0, "")
     assert "toys: scale\n  rows=8192 features=4096\n" in done.stdout
     assert re.search(r"\n    gemm_kernel: BM=128 BN=128 BK=64, 4 warps, 2 stages\n", done.stdout)
@@ -252,5 +250,10 @@ def test_the_command_refuses(installed):
         done.stdout.split()
     )
     assert max(map(len, done.stdout.splitlines())) <= 100
-    unknown = command("check", "tois", cwd=installed)
-    assert unknown.returncode == 1 and len(unknown.stderr.splitlines()) == 1
+    for wrong, variables in (
+        (("check", "tois"), {}),
+        (("check", "toys", "--verify", "gone.json"), {}),
+        (("check", "toys"), {"TRITON_INTERPRET": "1"}),
+    ):
+        done = command(*wrong, cwd=installed, **variables)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1

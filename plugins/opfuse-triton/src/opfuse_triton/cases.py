@@ -39,7 +39,7 @@ class KernelCase:
     """One fusion of a plugin, at the shapes of real models.
 
     A plugin lists its cases under an entry point of group ``opfuse_triton.cases``, such as
-    ``"opfuse_fast.cases:CASES"``. Nothing reads it but the command ``python -m opfuse_triton``.
+    ``"opfuse_fast.cases:CASES"``. ``python -m opfuse_triton check`` reads it, and no model does.
 
     Attributes:
         name: Unique in the plugin.

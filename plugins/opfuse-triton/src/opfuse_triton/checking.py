@@ -134,17 +134,17 @@ def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
         return replace(row, refusals=(f"does not compile: {where}{said[-1]}",))
     resources = read_resources(compiled)
     full = _full_parameters(run, launch)
-    accesses = find_accesses(compiled.asm["llir"], _pointers(launch))
+    narrowest = _narrowest(find_accesses(compiled.asm["llir"], _pointers(launch)), full)
     refusals = [
         *_refuse_resources(launch.target, resources),
         *_refuse_product(launch, resources, run.case.gemms),
-        *_refuse_narrow(launch, accesses, full, launch.kernel.name in run.case.gemms),
+        *_refuse_narrow(launch, narrowest, full, launch.kernel.name in run.case.gemms),
     ]
     return replace(
         row,
         resources=resources,
         occupancy=occupancy(launch.target, resources),
-        widths=_narrowest(accesses, full),
+        widths={name: min(kinds.values()) for name, kinds in narrowest.items()},
         refusals=tuple(refusals),
     )
 
@@ -177,22 +177,17 @@ def _refuse_product(launch: Launch, resources: Resources, gemms: Sequence[str]) 
 
 
 def _refuse_narrow(
-    launch: Launch, accesses: Iterable[Access], full: Mapping[str, Any], gemm: bool
+    launch: Launch, narrowest: Mapping[str, Mapping[str, int]], full: Mapping[str, Any], gemm: bool
 ) -> Iterator[str]:
-    narrow: dict[tuple[str, str], int] = {}
-    for access in accesses:
+    each = [(kind, name, n) for name, kinds in narrowest.items() for kind, n in kinds.items()]
+    for kind, name, width in sorted(each):
         # in AMD's layout of a product each thread holds 4 values of a row: 8 bytes, full lines
-        direct = gemm and launch.target.backend == "hip" and access.kind == "store"
-        if access.kind in ("load", "store") and access.width < (WIDEST // 2 if direct else WIDEST):
-            for name in access.operands & full.keys():
-                if _is_aligned(full[name]):
-                    known = narrow.get((access.kind, name), WIDEST)
-                    narrow[access.kind, name] = min(known, access.width)
-    for (kind, name), width in sorted(narrow.items()):
-        yield (
-            f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
-            "thread more of a row"
-        )
+        direct = gemm and launch.target.backend == "hip" and kind == "store"
+        if width < (WIDEST // 2 if direct else WIDEST) and _is_aligned(full[name]):
+            yield (
+                f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
+                "thread more of a row"
+            )
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -221,12 +216,14 @@ def _pointers(launch: Launch) -> list[str]:
     return [name for name in names if any(True for _ in tensors_of([given.get(name)]))]
 
 
-def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """The bytes of the narrowest load and store of each full-size operand."""
+    found: dict[str, dict[str, int]] = {}
     for access in accesses:
-        if access.kind in ("load", "store"):
-            for name in sorted(access.operands & full.keys()):
-                found[name] = min(found.get(name, access.width), access.width)
+        for name in sorted(access.operands & full.keys()):
+            if access.kind in ("load", "store"):
+                kinds = found.setdefault(name, {})
+                kinds[access.kind] = min(kinds.get(access.kind, access.width), access.width)
     return found
 
 

@@ -1,15 +1,14 @@
-"""Bytes and operations of kernels, counted where Triton's interpreter loads, stores and multiplies.
+"""Bytes and operations of each program, counted where Triton's interpreter runs it.
 
-The interpreter runs one program after the other on numpy arrays, so that each access is seen with
-its addresses and its mask. Its builder is private to Triton: what is wrapped here exists in Triton
-3.6 to 3.9, and ``tests/test_triton_ledger.py`` compares the counts with those made by hand.
+:mod:`opfuse_triton.floor` watches the accesses. What is wrapped here besides is private to Triton,
+too: it exists in Triton 3.6 to 3.9, and ``tests/test_ledger.py`` compares the counts with those
+made by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-
-from .recorded import storage_of, tensors_of
+from opfuse_triton.floor import watching
+from opfuse_triton.recorded import storage_of, tensors_of
+from triton.runtime import interpreter
 
 _BESIDE = 1 << 20
 """So many bytes before and behind a tensor, an address is taken for a mistake."""
@@ -107,15 +107,11 @@ def counting(sample: int | None = None) -> Iterator[list[LaunchCount]]:
     Raises:
         RuntimeError: Triton does not interpret in this process.
     """
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    if not isinstance(tl.zeros, interpreter.InterpretedFunction):
-        raise RuntimeError("bytes are counted in Triton's interpreter: set TRITON_INTERPRET=1")
     launches: list[LaunchCount] = []
+    recorder = _Recorder(launches, sample)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(np.errstate(all="ignore"))  # the numbers do not matter
-        recorder = _Recorder(launches, sample)
-        _wrap_accesses(stack, type(interpreter.interpreter_builder), recorder)
-        _wrap_launches(stack, interpreter, recorder)
+        stack.enter_context(watching(recorder.access))
+        _wrap_launches(stack, recorder)
         yield launches
 
 
@@ -169,12 +165,7 @@ class _Recorder:
         if any(self.waits):
             self.program.in_flight = sum(n * n for n in self.waits) / sum(self.waits)
 
-    def access(self, kind: str, pointers: Any, mask: Any) -> None:
-        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        addresses, mask = np.broadcast_arrays(pointers.data, mask)
-        addresses = addresses[mask.astype(bool)]
-        if addresses.size > 1 and not (addresses[1:] > addresses[:-1]).all():
-            addresses = np.unique(addresses)
+    def access(self, kind: str, addresses: Any, width: int) -> None:
         self._refuse_outside(kind, addresses)
         for start, end, key in self.memory:
             inside = addresses[(addresses >= start) & (addresses < end)]
@@ -212,45 +203,8 @@ class _Recorder:
         self.waits.append(0)
 
 
-def _wrap_accesses(stack: contextlib.ExitStack, builder: Any, recorder: _Recorder) -> None:
-    """Tell the recorder of every access, descriptors and atomic operations too."""
-
-    def load(original: Any, self: Any, pointers: Any, mask: Any, *rest: Any, **more: Any) -> Any:
-        recorder.access("read", pointers, mask.data)
-        return original(self, pointers, mask, *rest, **more)
-
-    def store(
-        original: Any, self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **more: Any
-    ) -> Any:
-        recorder.access("written", pointers, mask.data)
-        return original(self, pointers, value, mask, *rest, **more)
-
-    def atomic(
-        original: Any, self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any
-    ) -> Any:
-        recorder.access("read", pointers, mask.data)
-        recorder.access("written", pointers, mask.data)
-        return original(self, operation, pointers, value, mask, *rest)
-
-    def exchange(original: Any, self: Any, pointers: Any, *rest: Any) -> Any:
-        recorder.access("read", pointers, np.True_)
-        recorder.access("written", pointers, np.True_)
-        return original(self, pointers, *rest)
-
-    def product(original: Any, self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        recorder.product(a, b)
-        return original(self, a, b, *rest)
-
-    # a descriptor's load and store end in these two
-    _replace(stack, builder, "create_masked_load", load)
-    _replace(stack, builder, "create_masked_store", store)
-    _replace(stack, builder, "create_atomic_rmw", atomic)
-    _replace(stack, builder, "create_atomic_cas", exchange)
-    _replace(stack, builder, "create_dot", product)
-
-
-def _wrap_launches(stack: contextlib.ExitStack, interpreter: Any, recorder: _Recorder) -> None:
-    """Tell the recorder where a launch and a program begin; run the programs that it chooses."""
+def _wrap_launches(stack: contextlib.ExitStack, recorder: _Recorder) -> None:
+    """Tell the recorder of launches, programs and products; run the programs that it chooses."""
     builder = type(interpreter.interpreter_builder)
     chosen: list[tuple[int, int, int]] = []
 
@@ -275,6 +229,10 @@ def _wrap_launches(stack: contextlib.ExitStack, interpreter: Any, recorder: _Rec
         recorder.begin_program()
         original(self, *chosen[index])
 
+    def product(original: Any, self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        recorder.product(a, b)
+        return original(self, a, b, *rest)
+
     def convert(original: Any, value: Any) -> Any:
         if isinstance(value, float):  # on a GPU it is a value of the kernel, which has methods
             return tl.tensor(
@@ -284,7 +242,7 @@ def _wrap_launches(stack: contextlib.ExitStack, interpreter: Any, recorder: _Rec
 
     executor = interpreter.GridExecutor
     _replace(stack, executor, "__call__", call)
-    _replace(stack, executor, "_restore_args_dev", lambda *unused: None)  # are on the CPU
+    _replace(stack, builder, "create_dot", product)
     _replace(stack, builder, "set_grid_dim", set_grid_dim)
     _replace(stack, builder, "set_grid_idx", set_grid_idx)
     _replace(stack, interpreter, "_implicit_cvt", convert)

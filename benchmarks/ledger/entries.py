@@ -1,9 +1,4 @@
-"""The ledger: bytes that kernels move, against the floor of their fusion.
-
-At a case's small shapes every program runs in Triton's interpreter, and every byte is counted. At
-the real shapes the launch rule of each target says how many programs there are. Some of them run,
-each with all of its work, and stand for the others.
-"""
+"""What the ledger has of a case: at a small shape, and at a real one for each target."""
 
 from __future__ import annotations
 
@@ -14,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from opfuse_triton import KernelCase, Launch, Operand, Target
+from opfuse_triton.floor import TorchBytes, count_bytes
+from opfuse_triton.floor import by_role as sums_by_role
+from opfuse_triton.model import LaunchWork, launch_seconds
+from opfuse_triton.recorded import CaseRun, record, storage_of, tensors_of
 
-from .cases import KernelCase, Operand
 from .counting import LaunchCount, counting
-from .launches import Launch
-from .model import LaunchWork, launch_seconds
-from .recorded import CaseRun, describe, find_operands, record, storage_of, tensors_of
-from .separate import TorchBytes
-from .targets import TARGETS, Target
 
 SAMPLE = 16
 """Programs of a launch that run at real shapes."""
@@ -110,15 +104,8 @@ def count_small(
     Raises:
         RuntimeError: Triton does not interpret in this process.
     """
-    inputs = case.inputs(shape, "cpu")
-    with TorchBytes() as around, counting() as launches:
-        given = (run or case.run)(**inputs)
-    operands = find_operands(case, shape, inputs, given)
-    bytes_: Counter[int] = Counter(around.moved)
-    for launch in launches:
-        bytes_.update(launch.total("read"))
-        bytes_.update(launch.total("written"))
-    return by_role(bytes_, operands)
+    with counting():  # refuses accesses beside tensors, and takes other packages' kernels
+        return Moved(**count_bytes(case, shape, run))
 
 
 def count_separate(case: KernelCase, shape: Mapping[str, int]) -> int | None:
@@ -177,45 +164,6 @@ def target_entry(
     )
 
 
-def assert_floor(case: KernelCase, full: float = 1.02, partial: float = 0.10) -> None:
-    """Assert that a case moves little more than its fusion has to. For tests in the interpreter.
-
-    Every program counts at the small shapes. At the real ones, for each target, the first, a middle
-    and the last two programs of each launch run.
-
-    Args:
-        case: The case.
-        full: Bytes of full-size operands over the floor, at most, and how often one program may
-            read or write a byte of them.
-        partial: Bytes of partial sums over the floor at real shapes, at most.
-
-    Raises:
-        AssertionError: It moves more.
-        RuntimeError: Triton does not interpret in this process.
-    """
-    for shape in case.small:
-        ratio = count_small(case, shape).full / case.floor_bytes(shape)
-        assert ratio <= full, (
-            f"{case.name} at {describe(shape)} moves {ratio:.3f} times the bytes that its fusion "
-            f"has to, and {full} times is allowed"
-        )
-    for shape in case.shapes:
-        counted: _Counted = {}
-        for target in TARGETS.values():
-            where = f"{case.name} at {describe(shape)} for {target}"
-            entry = estimate(case, shape, target, 4, counted)
-            ratio = entry.moved.partial / case.floor_bytes(shape)
-            assert ratio <= partial, (
-                f"{where}: partial sums are {ratio:.3f} of the bytes that the fusion has to move, "
-                f"and {partial} is allowed"
-            )
-            for launch in entry.launches:
-                assert launch.again <= full, (
-                    f"{where}: a program of {launch.kernel} moves the bytes of a full-size operand "
-                    f"{launch.again:.3f} times"
-                )
-
-
 def _around(case: KernelCase, shape: Mapping[str, int], target: Target) -> tuple[CaseRun, Moved]:
     """What a case launches, and what PyTorch's operations around the launches move."""
     inputs = case.inputs(shape)
@@ -226,10 +174,7 @@ def _around(case: KernelCase, shape: Mapping[str, int], target: Target) -> tuple
 
 def by_role(bytes_: Mapping[int, float], operands: Mapping[int, tuple[str, Operand]]) -> Moved:
     """Bytes by the storage of their tensor, as :class:`Moved` has them."""
-    sums = {"full": 0.0, "vector": 0.0, "partial": 0.0}
-    for key, moved in bytes_.items():
-        sums[operands[key][1].role if key in operands else "partial"] += moved
-    return Moved(**sums)
+    return Moved(**sums_by_role(bytes_, operands))
 
 
 def _count(

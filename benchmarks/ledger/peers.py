@@ -9,15 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from opfuse_triton import KernelCase, Target
+from opfuse_triton import target as pretend
+from opfuse_triton.floor import TorchBytes
+from opfuse_triton.recorded import find_operands
 from torch.overrides import TorchFunctionMode
 
-from .cases import KernelCase
 from .counting import counting
-from .ledger import SAMPLE, TargetEntry, by_role, entry_of, target_entry, with_memory
-from .recorded import find_operands
-from .separate import TorchBytes
-from .targets import Target
-from .targets import target as pretend
+from .entries import SAMPLE, TargetEntry, by_role, entry_of, target_entry, with_memory
 
 _device_of: Any = torch.Tensor.device.__get__
 
