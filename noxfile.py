@@ -167,8 +167,8 @@ def everything(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The core's tests, with no plugin installed.
 
-    The toolkits are there, for what pages show of them. Tests of whole models take minutes, and run
-    in ``together``.
+    The toolkits are there, for what pages show of them and for the plugin that ``opfuse new``
+    writes. Tests of whole models take minutes, and run in ``together``.
     """
     install(session, ROOT, *TOOLKITS)
     pytest(session, ROOT / "tests", options=[f"--ignore={ROOT / 'tests' / 'models'}"])

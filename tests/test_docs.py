@@ -29,6 +29,7 @@ else:
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+QUOTE = re.compile(r"^```{literalinclude} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 VARIABLE = re.compile(r"\bOPFUSE_[A-Z_]*[A-Z]")
 
 
@@ -45,6 +46,19 @@ def files(page):
 def nothing_installed():
     with opfuse.plugins.isolated():
         yield
+
+
+def test_what_pages_quote_is_there():
+    quotes = [
+        (page.parent / path, options)
+        for page in PAGES
+        for path, options in QUOTE.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert quotes
+    for path, options in quotes:
+        text = path.read_text(encoding="utf-8")
+        for option, marker in re.findall(r":([a-z-]+): (.*)", options):
+            assert marker in text or option == "language", (path, marker)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

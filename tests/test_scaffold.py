@@ -60,7 +60,7 @@ def test_what_is_written(name, short, module, tmp_path, monkeypatch):
         *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"),
         *(
             f"src/opfuse_{module}/{file}"
-            for file in ("__init__.py", "fused.py", "kernels.py", "py.typed")
+            for file in ("__init__.py", "cases.py", "fused.py", "kernels.py", "py.typed")
         ),
         *("tests/test_conformance.py", "tests/test_kernels.py"),
     }
@@ -68,7 +68,11 @@ def test_what_is_written(name, short, module, tmp_path, monkeypatch):
     assert not [path for path in text if path != "LICENSE" and "NAME" in text[path]]
     project = tomllib.loads(text["pyproject.toml"])["project"]
     assert project["name"] == f"opfuse-plugin-{short}"
-    assert project["entry-points"] == {"opfuse.v1": {short: f"opfuse_{module}"}}
+    assert project["entry-points"] == {
+        "opfuse.v1": {short: f"opfuse_{module}"},
+        "opfuse_triton.cases": {short: f"opfuse_{module}.cases:CASES"},
+    }
+    assert project["optional-dependencies"]["test"] == ["opfuse[testing]"]
     assert f'plugin = "{short}"' in text["tests/test_conformance.py"]
     assert f"from opfuse_{module} import kernels" in text["tests/test_kernels.py"]
     for path in text:
@@ -132,8 +136,8 @@ def installed(tmp_path_factory):
     """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
     # to look for the module pip changes distutils
     have = {dist.name for dist in importlib.metadata.distributions()}
-    if not {"pip", "hatchling"} <= have:
-        pytest.skip("without pip and hatchling nothing can be installed")
+    if not {"pip", "hatchling", "opfuse-triton"} <= have:
+        pytest.skip("without pip, hatchling and opfuse-triton nothing can be installed")
     root = tmp_path_factory.mktemp("new")
     folder, site = scaffold.write("out-of-the-box", root), root / "site"
     options = [
@@ -190,23 +194,72 @@ def test_it_is_found_and_fuses(installed):
     assert line in report
 
 
+TESTS = "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-rs", "tests"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
 def test_its_tests_pass(installed):
-    assert " passed" in python(
-        installed, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "tests"
-    )
+    """The kernel compiles, and without a GPU the twin is what runs."""
+    out = python(installed, *TESTS)
+    assert " passed" in out and " failed" not in out
 
 
+@needs_triton
 def test_its_kernel_passes_them_interpreted(installed):
-    for needed in ("triton", "numpy"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed: nothing can be interpreted")
-    arguments = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-rs", "tests"]
-    out = python(installed, *arguments, TRITON_INTERPRET="1")
+    out = python(installed, *TESTS, TRITON_INTERPRET="1")
     assert (
         " passed" in out
         and "no GPU, and Triton does not interpret" not in out
-        and "TRITON_INTERPRET=1" not in out
+        and "bytes are counted in Triton's interpreter" not in out
     )
+
+
+WITHOUT_TRITON = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name == "triton" else find(name, *rest)
+)
+"""
+
+
+def test_its_twin_passes_them_without_triton(installed, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
+    path = os.pathsep.join([str(tmp_path), installed[1]["PYTHONPATH"]])
+    out = python(installed, *TESTS, PYTHONPATH=path)
+    assert " passed" in out and "Triton is not installed: there is only the twin" in out
+
+
+@needs_triton
+def test_the_activation_of_another_package_gets_its_kernel(installed):
+    """Also that a class that computes something else does not, and that the cases are found."""
+    code = """
+import opfuse, torch
+from opfuse_out_of_the_box import kernels
+from opfuse_triton.recorded import case_lists, load_cases
+from triton_activation import LeakyGLU, LeakyReLU
+
+class Steep(opfuse.ops.SiLU):
+    def value(self, x):
+        return 2 * super().value(x)
+
+assert [kernels.functions_for(op) for op in (Steep(), LeakyGLU())] == [None, None]
+seen, launch = [], kernels.KERNEL.launch
+kernels.KERNEL.launch = lambda *args, **constants: (seen.append(constants), launch(*args, **constants))
+bias, leaky, x = opfuse.ops.Bias(8), LeakyReLU(), torch.randn(3, 8)
+torch.nn.init.normal_(bias.bias)
+y = opfuse.Sequential(bias, leaky)(x)
+torch.testing.assert_close(y, leaky.value(x + bias.bias))
+assert [constants["VALUE"].__name__ for constants in seen] == ["leaky"]
+(where,) = case_lists("out-of-the-box").values()
+assert [case.name for case in load_cases(where)] == ["bias + GELU"]
+"""
+    support = str(ROOT / "tests" / "support")
+    path = os.pathsep.join([support, installed[1]["PYTHONPATH"]])
+    python(installed, "-c", code, PYTHONPATH=path, TRITON_INTERPRET="1")
 
 
 # The same shape everywhere
@@ -226,11 +279,14 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     monkeypatch.setattr(opfuse.plugins.manager, "records", [])
     written = scaffold.write(folder.name, tmp_path)
     extra = files(folder) - files(written)
-    of_fusions = "/fused.py", "/kernels.py", "tests/test_kernels.py"
+    generated, ours = (
+        tomllib.loads((at / "pyproject.toml").read_text()) for at in (written, folder)
+    )
+    has_cases = "opfuse_triton.cases" in ours["project"]["entry-points"]
+    missing = () if has_cases else ("/cases.py",)  # its kernels are another package's
     if not any("_fusions" in path.read_text() for path in folder.glob("src/*/__init__.py")):
-        written_files = {path for path in files(written) if not path.endswith(of_fusions)}
-    else:
-        written_files = files(written)
+        missing = "/cases.py", "/fused.py", "/kernels.py", "tests/test_kernels.py"
+    written_files = {path for path in files(written) if not path.endswith(missing)}
     for path in written_files - files(folder):  # kernels that fill more than a file have a folder
         assert path.endswith("/kernels.py") and path[:-3] + "/__init__.py" in files(folder), path
     module = min((path for path in files(folder) if path.endswith("__init__.py")), key=len)
@@ -242,14 +298,13 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
         == (ROOT / "LICENSE").read_bytes()
     )
 
-    generated, ours = (
-        tomllib.loads((at / "pyproject.toml").read_text()) for at in (written, folder)
-    )
     for key in ("authors", "keywords", "classifiers"):  # what only a published package needs
         ours["project"].pop(key)
-    # what only one whose kernels are checked without a GPU has
-    ours["project"].pop("optional-dependencies", None)
-    ours["project"]["entry-points"].pop("opfuse_triton.cases", None)
+    for project in (ours["project"], generated["project"]):
+        project.pop("optional-dependencies", None)  # each has its own
+    if not has_cases:
+        del generated["project"]["entry-points"]["opfuse_triton.cases"]
+        generated["project"]["dependencies"].remove("opfuse-triton>=0.1,<0.2")
     assert structure(ours) == structure(generated)
     needed = ours["project"].pop("dependencies")  # the toolkits, too, where it uses them
     assert set(generated["project"].pop("dependencies")) <= set(needed) <= DEPENDENCIES
@@ -263,4 +318,5 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
 def test_the_template_depends_on_this_opfuse(tmp_path):
     project = tomllib.loads((scaffold.TEMPLATE / "pyproject.toml").read_text())["project"]
     major, minor, _ = opfuse.__version__.split(".")
-    assert project["dependencies"] == [f"opfuse>={major}.{minor},<{major}.{int(minor) + 1}"]
+    bounds = f">={major}.{minor},<{major}.{int(minor) + 1}"
+    assert project["dependencies"] == [f"opfuse{bounds}", f"opfuse-triton{bounds}"]

@@ -65,6 +65,6 @@ def welcome(folder: Path) -> str:
     return f"""Wrote {folder}. It works as it is:
 
   cd {folder}
-  python -m pip install -e .
+  python -m pip install -e ".[test]"
   python -m opfuse plugins
   python -m pytest"""

@@ -1,10 +1,12 @@
-"""The fused op, and where it may stand."""
+"""The fused op, its twin in PyTorch, and where it may stand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
@@ -16,10 +18,11 @@ class BiasActivation(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        from . import kernels  # now that the fusion is used: this imports Triton
+        self._functions: Any = None  # for as long as this plan
+        if find_spec("triton") is not None:
+            from . import kernels  # now that the fusion is used: this imports Triton
 
-        # for as long as this plan
-        self._kernel, self._known = kernels.bias_activation, kernels.known(basic_ops[1])
+            self._kernels, self._functions = kernels, kernels.functions_for(basic_ops[1])
 
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
@@ -30,11 +33,24 @@ class BiasActivation(FusedOperation):
         dtype = ctx.dtype or input_.dtype  # autocast may ask for another one
         keep = ctx.requires_grad and ctx.input_requires_grad
         activation: Any = self.basic_ops[1]
-        output, hidden = self._kernel(input_, bias, activation, self._known, dtype=dtype, keep=keep)
+        functions = self._functions
+        if functions is not None and self._kernels.takes(input_, bias, dtype):
+            numbers = functions.numbers(activation.numbers_of())
+            output, hidden = self._kernels.bias_activation(input_, bias, functions, numbers, keep)
+        else:
+            output, hidden = twin(input_, bias, activation, dtype, keep)
         # leave what the activation does: its input, and its numbers if it has any
         if ctx.requires_grad:
             activation.operand(ctx, hidden if keep else output)
         return output, [(), ()]
+
+
+def twin(
+    x: Tensor, bias: Tensor, activation: Any, dtype: torch.dtype, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``activation(x + bias)`` in ``dtype`` and, if ``keep``, its input, by PyTorch."""
+    hidden = (x + bias).to(x.dtype).to(dtype)
+    return activation.forward_value(hidden), hidden if keep else None
 
 
 def pays(ops: Any, env: Environment) -> bool | str:
