@@ -10,8 +10,6 @@ from opfuse_triton import TARGETS
 from opfuse_triton.checking import verify_report
 from opfuse_triton.recorded import case_lists, describe, load_cases
 
-pytestmark = pytest.mark.alone
-
 REPORT = pathlib.Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.json"
 CASES = case_lists(None)
 
