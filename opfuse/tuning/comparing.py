@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .tolerance import difference
 
-Exact = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+Exact = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """Gives outputs and gradients without rounding, for gradients of the outputs."""
 
 
@@ -43,9 +43,12 @@ def differ(
             theirs = f"{tuple(expected.shape)} of {expected.dtype}"
             return f"it gives {tuple(got.shape)} of {got.dtype}, the module {theirs}"
     pairs: list[Any] = [("output", got, y) for y, got in zip(*outputs, strict=True)]
-    dys = [torch.randn_like(y) for y in outputs[0]] if wanted else []
-    if wanted:
-        of_both = [torch.autograd.grad(ys, wanted, dys, allow_unused=True) for ys in outputs]
+    needs = [y.requires_grad and bool(wanted) for y in outputs[0]]
+    if any(need > got.requires_grad for need, got in zip(needs, outputs[1], strict=True)):
+        return "an output needs no gradient, that of the module does"
+    dys = [torch.randn_like(y) if need else None for y, need in zip(outputs[0], needs, strict=True)]
+    if any(needs):
+        of_both = [gradients(ys, wanted, dys) for ys in outputs]
         pairs += [("gradient", mine, y) for y, mine in zip(*of_both, strict=True)]
     truths = [None] * len(pairs) if exact is None else exact(dys)
     for (what, a, b), truth in zip(pairs, truths, strict=True):
@@ -78,24 +81,36 @@ def in_fp64(
         own: ``own(module, *given)``.
         given: Its arguments.
         wanted: What is to have gradients: some of the arguments and of the module's parameters.
+            The others, and buffers, are widened all the same: operations take one dtype.
     """
-    names = {id(param): name for name, param in module.named_parameters()}
-    params = [tensor for tensor in wanted if id(tensor) in names]
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = {f"of.{name}": tensor for name, tensor in held.items() if tensor.is_floating_point()}
 
-    def exact(dys: Sequence[Tensor]) -> list[Tensor | None]:
-        wide = {id(t): t.detach().double().requires_grad_() for t in (*wanted, *params)}
-        others = [t.double() if t.is_floating_point() else t for t in given]
-        args = tuple([wide.get(id(t), o) for t, o in zip(given, others, strict=True)])
-        replaced = {f"of.{names[id(param)]}": wide[id(param)] for param in params}
+    def exact(dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        floating = [t for t in (*given, *held.values()) if t.is_floating_point()]
+        wide = {id(t): t.detach().double() for t in (*floating, *wanted)}
+        leaves = [wide[id(tensor)].requires_grad_() for tensor in wanted]
+        args = tuple([wide.get(id(t), t) for t in given])
+        replaced = {name: wide[id(tensor)] for name, tensor in held.items()}
         with torch.autocast(given[0].device.type, enabled=False):
             outputs = as_tuple(torch.func.functional_call(_Own(module, own), replaced, args))
-            if not dys:
+            if not any(dy is not None for dy in dys):
                 return [*outputs]
-            leaves = [wide[id(tensor)] for tensor in wanted]
-            upstream = [dy.to(y.dtype) for dy, y in zip(dys, outputs, strict=True)]
-            return [*outputs, *torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)]
+            pairs = zip(dys, outputs, strict=True)
+            upstream = [dy if dy is None else dy.to(y.dtype) for dy, y in pairs]
+            return [*outputs, *gradients(outputs, leaves, upstream)]
 
     return exact
+
+
+def gradients(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], dys: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The gradients of what is wanted, through those outputs that need one and have one."""
+    pairs = zip(outputs, dys, strict=True)
+    chosen = [(y, dy) for y, dy in pairs if y.requires_grad and dy is not None]
+    ys, weights = zip(*chosen, strict=True)
+    return torch.autograd.grad(ys, wanted, weights, allow_unused=True)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from ..core.context_managers import options
 from ..core.introspection import op_class
 from ..core.replaced_forward import ReplacedForward, replaced_forward
 from ..core.tuning_table import Measurement, Shape, shape_of
-from .comparing import as_tuple, differ, in_fp64
+from .comparing import as_tuple, differ, gradients, in_fp64
 from .parts import compiled
 from .report import Result
 from .timing import compare
@@ -84,8 +84,8 @@ class Whole:
 
                 def run(function: Any) -> None:
                     out = as_tuple(function(*self.given))
-                    if wanted:
-                        torch.autograd.grad(out, wanted, dys, allow_unused=True)
+                    if wanted and any(y.requires_grad for y in out):
+                        gradients(out, wanted, dys)
 
                 for prefer in ("memory", "speed"):
                     with options(prefer=prefer):

@@ -208,6 +208,59 @@ def test_gradients_of_all_parameters_are_compared_and_timed(monkeypatch):
     assert sum(params < {id(tensor) for tensor in of} for of in seen) >= 4  # compared, and timed
 
 
+@pytest.mark.parametrize("frozen", ["", "norm", "all", "no_grad"])
+def test_what_needs_no_gradient_is_measured_too(monkeypatch, frozen):
+    """Operations in fp64 take no other parameters: those that are frozen, and buffers, widen as well."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+    model[1].register_buffer("unused", torch.ones(2))
+    opfuse.convert(model)
+    speed(monkeypatch, 1.0)
+    for module in {"norm": [model[0]], "all": [model]}.get(frozen, []):
+        module.requires_grad_(False)
+    with torch.set_grad_enabled(frozen != "no_grad"):
+        report = opfuse.tune(model, an_input().detach())
+    assert not report.unmeasured and not report.wrong
+    assert [r.passes for r in report.results].count("whole") == 1
+
+
+class MoCo(nn.Module):
+    """A momentum encoder without gradients, which each forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = Gated(), Gated().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for a, b in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                b.lerp_(a, 0.5)
+        return self.query(x), self.key(x.detach())
+
+
+def test_an_output_without_a_gradient_beside_one_with(monkeypatch):
+    model = MoCo()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    opfuse.convert(model)
+    speed(monkeypatch, 1.0)
+    report = opfuse.tune(model, an_input())
+    assert not report.unmeasured and not report.wrong
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_differ_asks_for_the_gradients_that_the_module_has():
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def both(x):
+        return 2 * x, (3 * x).detach()
+
+    def first_alone(x):
+        return (2 * x).detach(), 3 * x
+
+    assert differ(both, lambda x: (2 * x, 3 * x), (x,), [x]) == ""
+    assert "needs no gradient" in differ(both, first_alone, (x,), [x])
+
+
 # Under torch.compile
 
 
