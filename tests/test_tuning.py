@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import time
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 import toy_fusions
 import toy_recipe
 import tuning_ranks
 from fakes import OneByOne
-from torch import nn
 from torch.multiprocessing import spawn
 from tuned import Prescribed
 
@@ -1080,42 +1077,3 @@ def test_a_fused_op_is_told_what_its_condition_was_told(register):
     asked, again, planned = told
     assert (asked.rows, again.rows, planned.rows) == (None, 4, 4) and planned == again
     assert planned.features == 8
-
-
-class Counting(nn.Module):
-    """A model in training, whose forward leaves traces."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
-        self.chain = opfuse.Sequential(ops.RMSNorm(16), ops.GELU())
-        self.register_buffer("latest", torch.zeros(16))
-        self.calls, self.seen, self.by_name = 0, [1], {"a": 1}
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(x.shape)
-        self.by_name["a"] = random.random() + float(np.random.rand())
-        y = self.chain(self.norm(self.up(x)))
-        self.latest = y.detach().mean(0)
-        self.new = y
-        return y
-
-
-def test_a_model_in_the_middle_of_a_training_stays_as_it_is():
-    model = Counting()
-    model(torch.randn(8, 16)).sum().backward()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    grads = [p.grad.clone() for p in model.parameters()]
-    latest, new = model.latest, model.new
-    before = model.calls, [*model.seen], {**model.by_name}
-    drawn = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
-    opfuse.tune(model, torch.randn(8, 16))
-    torch.set_rng_state(drawn[2])
-    assert (model.calls, model.seen, model.by_name) == before
-    assert model.latest is latest and model.new is new
-    assert (random.getstate(), str(np.random.get_state())) == drawn[:2]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]), name
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        assert torch.equal(param.grad, grad)

@@ -46,9 +46,13 @@ def tune(
     the backward. What is alike is measured once. The results go into the table of this device, see
     :mod:`opfuse.core.tuning_table`, and plans are made anew by them.
 
-    Parameters, buffers, gradients and the state of quantizers stay as they are, and so do random
-    number generators of PyTorch, Python and NumPy, and attributes that forwards set. What a forward
-    changes inside of other objects is not known.
+    Parameters, buffers, gradients and the state of quantizers stay as they are, and so do the
+    random number generators of PyTorch, Python and NumPy, and what forwards set or write into: the
+    attributes of modules, with tensors, arrays and generators in them. Lists, tuples, dicts, sets
+    and deques are followed to any depth, other objects to their own attributes. A copy of all of
+    that is kept meanwhile, so it needs memory for a second model. What a forward changes elsewhere
+    stays changed: in objects that other objects hold, in attributes of classes, in globals, in
+    objects of PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
 
     To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
     an entry counts for numbers of rows between the same powers of two.

@@ -1,4 +1,4 @@
-"""What one process of the test of ``check_ranks`` does. In a module of its own, to be imported."""
+"""What one process of a test of tuning does. In a module of its own, to be imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import gloo
 import pytest
 import torch
 from fakes import OneByOne, make_plugin
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from tuned import Prescribed
 
 import opfuse
@@ -35,3 +37,20 @@ def worker(rank, path, folder):
             with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the plugins: opf"):
                 opfuse.check_ranks()
         opfuse.check_ranks()
+
+
+def sharded(rank, path, folder):
+    """A model in shards, which keeps whole parameters behind a forward, is tuned and trains on."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    with gloo.member(rank, 2, path):
+        model = nn.Sequential(nn.Linear(8, 16), opfuse.Sequential(ops.GELU()), nn.Linear(16, 8))
+        fully_shard(model[0])
+        fully_shard(model)
+        x = torch.randn(4, 8)
+        model(x).sum().backward()
+        before = [p.to_local().clone() for p in model.parameters()]
+        grads = [p.grad for p in model.parameters()]
+        opfuse.tune(model, x)
+        for param, was, grad in zip(model.parameters(), before, grads, strict=True):
+            assert torch.equal(param.to_local(), was) and param.grad is grad
+        model(x).sum().backward()

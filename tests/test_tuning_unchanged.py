@@ -1,0 +1,156 @@
+"""``opfuse.tune`` leaves a model as it was: what a forward may write into, and what it may be made of."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import numpy as np
+import pytest
+import torch
+import tuning_ranks
+from torch import nn
+from torch.multiprocessing import spawn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import opfuse
+from opfuse import ops
+from opfuse.tuning.unchanged import unchanged
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for the tables."""
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
+    opfuse.core.tuning_table.reload()
+    yield
+    monkeypatch.setenv("OPFUSE_TUNING", "")
+    opfuse.core.tuning_table.reload()
+
+
+class Counting(nn.Module):
+    """A model in training, whose forward leaves traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.chain = opfuse.Sequential(ops.RMSNorm(16), ops.GELU())
+        self.register_buffer("latest", torch.zeros(16))
+        self.calls, self.seen, self.by_name = 0, [1], {"a": 1}
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.by_name["a"] = random.random() + float(np.random.rand())
+        y = self.chain(self.norm(self.up(x)))
+        self.latest = y.detach().mean(0)
+        self.new = y
+        return y
+
+
+def test_a_model_in_the_middle_of_a_training_stays_as_it_is():
+    model = Counting()
+    model(torch.randn(8, 16)).sum().backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = [p.grad.clone() for p in model.parameters()]
+    latest, new = model.latest, model.new
+    before = model.calls, [*model.seen], {**model.by_name}
+    drawn = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    opfuse.tune(model, torch.randn(8, 16))
+    torch.set_rng_state(drawn[2])
+    assert (model.calls, model.seen, model.by_name) == before
+    assert model.latest is latest and model.new is new
+    assert (random.getstate(), str(np.random.get_state())) == drawn[:2]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+class Recorder:
+    """An object of somebody's own, with a state that the forward changes."""
+
+    def __init__(self):
+        self.mean, self.count, self.seen = torch.zeros(16), 0, {"first": torch.zeros(2)}
+
+
+class Remembers(nn.Module):
+    """A model whose forward writes into everything that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.chain = nn.Linear(16, 16), opfuse.Sequential(ops.RMSNorm(16), ops.GELU())
+        self.hidden = [nn.Linear(16, 16)]  # from optimizers, as a momentum encoder
+        self.generator = torch.Generator().manual_seed(5)
+        self.drawing = {"a": random.Random(3), "b": (np.random.default_rng(1),)}
+        self.legacy, self.array = np.random.RandomState(2), np.zeros(3)
+        self.mean, self.in_list = torch.zeros(16), [torch.zeros(3), (torch.zeros(4),)]
+        self.row = torch.zeros(1).expand(5)
+        self.tangled, self.recorder = torch.ones(2, 3), Recorder()
+        self.recent = collections.deque([1, 2], maxlen=2)
+
+    def everything(self):
+        """All values, as what can be compared."""
+        tensors = [*self.state_dict().values(), *self.hidden[0].parameters(), self.mean, self.row]
+        tensors += [self.in_list[0], self.in_list[1][0], self.recorder.mean, self.tangled]
+        tensors += [self.recorder.seen["first"], self.generator.get_state()]
+        numpys = self.drawing["b"][0].bit_generator.state, self.legacy.get_state(), self.array
+        rest = self.recorder.count, [*self.recorder.seen], [*self.recent], len(self.in_list)
+        needs = [p.requires_grad for p in self.parameters()]
+        kept = [t.tolist() for t in tensors], self.drawing["a"].getstate(), str(numpys)
+        return *kept, rest, needs, [id(p) for p in self.parameters()]
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+            self.up.bias.data.add_(1)  # no version tells
+            self.hidden[0].weight.lerp_(self.up.weight, 0.1)
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.row._base.add_(1)
+            self.tangled.data = torch.zeros(7)
+            self.recorder.mean += 1
+            self.recorder.seen["first"] += 1
+            self.chain[0].weight.mul_(2)
+        self.up.bias.requires_grad_(False)
+        self.in_list[0] += 1
+        self.in_list[1][0].add_(1)
+        self.in_list.append(1)
+        self.recorder.count += 1
+        self.recorder.seen["second"] = 1
+        self.recent.append(3)
+        self.array += self.drawing["a"].random() + self.drawing["b"][0].random()
+        self.array += self.legacy.rand()
+        noise = torch.randn(x.shape, generator=self.generator)
+        return self.chain(self.up(x + noise))
+
+
+def test_what_a_forward_writes_into_is_as_it_was():
+    model = Remembers()
+    before, versions = model.everything(), [p._version for p in model.hidden[0].parameters()]
+    opfuse.tune(model, torch.randn(8, 16))
+    for now, then in zip(model.everything(), before, strict=True):
+        assert now == then
+    weight, bias = model.hidden[0].parameters()
+    assert weight._version > versions[0], "a cast of the weight is made again"
+    assert bias._version == versions[1], "what did not change is not written"
+
+
+def test_tensors_without_values_do_not_disturb():
+    """On the meta device, not yet made, in parts, of inference, sparse."""
+    model = nn.Module()
+    model.meta, model.lazy = nn.Linear(4, 4, device="meta"), nn.LazyLinear(3)
+    model.parts = nn.Parameter(TwoTensor(torch.zeros(3), torch.ones(3)))
+    model.sparse = torch.eye(3).to_sparse()
+    with torch.inference_mode():
+        model.inference = torch.zeros(3)
+    with unchanged(model):
+        with torch.no_grad():
+            model.parts.add_(1)
+        with torch.inference_mode():
+            model.inference.add_(1)
+    assert model.parts.a.tolist() == [0, 0, 0] and model.parts.b.tolist() == [1, 1, 1]
+    assert model.inference.tolist() == [0, 0, 0]
+
+
+def test_a_sharded_model_is_as_it_was(tmp_path):
+    spawn(tuning_ranks.sharded, (tmp_path / "init", tmp_path), nprocs=2)
