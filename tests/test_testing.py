@@ -1,5 +1,6 @@
 """The parts of ``opfuse.testing``: tolerances, cases and their code, chains out of patterns, and shrinking."""
 
+import itertools
 import math
 import os
 import re
@@ -14,7 +15,6 @@ from opfuse import ops, testing
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.testing import report
 from opfuse.testing import suite as suites
-from opfuse.testing.checks import planning
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
@@ -357,57 +357,54 @@ def not_cached(ops, env):
     return True
 
 
+REFUSES = {
+    "width": lambda ops, env: "it is too wide" if ops[0].out_features > 2048 else True,
+    "features": lambda ops, env: "it is too wide" if (env.features or 0) > 8192 else True,
+    "option": lambda ops, env: "it is slow" if env.options.get("prefer") == "memory" else True,
+    "setting": lambda ops, env: (
+        "it adds in any order" if torch.are_deterministic_algorithms_enabled() else True
+    ),
+    "frozen": lambda ops, env: True if ops[0].weight.requires_grad else "it is of use in training",
+    "never": lambda ops, env: "there are too many ops" if len(ops) > 7 else True,
+}
+"""What an author may refuse, and no case of the kit shows."""
+
+CONDITIONS = [
+    ((ops.GELU, ops.Cast), not_the_kits),
+    ((ops.LayerNorm,), affine),
+    ((ops.GELU,), not_cached),
+    ((ops.RMSNorm,), lambda ops, env: "its eps is large" if ops[0].eps > 0.1 else True),
+    *(((ops.BasicLinear, ops.Bias), when) for when in REFUSES.values()),
+]
+
+
 @pytest.mark.parametrize(
-    "pattern, when",
-    [((ops.GELU, ops.Cast), not_the_kits), ((ops.LayerNorm,), affine), ((ops.GELU,), not_cached)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    "pattern, when", CONDITIONS, ids=["casts", "affine", "cached", "eps", *REFUSES]
 )
-def test_refusals_that_the_docs_recommend_are_shown(no_plugins, pattern, when):
+def test_a_condition_may_refuse_what_no_case_shows(no_plugins, pattern, when):
     found = testing.make_chains(subject(*pattern, build=OneByOne, when=when))
-    outcome = testing.run_all(testing.CHECKS["refusals"], found)
-    assert outcome.failure is None and outcome.ran == 1
+    for check in ("condition", "refusals"):
+        outcome = testing.run_all(testing.CHECKS[check], found)
+        assert outcome.failure is None and outcome.ran, str(outcome)
 
 
-def test_a_refusal_that_nothing_shows_is_still_told(no_plugins):
-    def never(ops, env):
-        if type(ops[0].bias).__name__ == "Nothing":
-            return "it takes another kind of bias"
-        if env.dtype is torch.float64:
-            return "it has no fp64"
-        return True
-
-    found = testing.make_chains(subject(ops.LayerNorm, build=OneByOne, when=never))
-    outcome = testing.run_all(testing.CHECKS["refusals"], found)
-    assert "no case shows the refusal" in outcome.failure
+def in_turns(answers):
+    return lambda ops, env: next(answers)
 
 
-def _decorated(when=None):
-    return lambda cls: (cls, when)
-
-
-@_decorated(when=lambda matched, env: True if env.recipe is None else "it does not quantize")
-class ClassWithALambda:
-    def method(self):
-        return "this is no refusal"
-
-
-def _condition(matched, env):
-    def inner():
-        return "this is no refusal either"
-
-    if env.recipe is None:
-        return True
-    return "it does not quantize"
-
-
-def test_the_returns_of_a_condition_are_its_own():
-    assert planning._refusing_returns(ClassWithALambda[1]) == []
-    ((text, lines),) = planning._refusing_returns(_condition)
-    assert (
-        text == "return 'it does not quantize'"
-        and lines[0] == _condition.__code__.co_firstlineno + 6
-    )
-    assert planning._refusing_returns(len) == []
+@pytest.mark.parametrize(
+    "when, says",
+    [
+        (in_turns(itertools.cycle([True, "not this time"])), "says .*, then .*'not this time'"),
+        (lambda ops, env: True if ops[0].weight is not None else 1 / 0, "raised ZeroDivisionError"),
+        (lambda ops, env: ops[0].weight is not None, "returned False instead of True"),
+    ],
+    ids=["in turns", "raises", "no sentence"],
+)
+def test_an_answer_that_is_none_is_told_for_any_chain(no_plugins, when, says):
+    found = testing.make_chains(subject(ops.LayerNorm, build=OneByOne, when=when))
+    with pytest.raises(testing.Failure, match=says):
+        testing.run("refusals", found.plain[0])
 
 
 def test_options_do_not_reach_the_checks(register):

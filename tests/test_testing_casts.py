@@ -8,7 +8,7 @@ from chains import Forwarding
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.core.fusion import Fusion
+from opfuse.core.fusion import Fusion, OneOrMore, Optional
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, Quantizer
 from opfuse.core.quantization.formats import MXTensor, ScaledTensor
 from opfuse.testing.placing import matched
@@ -235,3 +235,17 @@ def test_the_suite_knows_whose_codes_are_inexact(register):
     suite.inexact = {"other": "misspelt"}
     with pytest.raises(pytest.fail.Exception, match="inexact names 'other', which is no fusion"):
         suite().test_offers_something()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [(ops.BasicLinear,), (ops.BasicLinear, Optional(ops.Bias)), (OneOrMore(ops.BasicLinear),)],
+    ids=str,
+)
+def test_a_linear_after_the_chain_may_be_taken_too(no_plugins, pattern):
+    found = testing.make_chains(subject("forward", *pattern))
+    assert any(case.after for case in found.quantized)
+    for check in ("saved_state", "codes", "recompute", "recipe"):
+        outcome = testing.run_all(testing.CHECKS[check], found)
+        assert outcome.failure is None, str(outcome)
+        assert outcome.ran or check in ("codes", "recompute")

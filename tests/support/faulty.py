@@ -653,21 +653,18 @@ class ReadsDataToPlan(Forward):
     pass
 
 
-def _never(ops, env):
-    if len(ops) > 7:
-        return "this cannot happen to two ops"
-    return True if env.recipe is None else "it does not quantize"
+def _no_cached_input(ops, env):
+    return not ops[0].cache_quantized_input
 
 
 @faulty(
     "refusals",
-    "no case shows the refusal in line .*this cannot happen",
+    "returned False instead of True or a sentence",
     "forward",
-    BasicLinear,
-    Bias,
-    when=_never,
+    GELU,
+    when=_no_cached_input,
 )
-class HasARefusalNobodySees(Forward):
+class RefusesWithoutASentence(Pointwise):
     pass
 
 

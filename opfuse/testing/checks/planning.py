@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import inspect
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,70 +43,49 @@ def _plan(case: Case) -> Plans:
 @check(plain)
 def condition(case: Case) -> None:
     """``when`` gives True or a sentence, ``benefit`` a number, anywhere and from metadata alone."""
-    fusion = case.subject.fusion
-    if not isinstance(fusion, Fusion):
-        return
     for device in ("meta", case.device):
         ops = tuple(op.to(device) for op in matched(case))
         for env in environments(case.device, case.recipe):
-            try:
-                answer = True if fusion.when is None else fusion.when(ops, env)
-                benefit = fusion.benefit_of(ops, env)
-            except Exception as error:
-                if not _is_here(env):
-                    continue
-                hint = "; it must not read the data of parameters" if device == "meta" else ""
-                raise Failure(
-                    f"its condition raised {type(error).__name__}: {error} in {env}{hint}"
-                ) from error
-            if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
-                raise Failure(
-                    f"its condition returned {answer!r} instead of True or a sentence in {env}"
-                )
-            if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
-                raise Failure(f"its benefit is {benefit!r} instead of a number in {env}")
+            _ask(case, ops, env, "; it must not read the data of parameters" * (device == "meta"))
 
 
 @check(first)
 def refusals(case: Case) -> None:
-    """Every sentence that ``when`` can return shows in some environment, or for some chain."""
-    fusion = case.subject.fusion
-    if not isinstance(fusion, Fusion) or fusion.when is None:
+    """Of any chain that fits its pattern, ``when`` and ``benefit`` say the same when asked again.
+
+    That a refusal shows nowhere proves nothing: the width, the option or the machine that it is for
+    may not be among what is tried.
+    """
+    if not isinstance(case.subject.fusion, Fusion):
         return
-    seen: set[int] = set()
-    code = getattr(fusion.when, "__code__", None)
+    recipes = (None, *recipes_for(case.subject.plugin), case.recipe)
+    for recipe in dict.fromkeys(reversed(recipes) if case.edges else (case.recipe,)):
+        envs = list(environments(case.device, recipe))
+        for ops, env in itertools.product(_any_chains(case.with_(recipe=recipe)), envs):
+            answers = [_ask(case, ops, env) for _ in range(2)]
+            if answers[0] != answers[1]:
+                raise Failure(f"its condition says {answers[0]!r}, then {answers[1]!r} in {env}")
 
-    def trace(frame: Any, event: str, result: Any) -> Any:
-        if frame.f_code is code:
-            if event == "return" and isinstance(result, str):
-                seen.add(frame.f_lineno)
-            return trace
+
+def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: str = "") -> Any:
+    """What a fusion says of a chain: the answer of its condition, and its benefit."""
+    fusion = case.subject.fusion
+    if not isinstance(fusion, Fusion):
         return None
-
-    wanted = _refusing_returns(fusion.when)
-    before = sys.gettrace()
-    sys.settrace(trace)
     try:
-        recipes = (None, *recipes_for(case.subject.plugin), case.recipe)
-        for recipe in dict.fromkeys(reversed(recipes) if case.edges else (case.recipe,)):
-            envs = list(environments(case.device, recipe))
-            for ops, env in itertools.product(_any_chains(case.with_(recipe=recipe)), envs):
-                if seen and all(seen.intersection(lines) for _, lines in wanted):
-                    break
-                with contextlib.suppress(Exception):  # the check of the condition is for that
-                    fusion.when(ops, env)
-    finally:
-        sys.settrace(before)
-    for text, lines in wanted:
-        if not seen.intersection(lines):
-            hint = (
-                "if only an option or another machine does, test that yourself and declare a limit"
-            )
-            raise Failure(
-                f"no case shows the refusal in line {lines[0]} of its condition: {text}; {hint}"
-            )
-    if not seen and code is not None:
-        raise Failure("its condition never refuses: leave it out")
+        answer = True if fusion.when is None else fusion.when(ops, env)
+        benefit = fusion.benefit_of(ops, env)
+    except Exception as error:
+        if not _is_here(env):
+            return None
+        raise Failure(
+            f"its condition raised {type(error).__name__}: {error} in {env}{hint}"
+        ) from error
+    if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
+        raise Failure(f"its condition returned {answer!r} instead of True or a sentence in {env}")
+    if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
+        raise Failure(f"its benefit is {benefit!r} instead of a number in {env}")
+    return answer, benefit
 
 
 def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
@@ -139,39 +115,6 @@ def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
                 except Exception:  # it says why not
                     continue
                 yield (*ops[:place], other, *ops[place + 1 :])
-
-
-def _refusing_returns(when: Any) -> list[tuple[str, range]]:
-    """The return statements of a function that can return something but True: text and lines.
-
-    A lambda has none.
-    """
-    code: Any = getattr(when, "__code__", None)
-    try:
-        tree = ast.parse("".join(inspect.findsource(code)[0]))
-    except (OSError, TypeError, SyntaxError):  # no source
-        return []
-    todo: list[ast.AST] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            if code.co_firstlineno in (
-                node.lineno,
-                *(part.lineno for part in node.decorator_list[:1]),
-            ):
-                todo += node.body
-    found = []
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Return) and not (
-            isinstance(node.value, ast.Constant) and node.value.value is True
-        ):
-            found.append(
-                (ast.unparse(node), range(node.lineno, (node.end_lineno or node.lineno) + 1))
-            )
-        # those return for themselves
-        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            todo += ast.iter_child_nodes(node)
-    return sorted(found, key=lambda part: part[1].start)
 
 
 class ProbeRecipe(Recipe):

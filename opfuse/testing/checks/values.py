@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,10 +88,13 @@ def _saving(chains: Chains) -> Iterator[Case]:
 @check(_saving, passes=("forward",))
 def saved_state(case: Case) -> None:
     """A forward leaves in contexts what the ops would: names, order, values, dtypes, aliases."""
-    kept, reference = Kept(), Kept()
-    fused(watched(case, kept), grads=False)
-    fused(watched(one_by_one(case), reference), grads=False)
-    for number, (got, expected) in enumerate(zip(kept.left, reference.left, strict=True)):
+    left = []
+    for one in (case, one_by_one(case)):
+        kept = Kept()
+        result = fused(watched(one, kept), grads=False)
+        own = [*result.built.chain][len(case.before) : len(case.chain_ops) - len(case.after)]
+        left.append(kept.of(own, len(case.ops)))
+    for number, (got, expected) in enumerate(zip(*left, strict=True)):
         who = f"op {number} ({case.ops[number].cls.__name__})"
         _compare_context(case, who, got, expected)
 
@@ -99,11 +102,27 @@ def saved_state(case: Case) -> None:
 class Kept:
     """Keeps what is in each context, and what each saved tensor is an alias of.
 
-    It is called after a fused forward.
+    It is called after the forward of each fused op.
     """
 
     def __init__(self) -> None:
-        self.left: list[dict[str, Any]] = []
+        self._left: list[tuple[Any, list[dict[str, Any]]]] = []
+
+    def of(self, own: Sequence[Any], count: int) -> list[dict[str, Any]]:
+        """What is left for a chain's own ops and casts, beside others around it that fit as well.
+
+        Raises:
+            Declined: Other fused ops stand for them, or they stand for ops around it, too.
+        """
+        found: list[dict[str, Any]] = []
+        for basic, left in self._left:
+            mine = {any(op is one for one in own) for op in basic if not isinstance(op, Cast)}
+            found += left if False not in mine else []
+            if mine == {True, False}:
+                raise Declined("it takes what stands around its chain, too")
+        if len(found) != count:
+            raise Declined("it does not stand for the whole chain")
+        return found
 
     def __call__(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
         """Keep what a fused op left."""
@@ -116,6 +135,7 @@ class Kept:
                 for k, t in enumerate(outputs)
                 if t is not None
             }
+        left: list[dict[str, Any]] = []
         for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
             saved = ctx.to_save
             names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
@@ -123,7 +143,8 @@ class Kept:
             entry["aliases"] = [aliases(t, known) for t in saved or ()]
             names = () if isinstance(basic, Cast) else basic.context_names
             entry["context"] = {name: getattr(ctx, name, None) for name in names}
-            self.left.append(entry)
+            left.append(entry)
+        self._left.append((op.basic_ops, left))
 
 
 def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,7 @@ class TestConformance(FusionSuite):
     plugin = "activation"
 
     @pytest.fixture(autouse=True)
-    def _twins(self, request):
-        """The twins on a CPU, the kernels where they are interpreted; the twins refuse nothing."""
-        wanted = not is_interpreting() and not request.node.name.endswith("-refusals]")
-        with opfuse.options(**{"activation.twins": wanted}):
+    def _twins(self):
+        """The twins on a CPU, the kernels where they are interpreted."""
+        with opfuse.options(**{"activation.twins": not is_interpreting()}):
             yield

@@ -33,13 +33,9 @@ class TestConformance(FusionSuite):
     plugin = "linear"
 
     @pytest.fixture(autouse=True)
-    def _even_where_it_does_not_pay(self, monkeypatch, request):
+    def _even_where_it_does_not_pay(self, monkeypatch):
         """A backward fusion that brings nothing on this CPU must give the right numbers all the same."""
-        if (
-            getattr(request.node, "callspec", None)
-            and request.node.callspec.params.get("fusion_check") != "refusals"
-        ):
-            monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+        monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
 
     @pytest.fixture(autouse=True)
     def _few_rows_at_once(self, monkeypatch):
