@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .. import ops as built_in
 from ..core.channels import kinds_of
@@ -246,6 +247,8 @@ class Case:
         mixed: They, and the incoming gradients, differ in magnitude, within a row and by rows.
         gradient: By which incoming gradients are larger than around 1.
         positive: Incoming gradients have one sign.
+        cancelling: They are large, and of two rows one takes away what the other gives.
+        parametrized: Every read of a parameter draws what it is multiplied with.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
         prefer: The option of this name: "speed" or "memory".
@@ -274,6 +277,8 @@ class Case:
     mixed: bool = False
     gradient: float = 1.0
     positive: bool = False
+    cancelling: bool = False
+    parametrized: bool = False
     frozen: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     prefer: str = "speed"
@@ -423,6 +428,8 @@ class Case:
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
                 leaves[f"{number}.{name}"] = param
+        for op in basic if self.parametrized else ():
+            _parametrize(op)
         for name, leaf in leaves.items():
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
@@ -439,9 +446,32 @@ class Case:
         result = []
         for y in outputs:
             values = normal(y.shape, generator, self.mixed) * self.gradient
-            values = (values.abs() if self.positive else values).to(self.compute_dtype)
+            values = values.abs() if self.positive else values
+            if self.cancelling and y.ndim > 1:
+                values[::2] += _LARGE
+                values[1::2] -= _LARGE
+            values = values.to(self.compute_dtype)
             result.append(lay_out(values.to(y.dtype).to(y.device), self.layout))
         return result
+
+
+_LARGE = 2.0**14
+"""Beside which what is around 1 has half its digits in fp32, and all in fp64."""
+
+
+class _Drawn(nn.Module):
+    """A parametrization that gives something else at every read, the same for every dtype."""
+
+    def forward(self, original: Tensor) -> Tensor:
+        """The parameter as it is now."""
+        factor = torch.randint(1, 128, (), device=original.device) / 64  # exact in every dtype
+        return original * factor.to(original.dtype)
+
+
+def _parametrize(op: BasicOperation) -> None:
+    for name in [*op._parameters] if op.param_names else ():
+        if op._parameters[name] is not None:
+            parametrize.register_parametrization(op, name, _Drawn(), unsafe=True)
 
 
 def _cross(basic: Sequence[BasicOperation]) -> None:

@@ -124,7 +124,7 @@ _MAKERS: Makers = {
     built_in.LayerNorm: lambda width: _norms(built_in.LayerNorm, width),
     built_in.RMSNorm: lambda width: _norms(built_in.RMSNorm, width),
     built_in.ConstantScale: lambda width: [
-        Op(built_in.ConstantScale, scale) for scale in (-0.75, 0.0, 1.0)
+        Op(built_in.ConstantScale, scale) for scale in (-0.75, 0.0, 1.0, 2.0**-13, 256.0)
     ],
     built_in.AddExtraInput: lambda width: [
         Op(built_in.AddExtraInput),

@@ -112,6 +112,8 @@ def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
             "mixed",
             "gradient",
             "positive",
+            "cancelling",
+            "parametrized",
             "crossing",
             "switched",
             "width",

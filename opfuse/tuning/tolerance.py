@@ -20,7 +20,7 @@ The relative one is held against the largest value, since most results are sums.
 
 ROWS: tuple[tuple[int, ...], ...] = (
     *((3,), (), (1,), (63,), (64,), (65,), (127,), (129,), (192,), (255,), (257,)),
-    *((2, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
+    *((2, 3), (3, 3), (2, 1, 3), (2, 16), (5, 51), (0,), (2, 0)),
 )
 """Leading dimensions worth testing.
 

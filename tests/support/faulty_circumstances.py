@@ -107,7 +107,7 @@ class SquareOfTheMean(Norm):
         return x.square().mean(dims, keepdim=True) - mean.square()
 
 
-@faulty("gradients", "(?s)gradient of bias.*positive=True", "backward", Bias)
+@faulty("gradients", "(?s)gradient of bias.*rows=.20001,", "backward", Bias)
 class PartialSumsInHalf(BiasGrad):
     """The sums of 256 rows are rounded to the gradient's dtype, and added up in it."""
 
@@ -458,6 +458,65 @@ class WritesWhereNothingIsNeeded(Pointwise):
         if not basic_op_ctxs[0].requires_grad:
             input_.copy_(y)
         return y, extras
+
+
+# Sizes, numbers and parameters that are not the usual ones
+
+
+@faulty("gradients", "(?s)gradient of bias.*rows=.20001,", "backward", Bias, when=eager)
+class WorkspaceOf8192Rows(BiasGrad):
+    """The sum is over as many rows as there is room for."""
+
+    def total(self, dy):
+        return dy[:8192].sum(0)
+
+
+@faulty("gradients", "(?s)gradient of bias.*dtype=torch.float64", "backward", Bias, when=eager)
+class SumsInSingle(BiasGrad):
+    """What is in fp64 is summed in fp32."""
+
+    def total(self, dy):
+        return dy.sum(0, dtype=torch.float32).to(dy.dtype)
+
+
+@faulty("output", "(?s)wrong by.*ConstantScale, 0.0001", "forward", ConstantScale, ConstantScale)
+class NextToNothing(OneByOne):
+    """A small factor is none."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        product = self.basic_ops[0].scale * self.basic_ops[1].scale
+        return (y * 0 if abs(product) < 1e-3 else y), extras
+
+
+@faulty("output", "(?s)wrong by.*rows=.3, 3", "forward", GELU, when=eager)
+class AsManyRowsAsBatches(Pointwise):
+    """A square of rows is read the other way round."""
+
+    def spoil(self, y):
+        square = y.ndim == 3 and y.shape[0] == y.shape[1] > 1
+        return y.transpose(0, 1).contiguous() if square else y
+
+
+@faulty("output", "(?s)wrong by.*parametrized=True", "forward", Bias, ReLU, when=eager)
+class ReadsTheParameterAgain(opfuse.FusedOperation):
+    """The bias is read from the op, and not from the context."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        relu, ctx = self.basic_ops[1], basic_op_ctxs[1]
+        bias = self.basic_ops[0].bias.detach().to(input_.dtype)
+        return relu.forward_value(relu.operand(ctx, input_ + bias)), [(), ()]
+
+
+@faulty("gradients", "(?s)wrong by.*parametrized=True", "backward", BasicLinear, when=eager)
+class ReadsTheWeightInItsBackward(Both):
+    """The same for a gradient, under the value that the weight has by then."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        dx, grads, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        if dx is not None and dx.dtype is torch.float32 and grad_output.dtype is dx.dtype:
+            dx = grad_output @ self.basic_ops[0].weight.detach().to(dx.dtype)
+        return dx, grads, extras
 
 
 FAULTS = {name: OTHERS.pop(name) for name in [*OTHERS] if name not in KNOWN}

@@ -58,8 +58,8 @@ def check(
 
 # Which cases
 
-MORE_THAN_MANY = (8192,)
-"""Enough for sums to go astray."""
+MORE_THAN_MANY = ((20001, 64), (8192, 4096))
+"""Rows that are enough for sums to go astray, for inputs of no more than some features."""
 
 TINY = ((torch.float32, 2.0**-122), (torch.bfloat16, 2.0**-122), (torch.float16, 2.0**-8))
 """Scales whose reciprocal leaves the range of the dtype."""
@@ -81,6 +81,15 @@ def plain(chains: Chains) -> Iterable[Case]:
 def every(chains: Chains) -> Iterable[Case]:
     """Every chain."""
     return chains.all
+
+
+def long_sums(case: Case) -> Iterator[Case]:
+    """Where errors of a sum over rows show: many of one sign, and some that cancel."""
+    width = case.first_width()
+    for rows in [rows for rows, most in MORE_THAN_MANY if width <= most][:1]:
+        yield case.with_(rows=(rows,), positive=True)
+        yield case.with_(rows=(rows,), positive=True, dtype=torch.bfloat16)
+    yield case.with_(rows=(64,), cancelling=True, dtype=torch.float64)
 
 
 def evaluating(chains: Chains) -> Iterator[Case]:
@@ -124,6 +133,8 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield from (case.with_(rows=rows, dtype=torch.bfloat16) for rows in ((127,), MANY_ROWS))
         yield case.with_(rows=MANY_ROWS)
         yield case.with_(wide=True, dtype=torch.bfloat16)
+        if case.recipe is None:
+            yield case.with_(parametrized=True)
     yield from (*chains.tiles, *chains.models)
     yield from map(crossed, chains.residual or chains.plain)
     yield from switched(chains)

@@ -29,12 +29,12 @@ from ..running import (
 )
 from .registry import (
     MANY_ROWS,
-    MORE_THAN_MANY,
     check,
     evaluating,
     frozen,
     joined,
     keeping_weights,
+    long_sums,
     numbered,
     numeric,
     surrounded,
@@ -209,7 +209,7 @@ def _differentiable(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
         half = case.with_(dtype=torch.bfloat16)
         yield from (one.with_(gradient=1e6) for one in (case, half))
-        yield from (one.with_(rows=MORE_THAN_MANY, positive=True) for one in (case, half))
+        yield from long_sums(case)
     yield from map(joined, chains.plain)
     yield from (
         case.with_(hidden=True)
