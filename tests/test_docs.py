@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import opfuse
+from opfuse import testing
 from opfuse.core import hookspecs
 
 if sys.version_info >= (3, 11):
@@ -193,15 +194,30 @@ def test_the_table_of_names_knows_every_op():
         assert functools.reduce(getattr, path, opfuse).__name__ == name
 
 
+def run_blocks(page):
+    """What the blocks of Python of a page define."""
+    namespace = {}
+    pattern = BLOCK.pattern.replace(r"(\w+)", "(python)", 1)
+    for _, code, _ in re.findall(pattern, page.read_text(encoding="utf-8"), BLOCK.flags):
+        exec(code, namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward", "joint"])
+def test_the_fusions_of_the_hooks_page_give_the_right_numbers(passes, nothing_installed):
+    (fusion,) = run_blocks(ROOT / "docs" / "hooks.md")[f"opfuse_{passes}_fusions"]()
+    chains = testing.make_chains(testing.Subject("example", passes, fusion))
+    for check in ("saved_state", "output", "gradients", "autocast"):
+        if passes in testing.CHECKS[check].passes:
+            outcome = testing.run_all(testing.CHECKS[check], chains)
+            assert outcome.failure is None and outcome.ran, str(outcome)
+
+
 def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
     page = ROOT / "docs" / "hooks.md"
     names = [name for name in vars(hookspecs) if name.startswith("opfuse_")]
     assert re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE) == names
-    namespace = {}
-    for _, code, _ in re.findall(
-        BLOCK.pattern.replace(r"(\w+)", "(python)", 1), page.read_text(), BLOCK.flags
-    ):
-        exec(code, namespace)
+    namespace = run_blocks(page)
     ops, x = opfuse.ops, torch.randn(4, 8, requires_grad=True)
     chain = opfuse.Sequential(
         ops.Linear(8, 8), ops.ReLU(), ops.ConstantScale(2.0), ops.ConstantScale(3.0)

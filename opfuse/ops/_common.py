@@ -78,7 +78,8 @@ class WithLaterArguments(BasicOperation):
     """An op that takes Transformer Engine's arguments for features of a later release.
 
     A subclass names them in its own signature, and hands them on to this ``__init__``. As there,
-    those of tensor parallelism ask for nothing in a group of one process.
+    those of tensor parallelism ask for nothing in a group of one process, nor where none is
+    initialized.
 
     Args:
         group: The process group for tensor parallelism; None: that of all processes.
@@ -101,7 +102,8 @@ class WithLaterArguments(BasicOperation):
 
     def __init__(self, group: Any = None, **given: Any) -> None:
         super().__init__()
-        alone = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) == 1
+        grouped = dist.is_available() and dist.is_initialized()
+        alone = dist.get_world_size(group) == 1 if grouped else group is None
         for name, value in given.items():
             cleared = alone and "_parallel" in name and value in (True, "column", "row")
             if value not in (None, False) and not cleared:
