@@ -34,7 +34,7 @@ class Bias(WithLaterArguments):
     Raises:
         TypeError: ``size`` is not a whole number.
         ValueError: ``size`` is negative.
-        NotImplementedError: ``tensor_parallel=True`` in a group of several processes, or in none.
+        NotImplementedError: ``tensor_parallel=True`` in a group of several processes.
     """
 
     saved_names = ()

@@ -216,7 +216,7 @@ def test_arguments_of_later_releases(build, arguments, name, feature):
     with pytest.raises(
         NotImplementedError, match=rf"BasicLinear: {name} .*{feature} comes with a later release"
     ):
-        build(2, 2, **arguments)
+        build(2, 2, tensor_parallel_group=object(), **arguments)  # of which nothing is known
 
 
 def test_other_arguments_of_later_releases():
@@ -228,24 +228,28 @@ def test_other_arguments_of_later_releases():
     with pytest.raises(
         NotImplementedError, match=r"Bias: tensor_parallel=True .* comes with a later release"
     ):
-        ops.Bias(2, tensor_parallel=True)
+        ops.Bias(2, tensor_parallel=True, tensor_parallel_group=object())
     with pytest.raises(TypeError, match="userbuffers_options"):
         ops.Linear(2, 2, userbuffers_options={})
 
 
-@pytest.fixture
-def one_process(tmp_path):
+@pytest.fixture(params=[False, True], ids=["no group", "a group"])
+def one_process(tmp_path, request):
+    """A process that is alone, with a group of one or with none."""
+    if not request.param:
+        yield False
+        return
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
-    yield
+    yield True
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("named", [False, True])
 def test_tensor_parallelism_of_one_process_asks_for_nothing(one_process, mode, named):
-    group = torch.distributed.new_group([0]) if named else None
+    group = torch.distributed.new_group([0]) if named and one_process else None
     given = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
     for build in (ops.BasicLinear, ops.Linear):
         for sequence_parallel in (False, True):
@@ -260,7 +264,8 @@ def test_what_one_process_asks_for_is_refused_still(one_process):
             ops.BasicLinear(3, 4, **given)
 
 
-def test_tensor_parallelism_of_two_processes_is_refused(one_process, monkeypatch):
+def test_tensor_parallelism_of_two_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     for build in (lambda: ops.Linear(2, 2, tensor_parallel_mode="row"),
                   lambda: ops.Bias(2, tensor_parallel=True)):  # fmt: skip
