@@ -60,7 +60,8 @@ def refusals(case: Case) -> None:
         return
     recipes = (None, *recipes_for(case.subject.plugin), case.recipe)
     for recipe in dict.fromkeys(reversed(recipes) if case.edges else (case.recipe,)):
-        envs = list(environments(case.device, recipe))
+        here = torch.device(case.device).type, case.dtype  # elsewhere the check `condition` asks
+        envs = [e for e in environments(case.device, recipe) if (e.device.type, e.dtype) == here]
         for ops, env in itertools.product(_any_chains(case.with_(recipe=recipe)), envs):
             answers = [_ask(case, ops, env) for _ in range(2)]
             if answers[0] != answers[1]:
