@@ -92,7 +92,8 @@ def compare(
     if problem is None and got.dtype.itemsize == 2 and truth.dtype is torch.float64:
         problem = skew(got, truth, expected)
     if problem is not None:
-        raise Failure(f"{what} {problem}")
+        hint = "; each read of a parameter gives another value: take those in ctx.params"
+        raise Failure(f"{what} {problem}{hint if case.parametrized else ''}")
 
 
 MOST_CODES = 1e-3

@@ -147,13 +147,7 @@ class IgnoresItsArguments(Pointwise):
         return usual.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
 
 
-@faulty(
-    "follows_values",
-    "after its tensors or numbers were changed, .*wrong by",
-    "forward",
-    BasicLinear,
-    Bias,
-)
+@faulty("output", "wrong by .*take those in ctx.params", "forward", BasicLinear, Bias)
 class ReadsTheBiasOnce(Forward):
     def __init__(self, basic_ops):
         super().__init__(basic_ops)
