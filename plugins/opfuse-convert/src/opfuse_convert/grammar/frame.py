@@ -91,6 +91,9 @@ class Frame:
             return self._loop(node)
         elif isinstance(node, ast.Expr):
             self.expression(node.value)
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                self._delete(target)
         elif not isinstance(node, ast.Pass):
             raise Unreadable(f"it has a statement beyond the grammar ({_kind(node)})")
         return MISSING
@@ -104,6 +107,11 @@ class Frame:
                 self._assign(each, part)
         else:
             raise Unreadable("it sets what is no local name")
+
+    def _delete(self, target: ast.expr) -> None:
+        if not isinstance(target, ast.Name) or target.id not in self.names:
+            raise Unreadable("it deletes what is no local name that has a value")
+        del self.names[target.id]
 
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
         """What a value has in it, taken apart into so many."""

@@ -3,7 +3,7 @@
 The grammar is small. What is in it, a graph can stand for, while what was looked up on the way is
 as it was:
 
-- local names, tuples, and taking tuples apart;
+- local names, also those that are deleted, tuples, and taking tuples apart;
 - calls of a module's children, those in a list of modules by number or in a loop;
 - the functions, methods and properties of :mod:`opfuse_convert.grammar.table`, with plain
   arguments, and arithmetic;

@@ -30,7 +30,7 @@ def rewritten(
         found: What the site is for. It has ``body``, a list of statements of the tree; ``parts``,
             these as steps, each with the number of its statement; ``first`` and ``last``, the steps
             that the site is for; the names ``assumed`` and ``entering``, lists of names ``same``,
-            and the names ``results`` that are set.
+            and the names ``results`` that are set and ``gone`` that are deleted.
         own: The name of ``self``.
         site: The site.
     """
@@ -80,7 +80,7 @@ def _asking(
     names: list[ast.expr] = [ast.Name(name, ast.Store()) for name in found.results]
     made = {name for step in inside for name in statements.stores(step)}
     used = {name for step in inside for name in statements.loads(step)}
-    freed = _temps(used - made)
+    freed = [*_temps(used - made), *found.gone]
     taken = ast.Assign([ast.Tuple(names, ast.Store())], _read(_RESULT))
     refused = ast.Compare(_read(_RESULT), [ast.Is()], [ast.Constant(None)])
     return [

@@ -55,13 +55,26 @@ def read_later(node: ast.AST) -> frozenset[str]:
 
 def deletes(node: ast.AST) -> frozenset[str]:
     """The names that are deleted somewhere in a statement, or may be gone behind it."""
-    deleted = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_del(n)}
     handlers = [n for n in ast.walk(node) if isinstance(n, ast.ExceptHandler)]
-    return frozenset(deleted | {n.name for n in handlers if n.name})
+    return _deleted(node) | {n.name for n in handlers if n.name}
 
 
-def _is_del(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Del)
+def _deleted(node: ast.AST) -> frozenset[str]:
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return frozenset(n.id for n in names if isinstance(n.ctx, ast.Del))
+
+
+def to_delete(name: str) -> str:
+    """Stands among names that may be read for one that may be deleted, so it has to be there."""
+    return f"del {name}"
+
+
+def _needs(node: ast.AST) -> frozenset[str]:
+    return loads(node) | {to_delete(name) for name in _deleted(node)}
+
+
+def _sets(node: ast.AST) -> frozenset[str]:
+    return stores(node) | {to_delete(name) for name in stores(node)}
 
 
 def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
@@ -85,7 +98,10 @@ def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
 def live_before(
     body: Sequence[ast.stmt], after: frozenset[str], loop: Loop = NO_LOOP
 ) -> list[frozenset[str]]:
-    """What may still be read of the names that there are before each statement, and at the end."""
+    """What may still be read of the names that there are before each statement, and at the end.
+
+    A name that may be deleted is there as :func:`to_delete` has it.
+    """
     found = [after]
     for node in reversed(body):
         found.append(_live(node, found[-1], loop))
@@ -105,8 +121,8 @@ def _live(node: ast.stmt, after: frozenset[str], loop: Loop) -> frozenset[str]:
     if isinstance(node, (ast.For, ast.While)):
         return live_at_loop(node, after).again | after | loads(_head(node))
     if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Delete)):
-        return (after - stores(node)) | loads(node)
-    return after | loads(node)
+        return (after - _sets(node)) | _needs(node)
+    return after | _needs(node)
 
 
 def _head(node: ast.For | ast.While) -> ast.expr:

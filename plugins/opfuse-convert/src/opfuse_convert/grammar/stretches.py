@@ -56,6 +56,7 @@ class Span(NamedTuple):
         assumed: Names, and what they have to be.
         same: Lists of names that have to have one value.
         results: Names that it sets, and what to: see :func:`result_of`.
+        gone: Names that have a value before it, and none behind it.
         called: Dotted names of the modules that are called in it.
         places: Where things were looked up.
     """
@@ -68,6 +69,7 @@ class Span(NamedTuple):
     assumed: Mapping[str, Any]
     same: Sequence[Sequence[str]]
     results: Mapping[str, Any]
+    gone: Sequence[str]
     called: Sequence[str]
     places: Sequence[Place]
 
@@ -217,10 +219,11 @@ class Stretch:
         if not results:
             return None
         same = [names for names in known.values() if len(names) > 1]
+        gone = sorted(before.keys() - after.keys())
         called = [name for read in span for name in read.called]
         places = [place for read in span for place in read.places]
         at = self._first + first, self._first + last
-        rest: Any = entering, assumed, same, results, called, places
+        rest: Any = entering, assumed, same, results, gone, called, places
         return Span(self._block.body, self._block.parts, *at, *rest)
 
     def _assumed(self, span: Sequence[Read], before: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -242,8 +245,12 @@ class Stretch:
         self, span: Any, given: Any, known: Any, after: Any, live: Any, entering: list[str]
     ) -> dict[str, Any] | None:
         """The names that are read later, and what each is set to; None: one cannot be."""
-        results = {}
-        for name in sorted({n for read in span for n in statements.stores(read.node)} & live):
+        results: dict[str, Any] = {}
+        for name in sorted({n for read in span for n in statements.stores(read.node)}):
+            if name not in live:
+                if statements.to_delete(name) in live and name in after:
+                    results[name] = "is", None
+                continue
             if name not in after:
                 return None
             results[name] = result_of(after[name], given, known, entering)

@@ -1,0 +1,160 @@
+"""Forwards that delete names: a chain leaves behind what they left, and holds nothing longer."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from converting import WIDTH, an_input, assert_same
+from torch import nn
+from torch.nn import functional as F
+
+import opfuse
+
+pytestmark = pytest.mark.alone
+
+HELD = []
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.flag = False
+
+
+def inside(self, x):
+    h = self.a(x)
+    y = self.act(h)
+    del h
+    return self.b(y)
+
+
+def several(self, x):
+    h = self.a(x)
+    y = self.act(h)
+    del h, x
+    return self.b(y)
+
+
+def right_behind(self, x):
+    h = self.a(x)
+    y = self.b(self.act(h))
+    del h
+    return y
+
+
+def later(self, x):
+    h = self.a(x)
+    y = self.b(self.act(h))
+    print("between")
+    y = torch.sin(y)
+    del h
+    return y
+
+
+def in_a_loop(self, x):
+    for layer in self.layers:
+        h = layer(x)
+        x = F.gelu(h)
+        del h
+    return self.b(self.act(self.a(x)))
+
+
+def in_a_loop_with_more(self, x):
+    for number in range(len(self.layers)):
+        h = self.a(x)
+        x = self.b(self.act(h))
+        print(number)
+        del h
+    return x
+
+
+def one_way(self, x):
+    h = self.a(x)
+    y = self.b(self.act(h))
+    if x.sum() > 0:
+        del h
+    return y
+
+
+def perhaps(self, x):
+    h = self.a(x)
+    if self.flag:
+        del h
+        h = self.a(x)
+    y = self.b(self.act(h))
+    return y + h.mean()
+
+
+def at_last(self, x):
+    try:
+        h = self.a(x)
+        y = self.b(self.act(h))
+    finally:
+        del h
+    return y
+
+
+def and_set_again(self, x):
+    h = self.a(x)
+    y = self.b(self.act(h))
+    del h
+    h = torch.sin(y)
+    return h
+
+
+def in_a_context(self, x):
+    h = self.a(x)
+    y = self.b(self.act(h))
+    with torch.enable_grad():
+        del h
+    return y
+
+
+FORWARDS = [inside, several, right_behind, later, in_a_loop, in_a_loop_with_more, one_way, perhaps]
+FORWARDS += [at_last, and_set_again, in_a_context]
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
+def test_a_name_may_be_deleted(forward):
+    model = type("Model", (Base,), {"forward": forward})()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    assert_same(model, twin, an_input())
+    if forward is not at_last:
+        assert opfuse.converted(model)[""] == ""
+
+
+def test_a_chain_goes_on_behind_a_name_that_is_deleted():
+    model = type("Model", (Base,), {"forward": inside})()
+    assert "BasicLinear Bias GELU BasicLinear Bias" in str(opfuse.convert(model))
+
+
+def hold(x):
+    HELD[:] = [weakref.ref(x)]
+    return x
+
+
+def look(y):
+    HELD[:] = [HELD[0]() is None]
+    return y
+
+
+def lets_go(self, x):
+    h = hold(torch.sin(x))
+    y = self.b(self.act(self.a(h)))
+    del h
+    return look(y)
+
+
+def test_what_is_deleted_is_free():
+    model = type("Model", (Base,), {"forward": lets_go})()
+    for converted in (False, True):
+        if converted:
+            opfuse.convert(model)
+        with torch.no_grad():
+            model(an_input())
+        assert HELD == [True]
+    assert opfuse.converted(model)[""] == ""
