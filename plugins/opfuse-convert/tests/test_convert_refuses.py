@@ -387,6 +387,51 @@ def test_what_almost_is_an_op_is_not_taken_for_it(cls):
     assert not opfuse.convert(model).converted
 
 
+def drops_in_place(self, x):
+    h = self.norm(self.b(self.a(x)))
+    F.dropout(h, 0.5, self.training, True)
+    return F.silu(h)
+
+
+def adds_what_it_dropped_from(self, x):
+    h = self.norm(self.b(self.a(x)))
+    y = F.dropout(h, 0.5, self.training, True)
+    return y + h
+
+
+def drops_in_place_by_name(self, x):
+    h = self.norm(self.b(self.a(x)))
+    return F.dropout(h, p=0.5, training=self.training, inplace=True) + h
+
+
+def normalizes_into_another(self, x):
+    h = self.b(F.silu(self.a(x))).detach()
+    F.normalize(x.detach(), 2.0, -1, 1e-12, h)
+    return self.norm(h)
+
+
+def clamps_in_place(self, x):
+    h = self.norm(self.b(self.a(x)))
+    F.hardtanh(h, -0.1, 0.1, True)
+    return F.silu(h)
+
+
+WRITING = [drops_in_place, adds_what_it_dropped_from, drops_in_place_by_name]
+WRITING += [normalizes_into_another, clamps_in_place]
+
+
+@pytest.mark.parametrize("forward", WRITING, ids=lambda forward: forward.__name__)
+def test_a_function_that_is_told_to_write_does(forward):
+    model = model_of(forward)()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    outputs = []
+    for each in (model, twin):
+        torch.manual_seed(1)
+        outputs.append(each(an_input()))
+    torch.testing.assert_close(*outputs)
+
+
 def drops_always(self, x):
     return self.b(F.dropout(F.relu(self.a(x)), p=0.5))
 

@@ -268,8 +268,9 @@ class Reader:
 
     def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A node of the graph."""
-        at = table.WRITES.get(target, len(args)) if kind == "call_function" else len(args)
-        if kwargs.get("out") is not None or kwargs.get("inplace") or any(args[at : at + 1]):
+        told = [args[place] for place in table.writing_places(target) if place < len(args)]
+        told += [value for name, value in kwargs.items() if name in table.TOLD_TO_WRITE]
+        if any(value is not None and value is not False for value in told):
             raise Unreadable("it writes into tensors")
         made = self.graph.create_node(
             kind,

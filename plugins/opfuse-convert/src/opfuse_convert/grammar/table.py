@@ -6,6 +6,7 @@ random numbers, or reads anything but its arguments and PyTorch's modes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
@@ -43,6 +44,15 @@ Add:add Sub:sub Mult:mul Div:truediv FloorDiv:floordiv Mod:mod Pow:pow MatMult:m
 _COMPARED = "Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge"
 
 
+@functools.cache
+def writing_places(function: Any) -> tuple[int, ...]:
+    """At which places a function takes such an argument; what is built in has none there."""
+    if not isinstance(function, types.FunctionType):
+        return ()
+    names = enumerate(inspect.signature(function).parameters)
+    return tuple(place for place, name in names if name in TOLD_TO_WRITE)
+
+
 def _named(home: Any, names: str) -> dict[Any, str]:
     """Those functions of a module that this PyTorch has, and what they are called."""
     found = {name: getattr(home, name) for name in names.split() if hasattr(home, name)}
@@ -57,13 +67,8 @@ def _operators(pairs: str) -> dict[str, Callable[[Any, Any], Any]]:
 FUNCTIONS: Mapping[Any, str] = {**_named(F, _FUNCTIONAL), **_named(torch, _TORCH)}
 """Functions of tensors, and the names under which people know them."""
 
-WRITES: Mapping[Any, int] = {
-    function: list(inspect.signature(function).parameters).index("inplace")
-    for function in FUNCTIONS
-    if isinstance(function, types.FunctionType)
-    and "inplace" in inspect.signature(function).parameters
-}
-"""At which place functions are told to write into their input."""
+TOLD_TO_WRITE = frozenset({"inplace", "out"})
+"""The names of arguments that say whether, or where, a function writes into a tensor."""
 
 RANDOM: Mapping[Any, str] = {F.dropout: "torch.nn.functional.dropout"}
 """Functions that draw random numbers: an op may stand for one, nothing else may be done with it."""
