@@ -387,6 +387,150 @@ def test_what_almost_is_an_op_is_not_taken_for_it(cls):
     assert not opfuse.convert(model).converted
 
 
+class FirstRows(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if x.shape[0] == 1 else F.silu(x)
+
+
+class FiveDimensions(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if x.ndim == 5 else F.silu(x)
+
+
+class ManyElements(nn.Module):
+    def forward(self, x):
+        if x.numel() > 10_000:
+            return F.relu(x)
+        return F.silu(x)
+
+
+class FiveByTruth(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if not (x.dim() - 5) else F.silu(x)
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        many = x.ndim == 5
+        return F.silu(x) * (1 - many) + F.relu(x) * many
+
+
+class Clamps(nn.Module):
+    def forward(self, x):
+        return F.silu(x).clamp(max=1e9 / x.numel() ** 3)
+
+
+class Listed(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if x.ndim in (5, 6) else F.silu(x)
+
+
+class ByHelper(nn.Module):
+    def forward(self, x):
+        return either(x, x.size(0) < 2)
+
+
+def either(x, few):
+    return F.relu(x) if few else F.silu(x)
+
+
+class OfDtype(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if x.dtype == torch.float8_e4m3fn else F.silu(x)
+
+
+class ChannelsNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        if x.ndim == 5:
+            x = x.permute(0, 2, 3, 4, 1)
+        y = F.layer_norm(x, (WIDTH,), self.weight, self.bias, 1e-6)
+        return y.permute(0, 4, 1, 2, 3) if x.ndim == 5 else y
+
+
+ASKING = [FirstRows, FiveDimensions, ManyElements, FiveByTruth, Counts, Clamps, Listed, ByHelper]
+SHAPES = [(1, 5), (3,), (1,), (2, WIDTH, 2, 2), (4096,)]
+
+
+@pytest.mark.parametrize("cls", [*ASKING, OfDtype, ChannelsNorm])
+def test_what_asks_for_a_shape_or_dtype_is_not_taken_for_an_op(cls):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, WIDTH))
+    twin = copy.deepcopy(model)
+    report = opfuse.convert(model)
+    assert not report.converted
+    assert "its input" in str(report)
+    for rows in SHAPES:
+        assert_same(model, twin, an_input(*rows))
+
+
+class OwnLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 5)
+
+
+class WideLinear(OwnLinear):
+    def forward(self, x):
+        return x.float() @ self.weight.float()
+
+
+class AskingLinear(OwnLinear):
+    def forward(self, x):
+        y = torch.matmul(x, self.weight)
+        return 2 * y if self.weight.dtype == torch.bfloat16 else y
+
+
+@pytest.mark.parametrize("cls", [WideLinear, AskingLinear])
+def test_a_linear_layer_that_computes_otherwise_in_another_dtype_is_left(cls):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), cls(), nn.SiLU())
+    twin = copy.deepcopy(model)
+    assert not opfuse.convert(model).converted
+    for each in (model, twin):
+        each.bfloat16()
+    assert_same(model, twin, an_input(dtype=torch.bfloat16))
+
+
+class OfWeightsValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        weight = self.weight * 2 if self.weight.T.sum() > 1e6 else self.weight
+        return F.rms_norm(x, (WIDTH,), weight, 1e-6)
+
+
+def test_a_norm_that_asks_for_the_values_of_its_weight_is_left():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OfWeightsValues(), nn.SiLU())
+    assert not opfuse.convert(model).converted
+
+
+class OfWeightsDtype(nn.Module):
+    """A norm that asks its weight alone, and uses a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        square = x.float().pow(2).sum(-1, keepdim=True) / x.shape[-1]
+        x = x * torch.rsqrt(square + 1e-6)
+        if self.weight.dtype in (torch.float16, torch.bfloat16) and self.weight.ndim == 1:
+            x = x.to(self.weight.dtype)
+        return self.weight * x.view(*x.shape[:-1], x.shape[-1])
+
+
+def test_a_norm_may_ask_its_weight_and_use_a_size():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OfWeightsDtype(), nn.Linear(WIDTH, WIDTH))
+    twin = copy.deepcopy(model)
+    assert "RMSNorm" in str(opfuse.convert(model))
+    for rows in SHAPES:
+        assert_same(model, twin, an_input(*rows))
+
+
 def drops_in_place(self, x):
     h = self.norm(self.b(self.a(x)))
     F.dropout(h, 0.5, self.training, True)

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import math
 import types
 
 import pytest
 import torch
-from opfuse_convert.grammar import Held, Reader, Unreadable, compiled_like, tree_of
+from opfuse_convert.grammar import EveryWay, Held, Reader, Unreadable, compiled_like, table, tree_of
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -80,6 +81,14 @@ def conditions(self, x, other=None):
     return x
 
 
+def deletes(self, x):
+    y, z = self.a(x), x
+    del x, z
+    if self.number in (2.0, 3.0) and self.number not in [4.0]:
+        x = F.silu(y)
+    return x
+
+
 def values(self, x):
     y = x[..., None, :] + -x.shape[-1]
     return self.act(y) * self.gain, self.width
@@ -90,6 +99,7 @@ READ = {
     loops: ["0", "mul", "1", "mul", *["0", "1"], *["1", "0"], "1"],
     helpers: ["a", "add", "mul", "mul", "add"],
     conditions: ["a", "chunk", "getitem", "getitem", "mul"],
+    deletes: ["a", "silu"],
     values: ["getitem", "getattr", "getitem", "neg", "add", "silu", "gain", "mul"],
 }
 
@@ -172,6 +182,31 @@ def calls_the_parent(self, x):
     return super(Base, self).forward(x)
 
 
+def drops_in_place(self, x):
+    return F.dropout(x, 0.5, self.training, True)
+
+
+def normalizes_into(self, x):
+    y = self.a(x)
+    return F.normalize(x, 2.0, 1, 1e-12, y)
+
+
+def reads_what_is_gone(self, x):
+    y = self.a(x)
+    if self.config.on:
+        del y
+    return x + y
+
+
+def deletes_an_attribute(self, x):
+    del self.number
+    return x
+
+
+def asks_a_list(self, x):
+    return x if self.number in self.numbers else -x
+
+
 def goes_too_deep(self, x):
     return goes_too_deep(self, x)
 
@@ -179,6 +214,11 @@ def goes_too_deep(self, x):
 LEFT = [
     writes_into_its_input,
     writes_into_a_local,
+    drops_in_place,
+    normalizes_into,
+    reads_what_is_gone,
+    deletes_an_attribute,
+    asks_a_list,
     sets_an_attribute,
     catches,
     asks_a_value,
@@ -200,6 +240,64 @@ LEFT = [
 def test_what_is_beyond_it_is_left_with_a_sentence(forward):
     with pytest.raises(Unreadable, match=r"^[^\n]+$"):
         read(forward)
+
+
+def differs_by_a_name(self, x):
+    mode = "one"
+    if x.ndim == 3:
+        mode = "two"
+    return x * self.number if mode == "one" else x * self.width
+
+
+def returns_early(self, x):
+    if x.ndim > 3:
+        return self.a(x)
+    for layer in self.layers:
+        x = layer(x)
+        if not x.numel():
+            break_off = self.number
+            return x * break_off
+    return x * self.width
+
+
+@pytest.mark.parametrize("forward", [differs_by_a_name, returns_early])
+def test_each_way_is_read_to_its_end(forward):
+    module = type("Module", (Base,), {"forward": forward})()
+    reader = EveryWay(fx.Graph(), lambda child: isinstance(child, nn.Linear))
+    x = reader.graph.placeholder("x")
+    reader.each_way(lambda: reader.call(Held(module, ""), [x], {}))
+    assert {"number", "width"} <= {place.name for place in reader.places}
+    assert len({place.key for place in reader.places}) == len(reader.places)
+    if forward is returns_early:
+        assert reader.called.count("a") == 1 and {"layers.0", "layers.1"} <= {*reader.called}
+
+
+def branches_often(self, x):
+    for number in range(7):
+        if x.ndim == number:
+            x = x + number
+    return x
+
+
+def test_too_many_ways_are_left():
+    module = type("Module", (Base,), {"forward": branches_often})()
+    reader = EveryWay(fx.Graph(), lambda child: False)
+    x = reader.graph.placeholder("x")
+    with pytest.raises(Unreadable, match="too many branches"):
+        reader.each_way(lambda: reader.call(Held(module, ""), [x], {}))
+
+
+def test_no_function_of_the_table_writes_where_nothing_tells_it_to():
+    for function in (*table.FUNCTIONS, *table.RANDOM):
+        if isinstance(function, types.FunctionType):
+            named = inspect.signature(function).parameters.values()
+            assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in named)
+    built_in = [f.__name__ for f in table.FUNCTIONS if not isinstance(f, types.FunctionType)]
+    for name in (*built_in, *table.METHODS):
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            for argument in schema.arguments:
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                assert not writes or argument.kwarg_only, schema
 
 
 @pytest.mark.parametrize("name", ["__call__", "__getattr__", "__getattribute__"])

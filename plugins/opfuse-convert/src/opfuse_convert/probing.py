@@ -11,18 +11,20 @@ import contextlib
 import contextvars
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from opfuse import ops
 from opfuse.core.introspection import op_class
 from opfuse.core.op import BasicOperation
 from opfuse.core.plugins import using
 
-from .grammar import Everywhere, Held, Place, Reader, Unreadable, table
+from .grammar import EveryWay, Held, Place, Unreadable, table
 from .layers import original_class
 
 MOST_PROBED = 1 << 16
@@ -105,7 +107,9 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
         weight, bias = params.pop("weight", None), params.pop("bias", None)
         if params or weight is None or weight.is_meta or not weight.is_floating_point():
             return None
-        if weight.ndim == 2 and _is_transposed_linear(module, weight, bias):
+        casts = any(n.target in _CASTS or "dtype" in n.args for n in graph.nodes)
+        # a large one is called in its own dtype alone, and may get another one later
+        if weight.ndim == 2 and not casts and _is_transposed_linear(module, weight, bias):
             return functools.partial(linear_ops, transposed=True)
         if weight.ndim != 1 or len(weight) > MOST_PROBED:
             return None
@@ -113,16 +117,60 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
         return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
 
 
-class _Inspector(Reader):
-    """Reads all that a module's forward may do."""
+class _Inspector(EveryWay):
+    """Reads all that a module's forward may do.
 
-    frame = Everywhere
+    Inputs of other shapes and dtypes than those that it is called with have to go the same way. So
+    what an input is like may say what shape or dtype another tensor has, or count in an average,
+    and nothing else may depend on it.
+
+    Attributes:
+        facts: Nodes that say what an input is like.
+        fixed: Nodes that say what a parameter is like, which is known, or is tried.
+    """
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.facts: set[fx.Node] = set()
+        self.fixed: set[fx.Node] = set()
 
     def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A node of the graph."""
         if target in table.RANDOM:
             raise Unreadable("it draws random numbers")
-        return super().node(kind, target, args, kwargs)
+        made = super().node(kind, target, args, kwargs)
+        given = set(made.all_input_nodes)
+        what = target if kind == "call_method" else made.args[1] if target is getattr else None
+        if what in _TELL:
+            of: Any = made.args[0]
+            is_fixed = of.op == "get_attr" and what not in ("device", "is_cuda")
+            (self.fixed if is_fixed else self.facts).add(made)
+        elif given and given <= self.fixed:
+            self.fixed.add(made)
+        elif given & self.facts:
+            is_item = target is operator.getitem and made.args[0] in self.facts
+            if target not in _TAKE_FACTS and not is_item:
+                raise Unreadable("what it computes depends on the shape or dtype of its input")
+            if given <= self.facts | self.fixed and (is_item or target in _ARITHMETIC):
+                self.facts.add(made)
+        return made
+
+    def decided(self, value: Any) -> bool:
+        """Which way a condition goes this time."""
+        if isinstance(value, fx.Node) and value not in self.fixed:
+            raise Unreadable("it branches on its input")
+        return super().decided(value)
+
+
+_TELL = {"dim", "numel", "size", *table.PROPERTIES} - {"mT", "T"}
+_CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
+_ARITHMETIC = {
+    *(operator.add, operator.mul, operator.neg, operator.pow, operator.sub, operator.truediv, tuple)
+}
+_TAKE_FACTS = _ARITHMETIC | {
+    *("expand", "new_ones", "new_zeros", "reshape", "to", "view"),
+    *(torch.reshape, torch.layer_norm, F.layer_norm, F.rms_norm),
+}
 
 
 def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
@@ -136,7 +184,8 @@ def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
     if op_class(module) is not original_class(type(module)):
         raise Unreadable("something computes its parameters")
     held = Held(module, "")
-    reader.run(reader.forward_of(held), [held, graph.placeholder("x")], {})
+    x = graph.placeholder("x")
+    reader.each_way(lambda: reader.run(reader.forward_of(held), [held, x], {}))
     return reader.places, graph
 
 

@@ -18,10 +18,9 @@ import torch
 from opfuse_convert.grammar import (
     MISSING,
     Callee,
-    Everywhere,
+    EveryWay,
     Held,
     Place,
-    Reader,
     Thing,
     Unreadable,
     key_place,
@@ -138,10 +137,8 @@ class Reads:
             self.numbers.append(Place(where, name, where[name], f"{owner}.{name}"))
 
 
-class _Reader(Reader):
+class _Reader(EveryWay):
     """Lets a trace find out what functions of tensors do."""
-
-    frame = Everywhere
 
     def value(self, found: Any, what: str, own: Any = MISSING) -> Any:
         """What stands for an object that was looked up."""
@@ -169,13 +166,13 @@ class _Reader(Reader):
         return super().call(callee, args, kwargs)
 
 
-def _run(reader: Reader, op: Any, name: str) -> None:
+def _run(reader: EveryWay, op: Any, name: str) -> None:
     """Read a method of an op, for some values."""
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     needed = [p for p in parameters_of(getattr(op, name)) if p.default is p.empty]
     names = [p.name for p in needed if p.kind not in several]
     nodes = {name: reader.graph.placeholder(name) for name in names}
-    reader.call(reader.attribute(Held(op, ""), name), [], nodes)
+    reader.each_way(lambda: reader.call(reader.attribute(Held(op, ""), name), [], nodes))
 
 
 def _home(value: Any) -> str:

@@ -1,7 +1,7 @@
 """What of Python a graph may stand for, read from source; it knows nothing of who asks."""
 
 from . import table
-from .frame import Everywhere, Frame
+from .frame import Frame
 from .reader import Reader
 from .reads import (
     MISSING,
@@ -14,12 +14,13 @@ from .reads import (
 )
 from .source import Unreadable, compiled_like, like, tree_of
 from .values import Callee, Held, Thing
+from .ways import EveryWay
 
 __all__ = [
     "MISSING",
     "Attributes",
     "Callee",
-    "Everywhere",
+    "EveryWay",
     "Frame",
     "Held",
     "Place",

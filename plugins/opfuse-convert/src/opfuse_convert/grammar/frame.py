@@ -16,7 +16,7 @@ from torch import fx
 from . import table
 from .reads import MISSING, Attributes, Place, global_places, parameters_of
 from .source import Unreadable
-from .values import Callee, Held
+from .values import Callee, Held, Parts
 
 _MOST = 256
 
@@ -194,10 +194,14 @@ class Frame:
         return self.reader.attribute(self.expression(node.value), name)
 
     def _of_tuple(self, node: ast.Tuple) -> Any:
-        return tuple(self._arguments(node.elts))
+        found = self._of_list(node)
+        return tuple(found) if type(found) is list else found
 
-    def _of_list(self, node: ast.List) -> Any:
-        return self._arguments(node.elts)
+    def _of_list(self, node: ast.List | ast.Tuple) -> Any:
+        found = self._arguments(node.elts)
+        if any(isinstance(each, Parts) for each in found):
+            return self.reader.node("call_function", tuple, found, {})
+        return found
 
     def _of_binop(self, node: ast.BinOp) -> Any:
         a, b = self.expression(node.left), self.expression(node.right)
@@ -206,15 +210,18 @@ class Frame:
     def _of_unaryop(self, node: ast.UnaryOp) -> Any:
         value = self.expression(node.operand)
         if isinstance(node.op, ast.Not):
-            return not self.reader.decided(value)
+            return self._not(value)
         function: Any = table.UNARY.get(_kind(node.op))
         if function is None:
             raise Unreadable(f"it has an operator beyond the grammar ({_kind(node.op)})")
         if isinstance(value, fx.Node):
-            return self.reader.graph.call_function(function, (value,))
+            return self.reader.node("call_function", function, [value], {})
         if not isinstance(value, (int, float)):
             raise Unreadable("it computes with what is no number")
         return function(value)
+
+    def _not(self, value: Any) -> bool:
+        return not self.reader.decided(value)
 
     def _of_boolop(self, node: ast.BoolOp) -> Any:
         stops = isinstance(node.op, ast.Or)
@@ -236,6 +243,9 @@ class Frame:
         (kind,) = map(_kind, node.ops)
         if kind in ("Is", "IsNot"):
             return self._is_none(a, b) is (kind == "Is")
+        if kind in ("In", "NotIn"):
+            found = self.reader.binary(operator.contains, tuple(b) if type(b) is list else b, a)
+            return found if kind == "In" else self._not(found)
         if kind not in table.COMPARED:
             raise Unreadable(f"it has a comparison beyond the grammar ({kind})")
         return self.reader.binary(table.COMPARED[kind], a, b)
@@ -266,6 +276,9 @@ class Frame:
     def _of_call(self, node: ast.Call) -> Any:
         callee = self.expression(node.func)
         args = self._arguments(node.args)
+        of_value = isinstance(callee, Callee) and isinstance(callee.own, fx.Node)
+        if not of_value and any(isinstance(each, Parts) for each in args):
+            raise Unreadable("it passes on parts of a value")
         kwargs: dict[str, Any] = {}
         for keyword in node.keywords:
             value = self.expression(keyword.value)
@@ -280,10 +293,12 @@ class Frame:
     def _arguments(self, nodes: Sequence[ast.expr]) -> list[Any]:
         values: list[Any] = []
         for each in nodes:
-            if isinstance(each, ast.Starred):
-                values += self.items(self.expression(each.value))
-            else:
+            if not isinstance(each, ast.Starred):
                 values.append(self.expression(each))
+                continue
+            value = self.expression(each.value)
+            is_one = self.reader.is_rough and isinstance(value, fx.Node)
+            values += [Parts(value)] if is_one else self.items(value)
         return values
 
     def _listed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -295,39 +310,6 @@ class Frame:
             return list(itertools.islice(found, _MOST + 1))
         except (TypeError, ValueError) as error:
             raise Unreadable(f"{function.__name__}() raises {type(error).__name__}") from error
-
-
-class Everywhere(Frame):
-    """Goes both ways where a condition is on values, so that all is read that may be."""
-
-    def statement(self, node: ast.stmt) -> Any:
-        """Read one statement; what it returns."""
-        try:
-            return super().statement(node)
-        except Unreadable:
-            if not isinstance(node, ast.If):
-                raise
-        self.expression(node.test)
-        for body in (node.body, node.orelse):
-            result = self.block(body)
-        return result if node.orelse else MISSING
-
-    def items(self, value: Any) -> Sequence[Any]:
-        """What a loop goes through; a value stands for its parts."""
-        return [value] if isinstance(value, fx.Node) else super().items(value)
-
-    def _of_ifexp(self, node: ast.IfExp) -> Any:
-        return [*map(self.expression, (node.test, node.orelse, node.body))][-1]
-
-    def _of_boolop(self, node: ast.BoolOp) -> Any:
-        return [*map(self.expression, node.values)][-1]
-
-    def _of_compare(self, node: ast.Compare) -> Any:
-        try:
-            return super()._of_compare(node)
-        except Unreadable:
-            given = [*map(self.expression, (node.left, *node.comparators))]
-            return self.reader.graph.call_function(operator.eq, (given[0],))
 
 
 def _pieces(node: fx.Node) -> int | None:

@@ -10,7 +10,8 @@ as it was:
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
   where attributes are kept: no property, no ``__getattr__``;
 - globals, variables of functions around, and names in modules that are plain values or functions;
-- conditions on such values, and on whether an argument is None;
+- conditions on such values, on whether they are in a tuple or a list that is written there, and
+  on whether an argument is None;
 - functions and methods that are in the grammar, bound ones and ``functools.partial`` too, and
   ``**kwargs`` that are passed on.
 
@@ -31,7 +32,7 @@ from . import table
 from .frame import Frame, bound
 from .reads import MISSING, Place, attribute_places, behind_places, function_places, key_place
 from .source import Unreadable, tree_of
-from .values import Bound, Callee, Held, Mode, Thing
+from .values import Bound, Callee, Held, Mode, Parts, Thing
 
 _DEEPEST = 16
 _LISTS = nn.ModuleList, nn.Sequential
@@ -50,9 +51,10 @@ class Reader:
         places: Where everything was looked up.
         called: Dotted names of the modules that are called.
         modes: Nodes whose argument ``training`` is the mode of a module.
+        is_rough: Whether a value may stand for its parts in a tuple and among arguments.
     """
 
-    frame = Frame
+    is_rough = False
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class Reader:
             raise Unreadable("it calls itself, or goes too deep")
         tree = tree_of(function)
         self.places += function_places(function)
-        frame = self.frame(self, function, bound(function, args, kwargs))
+        frame = Frame(self, function, bound(function, args, kwargs))
         self._depth += 1
         try:
             result = frame.block(tree.body)
@@ -316,6 +318,8 @@ def _argument(value: Any) -> Any:
     """
     if isinstance(value, Mode):
         return value.of.module.training
+    if isinstance(value, Parts):
+        return value.of
     if isinstance(value, fx.Node) or table.is_plain(value):
         return value
     if type(value) in (tuple, list):

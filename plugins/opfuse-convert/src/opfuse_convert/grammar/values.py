@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import fx, nn
 
 from .reads import MISSING
 
@@ -25,6 +25,12 @@ class Mode(NamedTuple):
     """Whether a module is in training mode, whichever it is."""
 
     of: Held
+
+
+class Parts(NamedTuple):
+    """All that is in a value, where nobody asks how much that is."""
+
+    of: fx.Node
 
 
 class Thing(NamedTuple):
