@@ -1055,6 +1055,71 @@ def an_attribute_of_the_class_of_self(self, x):
     return self.down(F.gelu(self.up(x))) * type(self).last
 
 
+# What a child is told to do with its input, and what hides one
+
+
+def writes_into_its_input(self, x):
+    y = self.up(x)
+    return y + self.down(self.act(y))
+
+
+def with_an(act):
+    return lambda m: setattr(m, "act", act())
+
+
+for each in (nn.ReLU, nn.SiLU, nn.Dropout):
+    attack(
+        lambda m, patch: setattr(m.act, "inplace", True),
+        with_an(each),
+        name=f"{each.__name__} writes into its input",
+    )(writes_into_its_input)
+
+
+@attack(lambda m, patch: m.append(linear()) and None)
+class AChildIsCalledKeys(nn.Sequential):
+    calls = 0
+
+    def __init__(self):
+        layers = {"keys": linear(), "act": nn.SiLU(), "out": linear()}
+        super().__init__(collections.OrderedDict(layers))
+
+
+@attack(lambda m, patch: vars(m.down).update(weight=torch.zeros(WIDTH, WIDTH)))
+def a_parameter_is_hidden(self, x):
+    return self.down(F.gelu(self.up(x)))
+
+
+@attack(lambda m, patch: vars(m.norm).update(bias=torch.ones(WIDTH)))
+def a_parameter_of_a_norm_is_hidden(self, x):
+    return self.down(F.gelu(self.up(self.norm(x))))
+
+
+@attack(lambda m, patch: setattr(m.norm, "normalized_shape", (WIDTH, WIDTH)))
+def the_shape_of_a_norm(self, x):
+    return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class ByRank(nn.Module):
+    """An activation that reads one number or another, by a name that two ways set."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_tokens = self.of_sequences = 1.0
+
+    def forward(self, x):
+        mode = "token"
+        if x.ndim == 5:
+            mode = "sequence"
+        if mode == "token":
+            return F.silu(x * self.of_tokens)
+        return F.silu(x * self.of_sequences)
+
+
+@attack(lambda m, patch: setattr(m.act, "of_tokens", 3.0), with_an(ByRank))
+def what_the_first_way_of_an_activation_reads(self, x):
+    return self.down(self.act(self.up(x)))
+
+
 @pytest.mark.parametrize("called", [True, False], ids=["called", "not called"])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_it_follows_what_its_forward_reads(name, called, monkeypatch):

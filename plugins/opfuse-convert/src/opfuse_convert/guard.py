@@ -53,14 +53,14 @@ class Guard:
         plain = [p for p in places if type(p.where) is dict and is_plain(p.value)]
         self._in_graphs = [(p.where, p.name, p.value) for p in (*own, *plain)]
         self._params = [
-            (name, of, key, getattr(param, "shape", None))
+            (name, of, vars(of), key, getattr(param, "shape", None))
             for name, of in (everyone if "" in reads else children)
             for key, param in of._parameters.items()
         ]
 
     def parameters(self) -> tuple[Any, ...]:
         """Of each parameter the dtype, and whether it needs a gradient; True: it is not there."""
-        params = [of._parameters.get(key) for _, of, key, _ in self._params]
+        params = [of._parameters.get(key) for _, of, _, key, _ in self._params]
         return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
 
     def why_not(self) -> str:
@@ -96,8 +96,10 @@ class Guard:
 
     def _of_parameters(self) -> str:
         """What has changed of the parameters, as a sentence, or ``""``."""
-        for name, of, key, there in self._params:
-            param = of._parameters.get(key)
+        for name, of, attributes, key, there in self._params:
+            param = attributes["_parameters"].get(key)
+            if key in attributes:
+                return f"{name or 'it'} has another {key} in front of its parameter"
             if param is None and there is not None and parametrize.is_parametrized(of, key):
                 continue  # to look at it is to compute it
             shape, what = getattr(param, "shape", None), f"{name}.{key}".lstrip(".")

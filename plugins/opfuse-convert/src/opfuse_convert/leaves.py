@@ -39,7 +39,9 @@ def leaf_of(module: nn.Module) -> Leaf | str:
         if is_patched(cls):
             return f"{cls.__name__} got another forward"
         known: Leaf | str = make(module)
-        return known if isinstance(known, str) else known._replace(places=_behind(cls.forward))
+        if isinstance(known, str):
+            return known
+        return known._replace(constants=_constants(cls, module), places=_behind(cls.forward))
     if next(module.children(), None) is not None:
         return f"{cls.__name__} has modules of its own"
     if cls.__module__.startswith("torch.nn."):
@@ -50,6 +52,12 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
     return op_class(module) is nn.Linear and not is_patched(nn.Linear)
+
+
+def _constants(cls: Any, module: nn.Module) -> Sequence[str]:
+    """The attributes that a forward of torch.nn reads, beside parameters and the mode."""
+    read = cls.forward.__code__.co_names
+    return [name for name in read if name in vars(module) and name != "training"]
 
 
 @functools.cache
@@ -71,31 +79,23 @@ def _linear(module: Any) -> Leaf | str:
 def _layer_norm(module: Any) -> Leaf | str:
     if module.weight is None:
         return "it has no weight"
-    return Leaf([ops.LayerNorm.reading(module)], ("eps",))
+    return Leaf([ops.LayerNorm.reading(module)])
 
 
 def _rms_norm(module: Any) -> Leaf | str:
     if module.weight is None or module.eps is None:
         return f"it has no {'weight' if module.weight is None else 'eps'}"
-    return Leaf([ops.RMSNorm.reading(module)], ("eps",))
-
-
-def _gelu(module: Any) -> Leaf:
-    return Leaf([ops.GELU(approximate=module.approximate)], ("approximate",))
-
-
-def _dropout(module: Any) -> Leaf:
-    return Leaf([ops.Dropout(module.p)], ("p",))
+    return Leaf([ops.RMSNorm.reading(module)])
 
 
 _KNOWN: dict[type, Any] = {
     nn.Linear: _linear,
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
-    nn.GELU: _gelu,
+    nn.GELU: lambda module: Leaf([ops.GELU(approximate=module.approximate)]),
     nn.SiLU: lambda module: Leaf([ops.SiLU()]),
     nn.ReLU: lambda module: Leaf([ops.ReLU()]),
-    nn.Dropout: _dropout,
+    nn.Dropout: lambda module: Leaf([ops.Dropout(module.p)]),
     nn.Identity: lambda module: Leaf(()),
 }
 

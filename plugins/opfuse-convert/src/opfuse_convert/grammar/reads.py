@@ -40,10 +40,10 @@ class Place(NamedTuple):
         return f"Place({self.what})"
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> tuple[type, int, str]:
         """What two places have in common that are one."""
-        where = self.where
-        return id(where.of if isinstance(where, (Attributes, Keys)) else where), self.name
+        of = self.where.of if isinstance(self.where, (Attributes, Keys)) else self.where
+        return type(self.where), id(of), self.name
 
     @property
     def is_same(self) -> bool:
