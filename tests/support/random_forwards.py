@@ -376,9 +376,83 @@ def chosen(d):
         d.change(kind, code.format(n=n), True)
 
 
+def deleting(d):
+    """Names that are deleted: in the middle of a stretch, at its end, far behind, or in a loop."""
+    up, down = d.linear("up"), d.linear("down")
+    before, h, y, z, kind = d.x, d.new("h"), d.new("y"), d.new("z"), d.rng.randrange(6)
+    with d.block(f"for {d.new('i')} in range(2):") if kind == 5 else contextlib.nullcontext():
+        d.line(f"{h} = self.{up}({before})")
+        d.line(f"{y} = {activated(d, h)}")
+        if kind < 2:
+            d.line(d.rng.choice([f"del {h}", f"del {h}, {before}", f"del {before}"]))
+        d.line(f"{z} = self.{down}({y})")
+        if kind == 2:
+            d.line(f"{z} = torch.sin({z})")
+        if kind == 3:
+            with d.block(f"if {z}.ndim > 1:"):
+                d.line(f"del {h}")
+        elif kind > 1:
+            d.line(d.rng.choice([f"del {h}", f"del ({y}, {h})", f"del {y}\ndel {h}"]))
+        if kind == 4:
+            d.line(f"{h} = {z}")
+    d.x = z
+
+
+def in_front_of_writes(d):
+    """A child that may be told to write into its input, which is read behind it."""
+    made = d.rng.choice(["nn.SiLU()", "nn.ReLU()", "nn.Dropout(0.5)", "nn.Dropout(0.0)"])
+    name, down, y = d.child("act", made), d.linear("down"), d.new("y")
+    d.line(f"{y} = self.{d.linear()}({d.x})")
+    d.put(f"{y} + self.{down}(self.{name}({y}))")
+    d.change("child told to write", f"m.{name}.inplace = True")
+
+
+UNKNOWN = [  # forwards of classes that nobody knows, with what they have
+    ("return F.silu(x * self.k)", "self.k = 1.0"),
+    ("x = x * self.k\nreturn x * torch.sigmoid(x)", "self.k = 1.0"),
+    ("y = torch.sigmoid(x)\ny = x * y\nreturn y * self.k", "self.k = 1.0"),
+    ("return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.k) * self.weight", "self.k = 1e-5"),
+    ("y = x.pow(2).sum(-1, keepdim=True) / x.shape[-1]\nreturn x * torch.rsqrt(y + self.k) * self.weight", "self.k = 1e-5"),
+    ("if self.weight.dtype in (torch.float64, torch.bfloat16):\n    x = x.to(self.weight.dtype)\nreturn F.rms_norm(x, self.weight.shape, self.weight, self.k)", "self.k = 1e-5"),
+]  # fmt: skip
+ASKED = [
+    "x.ndim == 3", "x.shape[:-1] == (2, 3)", "x.shape[0] == 4", "x.numel() > 33", "x.dtype == torch.float64", "x.size(0) in (1, 4)",
+    "x.dim() != 3", "not x.ndim - 4", "x.shape[0] < 2", "x.shape == (4, 8)", "x.dim() > 3 and x.shape[0] == 1",
+]  # fmt: skip
+
+
+def unknown(d):
+    """A layer of a class that nobody knows, which may ask its input what it is like."""
+    cls, name = d.new("Unknown"), d.new("unknown")
+    body, init = d.rng.choice(UNKNOWN)
+    if d.rng.random() < 0.5:
+        d.beyond.append("class that asks for a shape")
+        asked, way = d.rng.choice(ASKED), d.rng.randrange(4)
+        head = [
+            f"if {asked}:\n    return F.relu(x)",
+            f"if {asked}:\n    x = x * 2",
+            f"way = 1.0\nif {asked}:\n    way = self.other\nx = x * way",
+            f"x = x * self.other if {asked} else x",
+        ][way]
+        body, init = f"{head}\n{body}", f"{init}\nself.other = 1.5"
+        d.change("number of a class that asks", f"m.{name}.other = 3.0")
+        d.change("shape", "g.ROWS = (4,)", True)
+        d.change("shape", "g.ROWS = (1, 2, 3)", True)
+    init, body = [text.replace("\n", "\n        ") for text in (init, body)]
+    weight = f"self.weight = nn.Parameter(torch.linspace(0.5, 1.5, {WIDTH}))"
+    d.globals.append(
+        f"class {cls}(nn.Module):\n    def __init__(self):\n        super().__init__()\n        {init}\n"
+        f"        {weight if 'weight' in body else ''}\n\n    def forward(self, x):\n        {body}"
+    )
+    d.init.append(f"self.{name} = {cls}()")
+    d.put(f"self.{d.linear()}(self.{name}(self.{d.linear()}({{x}})))")
+    d.change("number of an unknown class", f"m.{name}.k = 2.0")
+    d.change("child replaced", f"m.{name} = nn.Tanh()", weight=0.3)
+
+
 STRETCHES = [
     two_linears, in_steps, with_residual, gated, chunked, norm_and_linear, a_drop, a_list, nested,
-    chosen, chosen,
+    chosen, chosen, deleting, in_front_of_writes, unknown,
 ]  # fmt: skip
 
 
@@ -1090,6 +1164,28 @@ def in_place(d):
         )
     )
     d.put(f"{{x}} + {y}")
+
+
+@beyond("told to write by place")
+def told_by_place(d):
+    y = d.new("y")
+    d.line(f"{y} = self.{d.linear()}({normed(d, d.x)})")
+    told = d.rng.choice(
+        [
+            "F.relu({y}, True)",
+            "F.silu({y}, True)",
+            "F.dropout({y}, 0.5, self.training, True)",
+            "F.hardtanh({y}, -0.5, 0.5, True)",
+            "F.leaky_relu({y}, 0.1, self.training)",
+            "F.normalize({y}.detach(), 2.0, -1, 1e-12, {y}.detach())",
+        ]
+    ).format(y=y)
+    if d.rng.random() < 0.5:
+        d.line(told)
+        d.put(f"F.silu({y})")
+    else:
+        d.put(f"{told} + self.{d.linear()}({y})")
+    d.change("mode", "m.train(not m.training)", weight=0.5)
 
 
 @beyond("branch on values")
