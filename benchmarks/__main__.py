@@ -1,9 +1,9 @@
-"""Measure opfuse and its peers, compare two runs, or report on a folder of them.
+"""Measure opfuse and its peers, compare two runs, or write the page of the committed ones.
 
 python -m benchmarks --suite cpu --out run.json
 python -m benchmarks --suite models --out models.json
 python -m benchmarks compare before.json after.json
-python -m benchmarks report benchmarks/results
+python -m benchmarks page
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .providers import PROVIDERS
 from .record import TUNED, about, gpu_state, load
 from .run import Harness, Row, near, select, together
 
-COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "report": ("DIR",), "page": ()}
+COMMANDS = {"compare": ("BEFORE.json", "AFTER.json"), "page": ()}
 
 
 def measure(options: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:

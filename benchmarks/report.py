@@ -1,9 +1,8 @@
-"""What runs say: two of them compared, a folder of them with plots, and the page in the docs."""
+"""What runs say: two of them compared, and the page in the docs."""
 
 from __future__ import annotations
 
 import hashlib
-import html
 import io
 import json
 import pathlib
@@ -20,10 +19,6 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 COLORS = {True: "#3b6ea5", False: "#d9822b"}
-STYLE = (
-    "<meta charset=utf-8><style>body{font:14px sans-serif;margin:2em}td{padding:1px 8px}</style>"
-    "<h1>Benchmarks</h1>"
-)
 LABELS = {  # by whether a ratio is a cost
     False: "times as fast: right is better; orange misses its goal",
     True: "cost over the other's: left is better; orange misses its goal",
@@ -250,39 +245,6 @@ def where(run: Run) -> str:
         f"Python {versions['python']}, opfuse {versions['opfuse']} at {state}, {plugins}; "
         f"load {host['load'] or 0:.1f} when it began; `{run['command']}`"
     )
-
-
-def report(folder: str) -> int:
-    """Write ``report.md`` and ``report.html`` beside the runs of a folder.
-
-    Each family of goals has a plot.
-    """
-    home, text, page = pathlib.Path(folder), ["# Benchmarks", ""], [STYLE]
-    if not (runs := runs_in(home)):
-        raise SystemExit(
-            f"expected a folder with what python -m benchmarks --out FILE wrote, got {folder}"
-        )
-    for path, run in runs.items():
-        text += [f"## {path.stem}", "", where(run), ""]
-        page += [f"<h2>{html.escape(path.stem)}</h2><p>{html.escape(where(run))}</p>"]
-        for family in dict.fromkeys(row["id"][0] for row in run["ratios"]):
-            rows = [row for row in run["ratios"] if row["id"][0] == family]
-            if picture := plot(rows, f"{path.stem}: {family}"):
-                name = f"report-{path.stem}-{family}.svg"
-                (home / name).write_text(picture, encoding="utf-8")
-                text += [f"![{family}]({name})", ""]
-                page.append(picture[picture.index("<svg") :])
-            head, _, *lines = table(rows)
-            text += [head, _, *lines, ""]
-            cells = [
-                html.escape(line[1:-1].replace("**", "")).replace("|", "<td>")
-                for line in (head, *lines)
-            ]
-            page += ["<table>", *(f"<tr><td>{line}" for line in cells), "</table>"]
-    (home / "report.md").write_text("\n".join(text), encoding="utf-8")
-    (home / "report.html").write_text("\n".join(page), encoding="utf-8")
-    print(home / "report.html")
-    return 0
 
 
 PAGE = pathlib.Path(__file__).parent / "page.md"
