@@ -11,6 +11,7 @@ all linear layers but the last by that recipe. Where the device has no products 
 they are emulated. Then the validation losses must be close at the end.
 
     python examples/train_lm.py
+    python examples/train_lm.py --steps 300
     python examples/train_lm.py --recipe fp8-current
     python examples/train_lm.py --steps 60 --save run.pt
     python examples/train_lm.py --steps 60 --resume run.pt
@@ -27,6 +28,10 @@ import statistics
 import sys
 import sysconfig
 import time
+
+if __name__ == "__main__":
+    STARTED = time.monotonic()
+    print("[  0 s] Loading PyTorch and opfuse", flush=True)  # which takes seconds
 
 import torch
 from torch import nn
@@ -213,13 +218,13 @@ class Run:
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - started)
 
+    def typical(self):
+        """Seconds of the median step, without the first few, which plan and warm up."""
+        return statistics.median(self.seconds[min(5, len(self.seconds) // 2) :])
+
     def tokens_per_second(self):
-        """From the median step, without the first few, which plan and warm up."""
-        return (
-            self.args.batch
-            * self.args.context
-            / statistics.median(self.seconds[min(5, len(self.seconds) // 2) :])
-        )
+        """From the typical step."""
+        return self.args.batch * self.args.context / self.typical()
 
     @torch.no_grad()
     def validate(self, text, batches=20):
@@ -356,11 +361,25 @@ def table(runs, validation, inputs):
     rows = {
         "validation loss, nats per byte": [f"{validation[name]:.4f}" for name in runs],
         "training, tokens per second": [f"{run.tokens_per_second():,.0f}" for run in runs.values()],
+        "the first step, seconds": [f"{run.seconds[0]:.1f}" for run in runs.values()],
         "saved activations, bytes": [f"{run.saved_bytes(inputs):,}" for run in runs.values()],
     }
     print(f"\n{'':32}" + "".join(f"{name:>16}" for name in runs))
     for title, cells in rows.items():
         print(f"{title:32}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def worth(runs):
+    """Print after how many steps the time of plans and kernels is won back, if it is."""
+    (name, run), base = next(iter(runs.items())), [*runs.values()][1]
+    lost, won = run.seconds[0] - base.seconds[0], base.typical() - run.typical()
+    if lost < 1 or len(run.seconds) < 10:
+        return
+    back = f"{math.ceil(lost / won):,} steps win that back" if won > 0 else "no step wins that back"
+    print(
+        f"\nPlanning, and compiling or loading kernels, made the first step of the {name} run\n"
+        f"{lost:.0f} s longer; {back}. --steps N trains longer."
+    )
 
 
 def plot(runs, path):
@@ -407,6 +426,11 @@ def plot(runs, path):
 # The command line
 
 
+def say(what):
+    """Print what goes on from here, and how many seconds are gone."""
+    print(f"[{time.monotonic() - STARTED:3.0f} s] {what}", flush=True)
+
+
 def parse_arguments():
     """The options, and the checkpoint to go on from, if any; its settings are then the defaults."""
     parser = argparse.ArgumentParser(
@@ -414,12 +438,13 @@ def parse_arguments():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default, what in (
-        ("steps", 120, "optimizer steps to train, after those of --resume"),
+        ("steps", 40, "optimizer steps to train, after those of --resume"),
         ("batch", 16, "stretches of text in a batch"),
         ("context", 128, "bytes in a stretch"),
         ("width", 256, f"features of a byte; a multiple of {HEAD}"),
         ("layers", 4, "blocks of attention and MLP"),
         ("seed", 0, "of the weights, the batches and the sample"),
+        ("threads", 1, "CPU threads"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
     selection = os.environ.get("OPFUSE_PLUGINS")
@@ -464,11 +489,11 @@ def parse_arguments():
                 held = ", ".join(checkpoint["runs"])
                 parser.error(f"{args.resume} holds no {name} run, only {held}: see --skip-unfused")
     if (
-        min(args.steps, args.batch, args.context, args.layers) < 1
+        min(args.steps, args.batch, args.context, args.layers, args.threads) < 1
         or args.width < 1
         or args.width % HEAD
     ):
-        parser.error(f"sizes and steps start at 1, and the width is a multiple of {HEAD}")
+        parser.error(f"sizes, steps and threads start at 1, and the width is a multiple of {HEAD}")
     return args, checkpoint
 
 
@@ -481,6 +506,7 @@ def names_of(args):
 def main():
     """Train, compare, report; returns the exit status."""
     args, checkpoint = parse_arguments()
+    torch.set_num_threads(args.threads)
     for folder in (args.out, *([args.save.parent] if args.save else [])):
         folder.mkdir(parents=True, exist_ok=True)  # now, rather than a failure after the training
     runs = {}
@@ -496,6 +522,7 @@ def main():
         if checkpoint:
             runs[name].load(checkpoint["runs"][name])
     name, first = next(iter(runs.items()))
+    say("Reading the text: Python's own documentation")
     training, validating = load_text()
     size = sum(parameter.numel() for parameter in first.model.parameters())
     print(
@@ -504,6 +531,10 @@ def main():
     )
     if not opfuse.plugins.listing():
         print("No opfuse plugin is installed: nothing will be fused.")
+    say(
+        f"Training {args.steps} steps, each {' and '.join(runs)}. The first compiles the\n"
+        "        plugins' kernels, 15 s of one core, unless an earlier run left them"
+    )
     train(runs, training, args.steps)
     if args.save:
         save(args.save, runs, args)
@@ -512,6 +543,7 @@ def main():
     with first.way():
         plan = opfuse.explain(first.model, inputs)
     (args.out / "plan.txt").write_text(f"{plan.details}\n", encoding="utf-8")
+    say("Computing the losses on validation text, and then a sample")
     validation = {name: run.validate(validating) for name, run in runs.items()}
     print(
         f"\nThe plan of the {name} run\n\n{plan}\n\n"
@@ -520,6 +552,8 @@ def main():
     table(runs, validation, inputs)
     compare = close if args.recipe else agree
     good = args.skip_unfused or compare(runs, validation)
+    if not args.skip_unfused:
+        worth(runs)
     plot(runs, args.out / "loss.png")
     print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan in detail: {args.out / 'plan.txt'}")
     if args.save:

@@ -61,11 +61,14 @@ def test_report_and_exact_resume(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
     assert "20/20" in result.stderr and "Warning" not in result.stderr
+    said = re.findall(r"^\[ *\d+ s\] (\w+)", result.stdout, re.MULTILINE)
+    assert said == ["Loading", "Reading", "Training", "Computing"]
     assert "calls of fusible ops: forward " in result.stdout
     assert re.search(r"A sample of the fused run\n\nThe .{50}", result.stdout, re.DOTALL)
     fused, unfused = numbers(result.stdout, "validation loss, nats per byte")
     assert 1 < fused < 5 and fused == pytest.approx(unfused, rel=0.01)
     assert all(number > 0 for number in numbers(result.stdout, "training, tokens per second"))
+    assert len(numbers(result.stdout, "the first step, seconds")) == 2
     assert all(number > 100_000 for number in numbers(result.stdout, "saved activations, bytes"))
     assert "Fused and unfused losses agree." in result.stdout
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -164,6 +167,28 @@ def test_wrong_plugin_fails(tmp_path):
     assert "opfuse-plugin-wrong 1.0" in result.stdout and "losses DO NOT AGREE" in result.stdout
 
 
+def as_module():
+    """The script, imported."""
+    spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@needs_extras
+@pytest.mark.parametrize(
+    "first, later, said",
+    [(9.0, 1.0, "8 s longer; 8 steps win"), (9.0, 2.5, "8 s longer; no step wins"), (1.5, 1.0, "")],
+)
+def test_what_compiling_cost_is_told(first, later, said, capsys):
+    script, runs = as_module(), {}
+    for name, seconds in (("fused", [first] + 9 * [later]), ("unfused", [1.0] + 9 * [2.0])):
+        runs[name] = script.Run.__new__(script.Run)
+        runs[name].seconds = seconds
+    script.worth(runs)
+    assert said in (told := capsys.readouterr().out) and bool(said) == bool(told)
+
+
 def trained(script, plugins, steps=6):
     """The losses of a short training under a recipe, the weights after it, and what ran."""
     torch.manual_seed(0)
@@ -187,10 +212,7 @@ def trained(script, plugins, steps=6):
 @needs_extras
 def test_it_trains_under_a_recipe_with_fused_casts_to_the_last_bit():
     """The recipe is one plugin's, the fusions with casts are another one's."""
-    script = importlib.util.module_from_spec(
-        spec := importlib.util.spec_from_file_location("train_lm", SCRIPT)
-    )
-    spec.loader.exec_module(script)
+    script = as_module()
     records = [
         opfuse.plugins.register(toy_recipe, name="toy-recipe"),
         opfuse.plugins.register(toy_fusions, name="toy-fusions"),
