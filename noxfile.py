@@ -10,6 +10,8 @@ Nothing is imported from this checkout; the wheels are.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import json
 import os
@@ -17,7 +19,8 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import nox
 
@@ -48,6 +51,33 @@ PACKAGES = {
 TOOLKITS = [ROOT / "plugins" / name for name in PACKAGES if not name.startswith("opfuse-plugin-")]
 NAMES = {name.removeprefix("opfuse-").removeprefix("plugin-"): name for name in PACKAGES}
 PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{short}"}
+
+
+SECONDS: dict[str, float] = {}
+
+
+def timed(**options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A session whose seconds are noted, failed or not, once its empty environment is there."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(session: nox.Session, **parameters: str) -> None:
+            started = time.monotonic()
+            try:
+                function(session, **parameters)
+            finally:
+                SECONDS[session.name] = time.monotonic() - started
+
+        return nox.session(run, **options)
+
+    return register
+
+
+@atexit.register
+def print_seconds() -> None:
+    """Print the table of sessions, behind what nox says itself."""
+    for name, seconds in [*SECONDS.items(), ("all", sum(SECONDS.values()))] if SECONDS else ():
+        print(f"{name:24}{seconds:8.1f} s", file=sys.stderr)
 
 
 def folders(name: str) -> list[pathlib.Path]:
@@ -163,7 +193,7 @@ def everything(session: nox.Session) -> None:
     show_plugins(session)
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def tests(session: nox.Session) -> None:
     """The core's tests, with no plugin installed.
 
@@ -174,7 +204,7 @@ def tests(session: nox.Session) -> None:
     pytest(session, ROOT / "tests", options=[f"--ignore={ROOT / 'tests' / 'models'}"])
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 @nox.parametrize("name", [nox.param(name, id=name) for name in NAMES])
 def plugin(session: nox.Session, name: str) -> None:
     """The tests of one plugin or toolkit, with the core and no other plugin installed."""
@@ -187,7 +217,7 @@ def plugin(session: nox.Session, name: str) -> None:
         pytest(session, folder / "tests")
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def together(session: nox.Session) -> None:
     """The core's tests again, with every plugin installed, but those that hide the plugins.
 
@@ -198,7 +228,7 @@ def together(session: nox.Session) -> None:
     pytest(session, *where, options=["-m", "not alone"])
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def strangers(session: nox.Session) -> None:
     """The README's plugin and a broken one, each installed with pip from a folder of its own."""
     folder = pathlib.Path(session.create_tmp()) / "addmm"
@@ -212,7 +242,7 @@ def strangers(session: nox.Session) -> None:
     session.run("python", str(ROOT / "tests" / "strangers" / "check.py"))
 
 
-@nox.session(reuse_venv=True)
+@timed(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Ruff. Needs no torch, so it has a plain environment."""
     session.install("--quiet", "-c", str(CONSTRAINTS), *group("lint"))
@@ -220,7 +250,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
 
 
-@nox.session(venv_params=ALONE, reuse_venv=True)
+@timed(venv_params=ALONE, reuse_venv=True)
 def types(session: nox.Session) -> None:
     """Mypy, strict on the core and the toolkits."""
     install(session, *group("types"))
@@ -228,7 +258,7 @@ def types(session: nox.Session) -> None:
     session.run("python", "-m", "mypy", *session.posargs)
 
 
-@nox.session(venv_params=ALONE, reuse_venv=True)
+@timed(venv_params=ALONE, reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build; a warning is an error."""
     install(session, ROOT, *TOOLKITS, *group("docs"))
@@ -249,7 +279,7 @@ def docs(session: nox.Session) -> None:
     session.log(f"open {out / 'index.html'}")
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def build(session: nox.Session) -> None:
     """Source distributions and wheels of the core and of every plugin, into dist/.
 
@@ -286,7 +316,7 @@ def build(session: nox.Session) -> None:
     show_plugins(session, python)
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def demo(session: nox.Session) -> None:
     """The main job: train a small language model with every plugin installed."""
     everything(session)
@@ -294,7 +324,7 @@ def demo(session: nox.Session) -> None:
     session.run("python", str(ROOT / "examples" / "train_lm.py"), *session.posargs)
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def models(session: nox.Session) -> None:
     """Converted models of known families, in every order of what else is done to them.
 
@@ -305,7 +335,7 @@ def models(session: nox.Session) -> None:
     pytest(session, ROOT / "tests" / "models")
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def check_all(session: nox.Session) -> None:
     """Compile every configuration of every kernel for every GPU, and write the report.
 
@@ -316,7 +346,7 @@ def check_all(session: nox.Session) -> None:
     session.run("python", "-m", "opfuse_triton", "check", "--all", "--report", str(report))
 
 
-@nox.session(venv_params=ALONE)
+@timed(venv_params=ALONE)
 def gpu(session: nox.Session) -> None:
     """The plugins' tests in the tier that needs a GPU, every plugin by itself."""
     for name in PACKAGES:
