@@ -768,7 +768,7 @@ def test_what_a_forward_looks_at_is_looked_at_again(cls):
 
 
 class Shared(nn.Module):
-    """A block whose sum is needed behind the norm too, by what no graph holds."""
+    """A block whose sum is needed behind the norm too, in the same chain."""
 
     def __init__(self):
         super().__init__()
@@ -779,7 +779,7 @@ class Shared(nn.Module):
         return total + self.attention(self.norm(total))[0]
 
 
-def test_a_value_that_is_needed_elsewhere_is_an_extra_output():
+def test_a_residual_stays_inside_of_the_chain():
     model = Shared()
     twin = copy.deepcopy(model)
     report = opfuse.convert(model, verify=True)

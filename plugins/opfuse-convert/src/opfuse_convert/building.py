@@ -149,12 +149,9 @@ def _chain_of(region: Region) -> Sequential:
     forks = {step.extra for step in region.steps} & {*values}
     found: list[Any] = []
     for number, (value, step) in enumerate(zip(values, region.steps, strict=False)):
-        if value in forks or number in region.given:
-            fork = ops.MakeExtraOutput()
-            if value in forks:
-                public = number in region.given
-                fork.set_extra_output_channel(0, f"value {number}", output_to_caller=public)
-            found.append(fork)
+        if value in forks:
+            found.append(ops.MakeExtraOutput())
+            found[-1].set_extra_output_channel(0, f"value {number}", output_to_caller=False)
         if step.extra is not None and step.extra in forks:
             step.ops[0].set_extra_input_channel(0, f"value {values.index(step.extra)}")
         found += step.ops
@@ -179,9 +176,7 @@ def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
             names = "input", "p", "training", "inplace"
             given: Any = {**dict(zip(names, made.args, strict=False)), **made.kwargs}
             made.args, made.kwargs = (), {**given, "training": mode}
-    values = region.values
-    results = [inner[each] for each in (region.end, *[values[k] for k in region.given])]
-    graph.output(tuple(results) if region.given else results[0])
+    graph.output(inner[region.end])
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(code.src, scope)  # what torch.fx itself does

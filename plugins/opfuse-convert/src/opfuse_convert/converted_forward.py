@@ -31,7 +31,7 @@ from .choosing import (
 )
 from .converter import Conversion, Converter
 from .grammar import table
-from .guard import Guard, still, unreadable
+from .guard import Guard, calm, unreadable
 from .layers import original_class
 from .site import Site, watched_elsewhere
 from .verifying import compare
@@ -137,9 +137,9 @@ class ConvertedForward(ReplacedForward):
 
     def _for_these(self, module: nn.Module, site: Site, facts: dict[str, Any]) -> Site:
         """The site of a chain for arguments like those of a call, from now on, if there is one."""
-        with _BUILDING, still(module), torch.inference_mode(False):
+        with _BUILDING, calm(module):
             made = site.again(facts)
-        made = made if isinstance(made, str) else checked(module, made, made.probed)
+            made = made if isinstance(made, str) else checked(module, made, made.probed)
         if isinstance(made, str):
             return site
         self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self._plugin)
@@ -217,8 +217,7 @@ class ConvertedForward(ReplacedForward):
         """Make the chain of a copy; whether that is possible."""
         with _BUILDING:
             if self._conversion is None:
-                with torch.inference_mode(False):
-                    made = built(self._converter, module)
+                made = built(self._converter, module)
                 if isinstance(made, str):
                     self.fallback = made
                     return False
@@ -289,7 +288,7 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
     )
     env = Environment(device, None, dtype, training=module.training, options=dict(current.options))
     try:
-        with still(module):
+        with calm(module):
             made = converter.build(module, env)
     except Exception as error:
         text = " ".join(str(error).split())[:160]

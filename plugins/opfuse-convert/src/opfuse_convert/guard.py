@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as everywhere
@@ -172,6 +173,21 @@ def still(module: nn.Module) -> Iterator[None]:
     finally:
         for part in found:
             part.training = True
+
+
+@contextlib.contextmanager
+def calm(module: nn.Module) -> Iterator[None]:
+    """A block in which a chain is built as if no call, under autocast say, were under way."""
+    kinds = {"cpu", *[param.device.type for param in module.parameters()]}
+    with (
+        still(module),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        contextlib.ExitStack() as of,
+    ):
+        for kind in filter(torch.amp.is_autocast_available, kinds):
+            of.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def unreadable(module: nn.Module, reads: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ from .probing import Leaf
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
 _SPLITS = torch.chunk, "chunk"
+# PyTorch keeps what these give for their backward, the ops keep what they got
+_KEEP_INPUT = ops.ReLU, ops.SReLU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +58,10 @@ class Region:
     Attributes:
         start: The node whose value enters.
         steps: In order.
-        given: The numbers of inner values that are needed elsewhere, too: the chain gives them as
-            extra outputs.
     """
 
     start: fx.Node
     steps: Sequence[RegionPart]
-    given: Sequence[int] = ()
 
     @property
     def end(self) -> fx.Node:
@@ -81,6 +80,15 @@ class Region:
         little = ops.AddExtraInput, ops.Dropout
         much = [op for step in self.steps for op in step.ops if not isinstance(op, little)]
         return len(covered) > 1 and bool(much)
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether it keeps the value that enters where the author's own code keeps none.
+
+        Others may write to that value in place, then, which a chain would not survive.
+        """
+        first = (op for step in self.steps for op in step.ops if not isinstance(op, ops.Dropout))
+        return isinstance(next(first, None), _KEEP_INPUT)
 
     @property
     def reads(self) -> list[str]:
@@ -144,22 +152,23 @@ class Parser:
         return self._lines[node]
 
     def _kept(self, region: Region, stands: Callable[[Region], bool]) -> Region:
-        """The longest end of a region none of whose inner values is needed before it is through."""
+        """The longest end of a region none of whose inner values is needed elsewhere.
+
+        To autograd a chain is one function. An inner value that it gave away would be no input of
+        what follows in the chain: hooks on it, and gradients with respect to it, would miss that.
+        So a value that others need is the last one of a chain, or the first.
+        """
         number = 0
         while number < len(region.steps):
-            values = region.values[number:]
-            part = Region(values[0], region.steps[number:])
+            part = Region(region.values[number], region.steps[number:])
+            if not part.is_worth_it:
+                break
             covered = {node for step in part.steps for node in step.covers}
-            users = {i: set(value.users) - covered for i, value in enumerate(values[:-1]) if i}
-            needed = [i for i, of in users.items() if of]
-            early = [i for i in needed if any(node < part.end for node in users[i])]
-            if not early:
-                made = dataclasses.replace(part, given=needed)
-                if not made.is_worth_it:
-                    break
-                if stands(made):
-                    return made
-            number += max(early, default=1)
+            inner = enumerate(part.values[1:-1], 1)
+            needed = [i for i, value in inner if not covered.issuperset(value.users)]
+            if not needed and not part.keeps_more and stands(part):
+                return part
+            number += max(needed, default=1)
         return Region(region.start, ())
 
     # One node

@@ -82,9 +82,7 @@ def _in_one(module: nn.Module, stretch: Stretch, leaves: Leaves) -> Found | None
 
     def stands(region: Region) -> bool:
         covered = frozenset([node for step in region.steps for node in step.covers])
-        values = region.values
-        given = [region.end, *[values[k] for k in region.given]]
-        span = stretch.span(covered, [region.start, *region.extras], given)
+        span = stretch.span(covered, [region.start, *region.extras], [region.end])
         if span is not None:
             spans[id(region)] = span
         return span is not None

@@ -107,19 +107,18 @@ class Site:
         entering = values[self._first :]
         return entering, entering[: self._taken]
 
-    def results(self, entering: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+    def results(self, entering: Sequence[Any], output: Any) -> tuple[Any, ...]:
         """What the names are set to, given what came in and what the chain gave."""
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return tuple([_had(of, entering, outputs) for of in self._results])
+        return tuple([_had(of, entering, output) for of in self._results])
 
 
-def _had(of: Any, entering: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def _had(of: Any, entering: Sequence[Any], output: Any) -> Any:
     kind, what = of
     if kind == "chain":
-        return outputs[what]
+        return output
     if kind == "in":
         return entering[what]
-    return what if kind == "is" else tuple([_had(each, entering, outputs) for each in what])
+    return what if kind == "is" else tuple([_had(each, entering, output) for each in what])
 
 
 def watched_elsewhere() -> str:
