@@ -32,6 +32,7 @@ from .choosing import (
 from .converter import Conversion, Converter
 from .grammar import table
 from .guard import Guard, calm, unreadable
+from .in_graphs import Watch
 from .layers import original_class
 from .site import Site, watched_elsewhere
 from .verifying import compare
@@ -73,25 +74,28 @@ class ConvertedForward(ReplacedForward):
         assert self._conversion is not None
         of = self._conversion
         self._guard = Guard(module, of.reads, of.constants, of.places)
+        self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
         self._title = title_of(self._converter.name, module)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward by way of the chain, or NotImplemented."""
-        if self.off or (self._guard is None and not self._made(module)):
+        if self.off or (is_dynamo_compiling() and _refused_in_graph(self, module)):
+            return NotImplemented
+        if self._guard is None and not self._made(module):
             return NotImplemented
         assert self._guard is not None and self._conversion is not None
         if self._guard.module is not module:  # a replica of it, with other parameters
             return NotImplemented
         forward = self._conversion.call
         if isinstance(forward, Site):
-            if why := forward.change():
+            if not is_dynamo_compiling() and (why := forward.change()):
                 self._say(why)
                 return NotImplemented
             if facts := forward.facts(args, kwargs):
                 forward = self._for_these(module, forward, facts)
             self._say("its forward did not come to what the chain stands for")
             return forward.forward(module, *args, **kwargs)
-        if why := self._guard.why_not():
+        if not is_dynamo_compiling() and (why := self._guard.why_not()):
             self._say(why)
             return NotImplemented
         self._say("")
@@ -123,12 +127,25 @@ class ConvertedForward(ReplacedForward):
         why = self._refusal(module, *given)
         if why and current.recorder is None:
             return why
-        changed = self._guard.why_not()  # type: ignore[union-attr]
-        if not changed and not is_dynamo_compiling():
-            changed = watched_elsewhere()
+        if is_dynamo_compiling():  # this may be another graph than that of the call's begin
+            changed = _refused_in_graph(self, module)
+        else:
+            changed = self._guard.why_not() or watched_elsewhere()  # type: ignore[union-attr]
         if not changed:
             self._record(module, given)
         return changed or why
+
+    def _changed(self, guard: Guard, call: Any) -> str:
+        """What has changed since a guard was made, as a sentence, or ``""``."""
+        if self._guard is not guard:
+            return "it has another chain"
+        return (call.change() if isinstance(call, Site) else "") or guard.why_not()
+
+    def refusal_in_graph(self, module: nn.Module) -> str:
+        """Why a graph of ``torch.compile`` cannot have the chain, or ``""``; not to be traced."""
+        if self._guard is not None or self._made(module):
+            self.fallback = self._watch.refusal()
+        return self.fallback
 
     def _say(self, why: str) -> None:
         """Note why the module's own forward runs; traces are to have no side effects."""
@@ -225,6 +242,13 @@ class ConvertedForward(ReplacedForward):
             if self._guard is None:
                 self.seal(module)
         return True
+
+
+def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
+    return state.refusal_in_graph(module)
+
+
+_refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | str:

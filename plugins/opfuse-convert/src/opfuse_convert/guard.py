@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
 
 from .grammar import MISSING, Attributes, Place, key_place
-from .grammar.table import is_plain, is_same
+from .grammar.table import is_same
 from .layers import is_patched
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -48,11 +47,8 @@ class Guard:
         self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
         self._hooked = [(name, of, vars(of)) for name, of in children]
         own = [*_of_children(module, reads), *_of_constants(module, constants)]
-        once = {place.key: place for place in (*own, *places)}
-        self._places = [(p.where.get, p.name, p.value, p) for p in once.values()]
-        # Dynamo has guards for what a trace looks at, and cannot look into classes and closures
-        plain = [p for p in places if type(p.where) is dict and is_plain(p.value)]
-        self._in_graphs = [(p.where, p.name, p.value) for p in (*own, *plain)]
+        self._once = {place.key: place for place in (*own, *places)}
+        self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
         self._params = [
             (name, of, vars(of), key, getattr(param, "shape", None))
             for name, of in (everyone if "" in reads else children)
@@ -86,14 +82,15 @@ class Guard:
 
     def _of_places(self) -> str:
         """What has changed of what was looked up, as a sentence, or ``""``."""
-        if is_dynamo_compiling():
-            same = all([is_same(of.get(name, MISSING), v) for of, name, v in self._in_graphs])
-            return "" if same else "what its forward reads is another one now"
         for get, name, value, place in self._places:
             now = get(name, MISSING)
             if now is not value and not is_same(now, value):
                 return place.change()
         return ""
+
+    def depends_on(self, owner: Any, name: str) -> bool:
+        """Whether something was looked up under this name in the attributes of an object."""
+        return (id(getattr(owner, "__dict__", None)), name) in self._once
 
     def _of_parameters(self) -> str:
         """What has changed of the parameters, as a sentence, or ``""``."""

@@ -84,8 +84,6 @@ class Site:
         cls, forward, places = self._origin
         if cls.forward is not forward:
             return f"{cls.__name__} got another forward"
-        if is_dynamo_compiling():  # it has guards for the functions that it traces
-            return ""
         return next((place.change() for place in places if not place.is_same), "")
 
     def facts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
