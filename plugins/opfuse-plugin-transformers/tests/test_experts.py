@@ -1,6 +1,8 @@
 """Experts: one chain in place of a loop over them, and when the module's own forward runs."""
 
 import copy
+import inspect
+import types
 
 import pytest
 import torch
@@ -109,6 +111,39 @@ def test_fallbacks(models, monkeypatch, change, why):
     except Exception as error:  # theirs: there is no such kernel here
         assert "deepgemm" in f"{error} {change}".lower()
     assert opfuse.converted(twin)["model.layers.0.mlp.experts"].startswith(why)
+
+
+def halves(self, both):
+    return both.chunk(2, -1)[0]
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "code", "implementation", "original"])
+def test_what_the_chain_took_over_of_the_library(models, monkeypatch, how):
+    moe = pytest.importorskip("transformers.integrations.moe")
+    model, twin, _ = models.pair("mixtral")
+    parts = experts(model), experts(twin)
+    cls = type(parts[0])
+    given = torch.randn(3, 64), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    before = parts[0](*given)
+    if how == "instance":
+        for part in parts:
+            part._apply_gate = types.MethodType(halves, part)
+    elif how == "class":
+        monkeypatch.setattr(cls, "_apply_gate", halves)
+    elif how == "code":
+        monkeypatch.setattr(cls._apply_gate, "__code__", halves.__code__)
+    elif how == "implementation":
+        table = moe.ALL_EXPERTS_FUNCTIONS._global_mapping
+        monkeypatch.setitem(table, "grouped_mm", lambda self, x, *unused: x * 2)
+    else:
+        for part in parts:
+            part.config._experts_implementation = "eager"
+        own = inspect.getclosurevars(cls.forward).nonlocals["original_forward"]
+        monkeypatch.setattr(own, "__code__", (lambda self, x, *unused: x * 2).__code__)
+    expected, got = [part(*given) for part in parts]
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(got, expected)
+    assert opfuse.converted(twin)["model.layers.0.mlp.experts"]
 
 
 def test_experts_with_biases_are_left_alone():

@@ -69,6 +69,19 @@ def test_changes(models, change, why):
     assert opfuse.converted(twin)[name] == why
 
 
+def test_the_code_of_the_forward(models, monkeypatch):
+    model, twin, _ = adapted(models)
+    given = models.inputs(model)
+    before = model(**given).logits
+    forward = peft.tuners.lora.layer.Linear.forward
+    monkeypatch.setattr(
+        forward, "__code__", (lambda self, x, *_, **__: self.base_layer(x)).__code__
+    )
+    expected = model(**given).logits
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(twin(**given).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_another_adapter(models):
     usual = {"target_modules": ["q_proj", "down_proj"]}
     model, twin, _ = adapted(models, **usual)

@@ -6,10 +6,13 @@ does it.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from opfuse_convert import Conversion, gated, leaf_of
+from opfuse_convert.grammar import MISSING, Place, function_places
+from opfuse_convert.grammar.reads import attribute_places
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
@@ -25,6 +28,7 @@ _DECLARED = {
     "is_concatenated": True,
 }
 _FORWARDS = "eager", "grouped_mm", "batched_mm"
+_HOME = "transformers.integrations.moe"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -42,9 +46,10 @@ def build(module: Any, env: Environment) -> Conversion | str:
     for name, value in _DECLARED.items():
         if getattr(module, name, None) != value:
             return f"its {name} is {getattr(module, name, None)}"
-    gate: Any = getattr(op_class(module), "_apply_gate", None)
-    if gate is None or gate.__module__ != "transformers.integrations.moe":
+    gate, places = attribute_places(module, "_apply_gate", "_apply_gate", op_class(module))
+    if gate.__module__ != _HOME:
         return "its gate is its own"
+    places += [*function_places(gate), *_forward_places(op_class(module).forward)]
     leaf = leaf_of(module.act_fn)
     act = leaf.ops[0] if not isinstance(leaf, str) and len(leaf.ops) == 1 else None
     op = gated(act)
@@ -56,8 +61,17 @@ def build(module: Any, env: Environment) -> Conversion | str:
     chain = Sequential(up, ScaledActivation(op), down)
     constants = [("", name) for name in (*_DECLARED, "_is_expert_parallel", "num_experts")]
     of_act = [("act_fn", name) for name in leaf.constants]  # type: ignore[union-attr]
-    places = leaf.places  # type: ignore[union-attr]
+    places += leaf.places  # type: ignore[union-attr]
     return Conversion(chain, ("", "act_fn"), _Call(), None, (*constants, *of_act), places=places)
+
+
+def _forward_places(forward: Any) -> list[Place]:
+    """What the library's forward of experts is made of."""
+    parts = inspect.getclosurevars(forward).nonlocals
+    table = parts["experts_interface"]
+    written = [forward, parts["original_forward"], *[table[n] for n in _FORWARDS if n in table]]
+    named = [Place(table, n, table.get(n, MISSING), f"the {n} of experts") for n in _FORWARDS]
+    return [*named, *[place for each in written for place in function_places(each)]]
 
 
 class _Call:

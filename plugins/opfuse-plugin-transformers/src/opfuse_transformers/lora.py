@@ -6,10 +6,12 @@ so that a fusion may write ``s B`` times the small product into that sum.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from opfuse_convert import Conversion
+from opfuse_convert.grammar import function_places
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
@@ -40,7 +42,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     reads = [
         f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
     ]
-    return Conversion(chain, reads, _Call(name, dropout, scale), _Separate(name))
+    places = function_places(inspect.unwrap(op_class(module).forward))
+    return Conversion(chain, reads, _Call(name, dropout, scale), _Separate(name), places=places)
 
 
 def _refusal(module: Any, name: str) -> str:
