@@ -297,7 +297,7 @@ def test_verified(models):
 
 
 @pytest.mark.parametrize(
-    "change", ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen"]
+    "change", ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen", "code"]
 )
 def test_changes(models, change, monkeypatch):
     from transformers.loss import loss_utils
@@ -310,6 +310,9 @@ def test_changes(models, change, monkeypatch):
             each.loss_function = lambda logits, labels, **unused: logits.square().mean()
         elif change == "loss_type":
             each.loss_type = "ForMaskedLM"
+        elif change == "code":
+            other = lambda logits, labels, *unused, **options: logits.square().mean()  # noqa: E731
+            monkeypatch.setattr(loss_utils.ForCausalLMLoss, "__code__", other.__code__)
         elif change == "mapping":
             monkeypatch.setitem(
                 loss_utils.LOSS_MAPPING,
@@ -332,6 +335,7 @@ def test_changes(models, change, monkeypatch):
         "mapping": "its loss is test_changes.<locals>.<lambda>",
         "replaced": "lm_head was replaced by Sequential",
         "resized": "lm_head was replaced by Linear",
+        "code": "the code of ForCausalLMLoss was replaced by code",
     }
     assert of(twin) == expected.get(change, "")
 

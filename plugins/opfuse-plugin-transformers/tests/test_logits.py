@@ -216,3 +216,57 @@ def test_a_file_has_the_librarys_class(pair):
     loaded = pickle.load(file)
     assert type(loaded) is type(expected)
     torch.testing.assert_close(loaded.logits, expected.logits)
+
+
+OWN_GRADIENT = {
+    "a hook": lambda out: out.logits.register_hook(lambda grad: grad * 0),
+    "retain_grad": lambda out: out.logits.retain_grad(),
+    "autograd.grad": lambda out: torch.autograd.grad(out.loss, out.logits),
+    "unused": lambda out: torch.autograd.grad(out.loss, [out.logits], allow_unused=True),
+    "a sum": lambda out: torch.autograd.grad(out.loss + out.logits.sum(), out.logits),
+    "by items": lambda out: dict(out.items())["logits"].retain_grad(),
+}
+
+
+@pytest.mark.parametrize("how", OWN_GRADIENT)
+def test_what_asks_for_their_own_gradient_raises(pair, how):
+    model, twin, given, _ = pair
+    OWN_GRADIENT[how](model(**given))
+    with pytest.raises(RuntimeError, match=r'keep them with opfuse.convert\(model, skip="lm_head"\)'):  # fmt: skip
+        OWN_GRADIENT[how](twin(**given))
+
+
+def test_their_own_gradient_in_a_tuple(pair):
+    _, twin, given, _ = pair
+    with pytest.raises(RuntimeError, match="they have no gradient of it"):
+        twin(**given, return_dict=False)[1].retain_grad()
+
+
+def test_what_is_computed_from_them_is_plain(pair):
+    model, twin, given, _ = pair
+    expected, out = model(**given), twin(**given)
+    further = out.logits * 2
+    assert type(further) is type(out.logits.detach()) is type(out.logits[0]) is torch.Tensor
+    of_mine, wanted = [], []
+    further.register_hook(of_mine.append)  # the loss has no part in it, in eager either
+    twice = expected.logits * 2
+    twice.register_hook(wanted.append)
+    (out.loss + further.square().mean()).backward()
+    (expected.loss + twice.square().mean()).backward()
+    torch.testing.assert_close(of_mine, wanted)
+
+
+def test_a_file_has_no_class_of_ours(pair):
+    *_, twin, given, _ = pair
+    read = twin(**given).logits
+    written = pickle.dumps(read)
+    assert b"opfuse" not in written
+    torch.testing.assert_close(pickle.loads(written), read)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it
+def test_what_is_compiled_takes_them(pair):
+    *_, twin, given, _ = pair
+    best = torch.compile(lambda logits: logits.detach().argmax(-1), backend="eager", fullgraph=True)
+    out = twin(**given)
+    assert torch.equal(best(out.logits), out.logits.argmax(-1))

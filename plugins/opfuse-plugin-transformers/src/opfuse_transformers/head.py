@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from opfuse_convert import Conversion
+from opfuse_convert.grammar import Place, function_places
+from opfuse_convert.grammar.reads import class_places
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,7 +61,17 @@ def build(module: Any, env: Environment) -> Conversion | str:
     bias = [Bias.reading(linear)] if linear.bias is not None else []
     loss = CrossEntropy(ignore_index=IGNORED, reduction="sum", output_dtype=torch.float32)
     chain = Sequential(BasicLinear.reading(linear), *bias, loss)
-    return Conversion(chain, ("lm_head",), _Call(op_class(module)), _separate)
+    call = _Call(op_class(module))
+    return Conversion(chain, ("lm_head",), call, _separate, places=_places(module, forward))
+
+
+def _places(module: nn.Module, forward: Any) -> list[Place]:
+    """What the forward of a model and its loss are made of; a call asks which loss that is."""
+    library: Any = sys.modules.get("transformers.loss.loss_utils")
+    losses = "ForCausalLMLoss", "fixed_cross_entropy"
+    written = [getattr(library, name) for name in losses if hasattr(library, name)]
+    _, places = class_places(op_class(module), "loss_function", "loss_function")
+    return [*places, *[p for each in (forward, *written) for p in function_places(each)]]
 
 
 def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
@@ -216,9 +228,14 @@ class _Loss:
 def _settled(result: Any) -> Any:
     """What the forward gave; an output without logits computes them when they are read."""
     if isinstance(result, tuple):
-        return tuple(each.value if type(each) is Logits else each for each in result)
+        return tuple(_settled_logits(each) if type(each) is Logits else each for each in result)
     if type(result.logits) is Logits:
         if "value" not in vars(result.logits):
             return later(result)
         result.logits = result.logits.value
     return result
+
+
+def _settled_logits(logits: Logits) -> Tensor:
+    """The logits now; the very ones that the loss was computed from, if it was."""
+    return logits.value if "value" in vars(logits) else logits.apart

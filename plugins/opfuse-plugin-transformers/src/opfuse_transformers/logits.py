@@ -17,11 +17,41 @@ _steps = 0
 """How many steps optimizers made: those that are fused change a parameter, and not its version."""
 
 
+class Apart(Tensor):
+    """Logits that the loss was not computed from.
+
+    What is computed from them has right gradients, such as a further loss. But their own gradient,
+    which a hook sees, lacks the part of the loss: whatever asks for it raises. So does autograd
+    itself where it is asked for that of the loss alone, but for its ``allow_unused``.
+
+    Raises:
+        RuntimeError: In ``register_hook``, ``retain_grad`` and ``torch.autograd.grad``.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of = args[1] if func is torch.autograd.grad else ()
+        if func in (Tensor.register_hook, Tensor.retain_grad) or any(
+            isinstance(each, cls) for each in of
+        ):
+            raise RuntimeError(
+                "opfuse-plugin-transformers computed the loss of this output without its logits, "
+                "so they have no gradient of it: keep them with "
+                'opfuse.convert(model, skip="lm_head")'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a file loads without this class
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 class Logits:
     """What stands for the logits, and what they are computed from.
 
     They are those of the forward or none: once the head may have changed, to compute them raises.
-    Functions of torch, and what tensors have, compute them.
+    Functions of torch, and what tensors have, compute them, with the weights as they are then: what
+    is written to these by way of ``.data`` before a backward cannot be seen.
 
     Args:
         linear: The head.
@@ -54,6 +84,12 @@ class Logits:
             loss.register_hook(lambda grad: learned.__setitem__(0, True))
 
     @functools.cached_property
+    def apart(self) -> Tensor:
+        """The logits for those who read them: the loss was computed without."""
+        with torch.inference_mode(False), torch.enable_grad():
+            return self.value.as_subclass(Apart)
+
+    @functools.cached_property
     def value(self) -> Tensor:
         """The logits, with their gradient, under the autocast of the forward.
 
@@ -80,11 +116,11 @@ class Logits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no {name!r}")
-        return getattr(self.value, name)
+        return getattr(self.apart, name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_map_only(cls, lambda each: each.value, (args, kwargs or {}))
+        given = tree_map_only(cls, lambda each: each.apart, (args, kwargs or {}))
         return func(*given[0], **given[1])
 
 
@@ -117,7 +153,7 @@ def later(output: Any) -> Any:
 def _settle(output: Any) -> None:
     """Compute the logits of an output."""
     given = vars(output).get("logits")
-    value = given.value if type(given) is Logits else given
+    value = given.apart if type(given) is Logits else given
     object.__setattr__(output, "__class__", type(output).__mro__[1])
     output.logits = value
 
