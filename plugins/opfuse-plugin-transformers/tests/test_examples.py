@@ -33,7 +33,9 @@ def test_finetune_llama(options):
     assert last < first - (0.3 if options == ("--lora",) else 1)
     ran, of = re.search(r"chains ran in (\d+) of (\d+)", result.stdout).groups()
     assert int(ran) == int(of) - (0 if options == ("--lora",) else 2)  # both attentions
-    assert "LlamaDecoderLayer x 2" in result.stdout
+    # with adapters in the MLP, the sum before the norm leaves what could be a layer's chain
+    norms_alone = options == ("--lora",)
+    assert ("LlamaRMSNorm x 5" if norms_alone else "LlamaDecoderLayer x 2") in result.stdout
 
 
 def test_readme():
