@@ -90,7 +90,8 @@ class Guard:
 
     def depends_on(self, owner: Any, name: str) -> bool:
         """Whether something was looked up under this name in the attributes of an object."""
-        return (id(getattr(owner, "__dict__", None)), name) in self._once
+        wanted = id(getattr(owner, "__dict__", None)), name
+        return any(key[1:] == wanted for key in self._once)
 
     def _of_parameters(self) -> str:
         """What has changed of the parameters, as a sentence, or ``""``."""
