@@ -146,6 +146,18 @@ class PluginManager:
             self.changed()
 
     @contextlib.contextmanager
+    def unregistered(self) -> Iterator[None]:
+        """No fusion registered in code, and no tuning table, for a ``with`` block: for tests."""
+        before, self._registered = self._registered, []
+        tables, self.tables = self.tables, None
+        self.changed()
+        try:
+            yield
+        finally:
+            self._registered, self.tables = before, tables
+            self.changed()
+
+    @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """No plugin, and no fusion registered in code, for a ``with`` block: for tests.
 

@@ -11,7 +11,7 @@ import torch
 from .. import ops as built_in
 from ..core.engine.chain import Chain
 from ..core.engine.edges import Needs
-from ..core.engine.planner import _ask_ops
+from ..core.engine.planner import edges_of
 from ..core.environment import Environment
 from ..core.op import BasicOperation
 from ..core.settings import current
@@ -68,7 +68,7 @@ def matched(case: Case) -> tuple[BasicOperation, ...]:
     flags = (True,) * len(basic)
     needs = Needs(True, 0, flags, tuple((True,) * len(op.param_names or ()) for op in basic))
     with only():
-        edges = _ask_ops(Chain(basic), env, needs, current.values._replace(recipe=recipe))
+        edges = edges_of(Chain(basic), env, needs, current.values._replace(recipe=recipe))
     begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
     view = edges.view(basic, case.subject.passes)
     found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]

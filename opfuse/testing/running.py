@@ -44,22 +44,17 @@ def only(*fusions: Subject | None) -> Iterator[None]:
 
     A warning about a plugin is an error.
     """
-    before, manager._registered = manager._registered, []
-    tables, manager.tables = manager.tables, None  # what was measured here decides nothing
     settings = current.values
     options = tuple(option for option in settings.options if "." in option[0])
-    current.values = Settings(options, recipes.NAME)
-    manager.changed()
-    for subject in filter(None, fusions):
-        manager.register_fusion(subject.passes, subject.fusion, False)
-    try:
-        with recipes.offered(), warnings.catch_warnings():
-            warnings.simplefilter("error", PluginWarning)
+    with manager.unregistered(), recipes.offered(), warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        for subject in filter(None, fusions):
+            manager.register_fusion(subject.passes, subject.fusion, False)
+        current.values = Settings(options, recipes.NAME)
+        try:
             yield
-    finally:
-        manager._registered, current.values = before, settings
-        manager.tables = tables
-        manager.changed()
+        finally:
+            current.values = settings
 
 
 class Plans(Recorder):

@@ -106,7 +106,7 @@ def make_program(
             check_attributes(chain, i)
     sources = () if env.options.get("double_backward") else manager.sources(settings.selection)
     manager.check_options(settings.options, settings.selection)
-    edges = _ask_ops(chain, env, needs, settings, off)
+    edges = edges_of(chain, env, needs, settings, off)
     table = table_for(device) if sources else NO_TABLE
     shapes = _shapes(chain, tensors)
     measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
@@ -124,7 +124,7 @@ def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     return [described[slice(*span)] for span in chain.param_ranges]
 
 
-def _ask_ops(
+def edges_of(
     chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
 ) -> Edges:
     """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
