@@ -316,9 +316,9 @@ def test_a_tensor_of_a_class_that_would_lose_its_gradient(monkeypatch):
 def test_an_argument_of_a_later_release_is_refused_wherever_it_is_passed_on():
     class Parallel(ops.BasicLinear):
         def __init__(self):
-            super().__init__(4, 4, sequence_parallel=True)
+            super().__init__(4, 4, rng_state_tracker_function=dict)
 
-    with pytest.raises(NotImplementedError, match="Parallel: sequence_parallel=True .* later"):
+    with pytest.raises(NotImplementedError, match="Parallel: rng_state_tracker_function=.* later"):
         Parallel()
 
 
