@@ -13,8 +13,8 @@ from opfuse.testing import assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_linear import cases, softmax
-from opfuse_triton import Config, current_target
-from opfuse_triton.checking import check
+from opfuse_triton import TARGETS, Config, current_target
+from opfuse_triton.checking import check_case
 from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,9 +116,14 @@ def test_a_chain_launches_it(monkeypatch, dtype):
 
 
 @compiles
-def test_it_compiles():
-    rows = [row for row in check("opfuse_linear.cases:CASES") if "softmax" in row.kernel]
-    assert rows and not [sentence for row in rows for sentence in row.refusals]
+@pytest.mark.parametrize("arch", TARGETS)
+def test_it_compiles(arch):
+    numbers = range(len(cases.CASES) - 2, len(cases.CASES))
+    rows = [
+        row for n in numbers for row in check_case("linear", "opfuse_linear.cases:CASES", n, arch)
+    ]
+    assert rows and all("softmax" in row.kernel for row in rows)
+    assert not [sentence for row in rows for sentence in row.refusals]
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="bytes are counted in Triton's interpreter")
