@@ -1,4 +1,4 @@
-"""Context managers over the settings of this thread: options, recipe, and both on recomputation."""
+"""Context managers for the settings of this thread: options, recipe, and recomputation."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class options(Setting):
     key.
 
     ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
-    saves its weight for the backward and casts it again there, where it would save what autocast
-    made of it. The weight must be a plain ``nn.Parameter`` that needs a gradient: one that is
-    frozen, computed by a parametrization, a DTensor or of another class is kept as cast; so is what
-    ``reading(transposed=True)`` reads, and all of a ``ParallelLinear`` of which one parameter is
-    frozen. ``GroupedLinear`` keeps what autocast made of its weights in any case. Gradients are the
-    same bits. A weight that changes between forward and backward is an error there, as it
-    is in torch without autocast. But a **fused** optimizer step (``AdamW(..., fused=True)``) and
-    ``weight.data`` change weights and tell nobody: between forward and backward they make the
-    gradients wrong without an error. Do not use ``prefer="memory"`` where an optimizer steps there,
-    as in some pipelines. A recomputation by ``torch.utils.checkpoint`` must run under the same
-    options: pass ``context_fn=opfuse.checkpoint_contexts``. What a graph of ``torch.compile`` saves
-    is its partitioner's choice in the end.
+    saves the weight itself for the backward, and not its autocast copy, and casts it again there.
+    The weight must be a plain ``nn.Parameter`` that needs a gradient. A frozen weight, the result
+    of a parametrization, a DTensor or another class is saved as cast; so are weights read with
+    ``reading(transposed=True)``, and all of a ``ParallelLinear`` with a frozen parameter.
+    ``GroupedLinear`` always saves its cast weights. Gradients are bitwise the same. Changing a
+    weight between forward and backward is an error, as in torch without autocast. But a **fused**
+    optimizer step (``AdamW(..., fused=True)``) and ``weight.data`` change weights without notice:
+    between forward and backward they make the gradients wrong without an error. Do not use
+    ``prefer="memory"`` if an optimizer steps there, as in some pipelines. A recomputation by
+    ``torch.utils.checkpoint`` must run under the same options: pass
+    ``context_fn=opfuse.checkpoint_contexts``. Under ``torch.compile``, the partitioner decides what
+    a graph saves.
 
     Raises:
-        ValueError: An unknown option, a negative limit, or ``prefer`` of another value. An option
+        ValueError: An unknown option, a negative limit, or another value of ``prefer``. An option
             that its plugin does not know is refused by the next plan.
         TypeError: A value of the wrong type, or one that is not hashable.
     """
@@ -93,37 +93,36 @@ class options(Setting):
 class autocast(Setting):
     """Quantize inside a ``with`` block, by a recipe, in this thread.
 
-    ``autocast(recipe)``, ``autocast("name")`` and ``autocast(recipe=recipe)`` mean the same. State
-    of a recipe, such as the scales that follow from earlier maxima, advances at the exit of the
-    outermost block (:meth:`Recipe.update`): if grad mode is on, nothing was raised, and this is no
-    recomputation in a backward.
+    ``autocast(recipe)``, ``autocast("name")`` and ``autocast(recipe=recipe)`` mean the same. The
+    state of a recipe, such as scales computed from earlier maxima, advances at the exit of the
+    outermost block (:meth:`Recipe.update`), provided that grad mode is on, nothing was raised, and
+    this is not a recomputation in a backward.
 
     Args:
-        enabled: False turns quantization off inside an enclosing block. What is no bool is the
-            recipe.
-        calibrating: With ``enabled=False``: nothing is quantized, but the recipe's quantizers see
-            what they would, and record it. So the scales of delayed scaling are known before the
-            first quantized call. It counts under ``torch.no_grad()`` too. A block that is enabled
-            records anyway.
-        recipe: The recipe, a value of a class that a plugin offers, or the name under which it
-            does. None: ``"fp8-delayed"``, on every device; Transformer Engine's default depends
-            on the GPU.
+        enabled: False turns quantization off inside an enclosing block. A value other than a bool
+            is taken as the recipe.
+        calibrating: With ``enabled=False``, nothing is quantized, but the recipe's quantizers see
+            and record the tensors, under ``torch.no_grad()`` too. The scales of delayed scaling are
+            then known before the first quantized call. An enabled block records anyway.
+        recipe: The recipe, an instance of a class that a plugin offers, or its registered name.
+            None: ``"fp8-delayed"``, on every device; Transformer Engine's default depends on the
+            GPU.
         amax_reduction_group: The process group over which the maxima of a step are taken. The model
             must be prepared, see :func:`opfuse.assign_names`.
-        weights: ``"fresh"`` casts each weight anew. ``"cached"`` uses the last cast again where the
-            Parameter and its version are the same. For several microbatches between two optimizer
-            steps: the first is to be "fresh", since fused optimizers change weights and raise no
-            version. One cast of each weight stays in memory.
-        skip: Ops that are not quantized, by name: patterns such as ``["head", "blocks.0.*"]``, in
-            which ``*`` stands for anything, dots too. A pattern that matches the name of a module
-            takes all ops below it. An op has its name from :func:`opfuse.assign_names` or from its
-            constructor. An inner block has only what it says itself.
+        weights: ``"fresh"`` casts each weight in every call. ``"cached"`` reuses the last cast if
+            the Parameter and its version are the same; it is for several microbatches between two
+            optimizer steps. The first must be "fresh", since fused optimizers change weights
+            without raising their version. One cast of each weight stays in memory.
+        skip: Names of ops that are not quantized: patterns such as ``["head", "blocks.0.*"]``, in
+            which ``*`` matches anything, including dots. A pattern that matches the name of a
+            module covers all ops below it. Ops get names from :func:`opfuse.assign_names` or from
+            their constructor. An inner block does not inherit the patterns of outer blocks.
 
     Raises:
-        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``skip`` is no
-            list of strings.
-        ValueError: A recipe that no installed plugin offers; other ``weights``; a pattern of
-            ``skip`` that matches no op, which is found when the block is entered.
+        TypeError: The recipe is neither a :class:`Recipe` nor a name, or is given twice; ``skip``
+            is not a list of strings.
+        ValueError: A recipe that no installed plugin offers; another value of ``weights``; a
+            pattern of ``skip`` that matches no op, which is found when the block is entered.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class autocast(Setting):
     def _changes_after(self, before: Settings) -> dict[str, Any]:
         observer = self._changes["observer"]
         if observer is None and before.observer is not CALIBRATING:
-            observer = before.observer  # who watches around this block watches in it
+            observer = before.observer  # the observer of an outer block stays in force
         return {**self._changes, "observer": observer}
 
     def __enter__(self) -> None:
@@ -189,30 +188,30 @@ class autocast(Setting):
 
 
 class quantized_model_init:
-    """Have the weights of linears that are built in a ``with`` block live quantized.
+    """Store the weights of linears that are built in a ``with`` block quantized.
 
-    Each such parameter is stored as a quantizer of the recipe casts it, in the copies that products
-    read, and nowhere in high precision: a :class:`opfuse.core.quantization.QuantizedParameter`.
-    Under ``autocast`` of the same recipe it is used without a cast; without a recipe it is
-    dequantized in every call; under another recipe the call is refused. An optimizer step computes
-    in the dtype
-    that the weight was built with, and quantizes the result: a small update may be rounded away, so
-    let the optimizer keep weights of its own.
+    Each such parameter is a :class:`opfuse.core.quantization.QuantizedParameter`: it is stored as a
+    quantizer of the recipe casts it, in the copies that products read, and nowhere in high
+    precision. Under ``autocast`` of the same recipe it is used without a cast; without a recipe it
+    is dequantized in every call; under another recipe the call is refused. An optimizer step
+    computes in the dtype that the weight was built with, and quantizes the result. A small update
+    may be rounded away, so let the optimizer keep its own weights.
 
     A weight gets both copies with grad mode on, and only the one for the forward with it off. The
-    role that a recipe sees has the name that the constructor of the op got. On the meta device
-    nothing is quantized, nor are parameters that an op reads from another module.
+    role that a recipe sees has the name that the op's constructor got. Nothing is quantized on the
+    meta device, nor are parameters that an op reads from another module.
 
     Args:
-        enabled: False turns it off inside an enclosing block. What is no bool is the recipe.
+        enabled: False turns it off inside an enclosing block. A value other than a bool is taken as
+            the recipe.
         recipe: The recipe, or its name, as for :class:`opfuse.autocast`. None: ``"fp8-delayed"``.
-        preserve_high_precision_init_val: Keep the values from before on the CPU. The parameters
-            have ``get_high_precision_init_val()`` then, for the weights of an optimizer, and
+        preserve_high_precision_init_val: Keep the original values on the CPU. The parameters then
+            have ``get_high_precision_init_val()``, for the weights of an optimizer, and
             ``clear_high_precision_init_val()``, which frees them.
 
     Raises:
-        TypeError: The recipe is no :class:`Recipe` and no name, or is given twice; ``preserve_...``
-            is no bool.
+        TypeError: The recipe is neither a :class:`Recipe` nor a name, or is given twice;
+            ``preserve_...`` is not a bool.
         ValueError: A recipe that no installed plugin offers; a weight whose shape the recipe cannot
             quantize.
     """
@@ -241,7 +240,7 @@ class quantized_model_init:
     def __enter__(self) -> None:
         asked = self._asked
         if asked is not None and why_off(asked.recipe, current.selection):
-            asked = None  # the plugin is off, which the user was told
+            asked = None  # the plugin is off; the user was warned
         self._outside.append(current.model_init)
         current.model_init = asked
 
@@ -250,7 +249,7 @@ class quantized_model_init:
 
 
 def _offered(recipe: Any, who: str = "autocast") -> Recipe:
-    """A recipe that an installed plugin offers, as a value."""
+    """Return the recipe as a value; refuse it if no installed plugin offers it."""
     if isinstance(recipe, str):
         if is_compiling():
             raise TypeError(
@@ -267,7 +266,7 @@ def _offered(recipe: Any, who: str = "autocast") -> Recipe:
 
 
 class _Forward(Recorder):
-    """Around a checkpointed forward: keeps the quantizer state that each chain starts from."""
+    """Active in a checkpointed forward; records the initial quantizer state of each chain."""
 
     restores = True
 
@@ -293,7 +292,7 @@ class _Forward(Recorder):
 
 
 class _Recompute(Recorder):
-    """Around the recomputation: the settings of the forward, and each chain's state before."""
+    """Active in the recomputation; restores the forward's settings and each chain's state."""
 
     restores = True
 
@@ -320,9 +319,9 @@ class _Recompute(Recorder):
             cache.put_back(entries)
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
-        """Put the state back that the chain started from.
+        """Restore the state that the chain started from.
 
-        An outer recorder is not told: it was in the forward.
+        An outer recorder is not called: it was in the forward.
         """
         for cache, entries in next(self._used):
             self._casts.append((cache, cache.entries()))
@@ -336,10 +335,10 @@ class _Recompute(Recorder):
 def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
     """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
 
-    The recomputation runs when the ``with`` blocks around the forward are long over (and on a GPU
-    in another thread). Without this it would run without the recipe and would update quantizer
-    state a second time; a chain that runs under a recipe inside of ``torch.utils.checkpoint``
-    raises then.
+    The recomputation runs after the ``with`` blocks around the forward have ended (and on a GPU in
+    another thread). Without this function it would run without the recipe and update quantizer
+    state a second time. A chain under a recipe inside ``torch.utils.checkpoint`` therefore raises
+    without it.
     """
     forward = _Forward()
     return forward, _Recompute(forward)

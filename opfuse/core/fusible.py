@@ -1,4 +1,4 @@
-"""What basic and fused ops share: declarations, and what makes a plan out of date."""
+"""The common base of basic and fused ops: declarations, and tracking of outdated plans."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .settings import current
 
 
 class _OperationMeta(ABCMeta):
-    """Fixes ``param_names`` once ``__init__`` is over, before anything can parametrize the op.
+    """Fixes ``param_names`` after ``__init__``, before anything can parametrize the op.
 
-    It also notices when a class gets another method or constant, which plans made before do not
-    know.
+    It also notices when a class gets another method or constant, which makes earlier plans
+    outdated.
     """
 
     @property
@@ -64,7 +64,7 @@ class _OperationMeta(ABCMeta):
             taken = cls.takes_params  # type: ignore[attr-defined]
             op.param_names = tuple(name for name in names if taken is None or name in taken)
         if name:
-            op._call_it(name)
+            op._take_name(name)
         op._constructed()
         return op
 
@@ -80,9 +80,9 @@ class _OperationMeta(ABCMeta):
 
 
 def _check_number(cls: Any, name: str, value: Any) -> None:
-    """Refuse a tensor, or what else is no real number, where an op without its own would read it.
+    """Refuse a class attribute that is not a real number where ops may read one from the class.
 
-    A property, and all that has ``__get__``, is the class author's to answer for.
+    Properties and other descriptors are the responsibility of the class's author.
     """
     if name in cls.real_numbers and not hasattr(value, "__get__"):
         check_real(cls, name, value)
@@ -90,19 +90,19 @@ def _check_number(cls: Any, name: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _takes_name(cls: type) -> bool:
-    """Whether ``__init__`` takes ``name`` itself; else every op takes it, by keyword."""
+    """Return whether ``__init__`` takes ``name`` itself; otherwise the metaclass does."""
     parameters = inspect.signature(cls).parameters.values()
     return any(p.name == "name" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _class_changed(name: str) -> None:
-    # those are set when any class is made
+    # these are set whenever a class is created
     if not name.startswith(("__abstractmethods__", "_abc_")):
         FusibleOperation._count_change()
 
 
 def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What is wrong with a constructor's arguments, and the remedy; None: nothing."""
+    """Return what is wrong with a constructor's arguments and the remedy; None: nothing."""
     signature = inspect.signature(cls)
     try:
         signature.bind(*args, **kwargs)
@@ -123,11 +123,11 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 
 
 class ParamSource(NamedTuple):
-    """Where an op reads a parameter that it does not hold itself.
+    """The place of a parameter that an op reads but does not hold itself.
 
     Attributes:
         module: The module that holds it.
-        name: Its attribute there.
+        name: The attribute of that module.
         transposed: Whether the op takes the transposed matrix.
     """
 
@@ -139,17 +139,17 @@ class ParamSource(NamedTuple):
 class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """A tensor operation that the operation fuser can run.
 
-    ``is_fused_op`` says whether an op stands for a run of basic ops.
+    ``is_fused_op`` says whether an op replaces a run of basic ops.
 
     Class attributes that an op may set:
         grad_input: How the gradient that the backward returns relates to other tensors.
             ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
-            fresh. ``"shared"`` (default): may alias something the caller sees. Decides
+            fresh. ``"shared"`` (default): may alias something the caller sees. It determines
             ``ctx.owns_grad_output`` of the next step.
         kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
             parameters of ``op_forward``.
-        real_numbers: Names of attributes that take real numbers only. A tensor would get no
-            gradient there, and could change in place where nobody sees it.
+        real_numbers: Names of attributes that take only real numbers. A tensor there would get no
+            gradient, and could change in place unnoticed.
     """
 
     is_fused_op: ClassVar[bool]
@@ -161,9 +161,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     param_names: tuple[str, ...] | None = None
     _captured = False
     _name = _path = ""
-    # parameters that other modules hold, by name; outside of what nn.Module registers
+    # parameters that other modules hold, by name; hidden from nn.Module's registration
     _sources: Mapping[str, ParamSource] = MappingProxyType({})
-    # where parameters would be that those modules did not have when the op was made
+    # places where those modules had no parameter when the op was created
     _absent: tuple[ParamSource, ...] = ()
     engine: ClassVar[Engine]  # see bind_engine
 
@@ -180,13 +180,13 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     @property
     def name(self) -> str:
-        """The constructor's ``name``, else what :func:`opfuse.assign_names` wrote, or ``""``.
+        """The constructor's ``name``, or the one from :func:`opfuse.assign_names`, or ``""``.
 
-        Every op takes ``name`` by keyword, and so do ``reading`` and ``of``. It can be set, too.
+        Every op, ``reading`` and ``of`` accept ``name`` as a keyword. It can also be set.
 
         Raises:
-            TypeError: It is set to what is no string.
-            RuntimeError: It is set when the op has quantizers that know it by another name.
+            TypeError: The new value is not a string.
+            RuntimeError: The op already has quantizers that know it by another name.
         """
         return self._name or self._path
 
@@ -194,10 +194,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def name(self, name: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"{type(self).__name__} expected a string as name, got {name!r}")
-        self._call_it(name)
+        self._take_name(name)
 
-    def _call_it(self, name: str) -> None:
-        """Take a name from the constructor, or from who sets ``name``."""
+    def _take_name(self, name: str) -> None:
+        """Take a name from the constructor or from an assignment to ``name``."""
         self._set_name("_name", name)
 
     def _rename(self, path: str) -> None:
@@ -210,11 +210,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         if self._captured:
             self._count_change()  # a recipe may skip it now, or no longer
 
-    # What a plan was made for may change: then it is made anew
+    # Changes that make plans outdated
 
     @classmethod
     def _check_class_attribute(cls, name: str) -> None:
-        """Refuse to set an attribute of a class that is made, where something would not follow."""
+        """Refuse to set a class attribute where something made earlier would not follow."""
 
     @staticmethod
     def _count_change() -> None:
@@ -227,7 +227,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             raise RuntimeError(
                 f"the attributes of this {type(self).__name__} are in use: a fuser captured them"
             )
-        self._refuse_lent(name)
+        self._refuse_foreign(name)
         if name in self.real_numbers:
             value = check_real(self, name, value)
         is_new = name not in self.__dict__
@@ -249,22 +249,22 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     @staticmethod
     def _is_of_contract(name: str) -> bool:
-        """Whether plans depend on an attribute of this name, whatever its value."""
+        """Return whether plans depend on an attribute of this name, whatever its value."""
         return hasattr(FusibleOperation, name)
 
-    def _refuse_lent(self, name: str) -> None:
-        """Refuse to set a parameter that another module holds: the op would still read that one."""
+    def _refuse_foreign(self, name: str) -> None:
+        """Refuse to set a parameter that another module holds: the op would not read it."""
         if name in self._sources:
             owner = type(self._sources[name].module).__name__
             raise RuntimeError(
                 f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
             )
 
-    def _refuse_late(self) -> None:
-        """Refuse a parameter that a module got after this op, which reads others there, was made.
+    def _refuse_late_parameters(self) -> None:
+        """Refuse parameters that a source module got after this op was made: they would be ignored.
 
         Raises:
-            ValueError: There is one: it would be left out.
+            ValueError: There is such a parameter.
         """
         for module, name, _ in self._absent:
             if getattr(module, name, None) is not None:
@@ -279,11 +279,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         remember(self)
-        self.__dict__["_cache"] = ModuleCache()  # not that of the op a shallow copy was made from
+        self.__dict__["_cache"] = ModuleCache()  # a shallow copy must not share it
         self._count_change()
 
     def _constructed(self) -> None:
-        """Called once, when ``__init__`` is over."""
+        """Called once, after ``__init__``."""
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -308,11 +308,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """Called before every forward pass of a fuser."""
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer this op wants its input quantized with, under the current recipe."""
+        """The quantizer that this op wants for its input under the current recipe."""
         return None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The quantizer this op wants its output's gradient quantized with."""
+        """The quantizer that this op wants for the gradient of its output."""
         return None
 
     def fuser_forward(
@@ -325,15 +325,15 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> Outputs:
-        """Forward pass over the basic ops this op stands for.
+        """Forward pass over the basic ops that this op replaces.
 
         Args:
             basic_op_ctxs: One context per basic op.
             input_: Input of the first basic op.
-            basic_op_extra_inputs: Extra inputs per basic op; None where a channel's producer is
-                inside.
-            prev_op_grad_output_quantizer: See :class:`OperationContext`.
-            next_op_input_quantizer: See :class:`OperationContext`.
+            basic_op_extra_inputs: Extra inputs per basic op; None if the channel's producer is one
+                of the ops.
+            prev_op_grad_output_quantizer: Quantizer that the previous op wants for its gradient.
+            next_op_input_quantizer: Quantizer that the next op wants for its input.
             basic_op_kwargs: Keyword arguments per basic op.
 
         Returns:
@@ -348,10 +348,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         *,
         basic_op_grad_extra_outputs: Extras,
     ) -> AllGrads:
-        """Backward pass over the basic ops this op stands for.
+        """Backward pass over the basic ops that this op replaces.
 
         Args:
-            basic_op_ctxs: One context per basic op, with what its forward saved.
+            basic_op_ctxs: One context per basic op, with the values that its forward saved.
             grad_output: Gradient of the last basic op's output.
             basic_op_grad_extra_outputs: Gradients of the extra outputs per basic op; None means
                 zero.
@@ -363,14 +363,14 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         raise NotImplementedError(f"{type(self).__name__} has no backward pass")
 
     def _own_fuser(self) -> Any:
-        """The fuser behind ``op(x)``, kept as long as the op."""
+        """The fuser behind ``op(x)``, which lives as long as the op."""
         if is_dynamo_compiling() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value
 
 
 def check_real(op: object, name: str, value: Any) -> float:
-    """A real number, as a float; ``op`` is an op, or its class.
+    """Return a real number as a float; ``op`` is an op, or its class.
 
     Raises:
         TypeError: It is not a real number.
@@ -401,21 +401,21 @@ _DECLARED: dict[str, Any] = {
     "takes_params": None,
 }
 
-"""What a class declares about its passes, and what holds where nothing is declared.
+"""The declarations of a class about its passes, with their defaults.
 
-A class that overrides a pass says anew what is true of it: what it inherits was said of another
-one.
+A class that overrides a pass must declare again what holds for it: inherited declarations describe
+another pass.
 """
 
 
 def _defined(cls: type, name: str, start: int = 0) -> int:
-    """How far up a class's ancestors the first one is that defines a name."""
+    """Return the index in the MRO of the first ancestor that defines a name."""
     found = (i for i, base in enumerate(cls.__mro__) if i >= start and name in vars(base))
     return next(found, len(cls.__mro__))
 
 
 def _overriding(cls: type) -> int:
-    """How far up the first ancestor is that overrides another's pass; past all if none does."""
+    """Return the MRO index of the first class that overrides a pass; its length if none does."""
     first = len(cls.__mro__)
     for name in _PASSES:
         own = _defined(cls, name)
@@ -432,13 +432,13 @@ def _overriding(cls: type) -> int:
 
 
 def declared(op: nn.Module, name: str) -> Any:
-    """What an op declares about its passes: nothing, if passes were replaced on the op itself."""
+    """Return an op's declaration about its passes; none holds if the op itself replaced a pass."""
     replaced = any([method in vars(op) for method in _PASSES])  # which torch.compile can trace
     return _DECLARED[name] if replaced else getattr(op, name)
 
 
 def numbers_of(op: Any) -> list[str]:
-    """Which of an op's ``context_names`` are numbers of the op, and not what a call makes."""
+    """Return those of an op's ``context_names`` that are numbers of the op, not of a call."""
     found = []
     for name in declared(op, "context_names"):
         try:
@@ -450,13 +450,13 @@ def numbers_of(op: Any) -> list[str]:
 
 
 class Engine(NamedTuple):
-    """What is above the ops, and what they use of it.
+    """The parts of the engine that ops use, though it is imported after them.
 
     Attributes:
         make_fuser: The class of fusers, for ``op(x)``.
-        new_quantizer: ``new_quantizer(recipe, role, env)``: of the plugin that serves a recipe.
-        cache_quantizers: ``cache_quantizers(op)``: what casts an input that is kept in FP8.
-        recipe_name: ``recipe_name(recipe)``: what a recipe is registered as.
+        new_quantizer: ``new_quantizer(recipe, role, env)``, from the plugin that serves a recipe.
+        cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
+        recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
     """
 
     make_fuser: Callable[..., Any]
@@ -466,10 +466,7 @@ class Engine(NamedTuple):
 
 
 def bind_engine(engine: Engine) -> None:
-    """Hand the engine down to the ops; it calls this once, when it is imported.
-
-    There is nothing else that is known above and used below.
-    """
+    """Give the ops access to the engine, which calls this once, when it is imported."""
     type.__setattr__(FusibleOperation, "engine", engine)
 
 

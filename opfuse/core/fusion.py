@@ -1,4 +1,4 @@
-"""Fusions: "this pattern may be replaced by that fused op", and one matcher for all.
+"""Fusions: declarations that a fused op may replace a pattern of ops, and their matcher.
 
 A pattern is a sequence of elements, each matching basic ops:
 
@@ -9,10 +9,10 @@ A pattern is a sequence of elements, each matching basic ops:
 - ``Optional(e)``: the element or nothing,
 - ``OneOrMore(e)``: the element once or more.
 
-An op that overrides what the element stands for is not matched, see :func:`opfuse.has_same_math`:
-for ``Subclasses(C)`` the passes (``op_forward``, ``op_backward``, ``fuser_forward``,
-``fuser_backward``) that ``C`` does not leave abstract; for an exact class any method, on the
-instance.
+An op that overrides the arithmetic of the element is not matched, see
+:func:`opfuse.has_same_math`. For ``Subclasses(C)`` these are the passes (``op_forward``,
+``op_backward``, ``fuser_forward``, ``fuser_backward``) that ``C`` does not leave abstract; for an
+exact class, any method on the instance.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PASSES = ("joint", "forward", "backward")
 class Subclasses:
     """Matches one op whose class is ``cls``, or derived from it without overriding its passes.
 
-    What ``cls`` leaves abstract may be given: ``Subclasses(Activation)`` matches every activation
-    that gives its
-    ``value`` and ``derivative``, and none that brings an ``op_forward`` of its own.
+    Abstract methods of ``cls`` may be implemented: ``Subclasses(Activation)`` matches every
+    activation that implements ``value`` and ``derivative``, and none that has its own
+    ``op_forward``.
     """
 
     cls: type
@@ -44,7 +44,7 @@ class Subclasses:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class OneOf:
-    """Matches what any of the elements matches."""
+    """Matches any of the elements."""
 
     elements: tuple[Any, ...]
 
@@ -76,24 +76,24 @@ class Fusion:
             fused op. A :class:`FusedOperation` subclass is its own ``build``.
         when: ``when(ops, env)`` returns True, or a sentence that says why not. Called while
             planning, with metadata only. None: always.
-        benefit: How many full-size tensor reads and writes disappear, as a number or as
-            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions the set
+        benefit: Number of full-size tensor reads and writes that the fusion saves, or a function
+            ``benefit(ops, env)``. Default: ``2 * (len(ops) - 1)``. Of overlapping fusions, the set
             with the largest sum is taken.
         priority: Fusions of higher priority choose first; default 0.
-        name: What reports call it; default: the name of ``build``.
-        needs_row_alignment: Plan anew for each row alignment and tell it in ``env.row_alignment``.
-        needs_rows: Where ``when`` would fuse many rows, plan anew for each power of two of them and
+        name: The name in reports; default: the name of ``build``.
+        needs_row_alignment: Make a plan for each row alignment, and pass ``env.row_alignment``.
+        needs_rows: If ``when`` would fuse many rows, make a plan for each power of two of rows and
             ask it again with ``env.rows``.
-        trades_time: It saves memory and takes time for it. It is used under the option
-            ``prefer="memory"``, or where ``opfuse tune`` found it to be no slower.
-        only_recomputes: All it does is to compute its output again, so that the op behind it need
-            not keep that. It is not used where that op keeps no input, or where a fusion before it
-            could spare it its own.
-        needs_recipe: It is of use under a quantization recipe only. Without one it is not looked
-            for, and no report names it.
-        casts: The fused op itself does the casts that a recipe wants between its ops. The pattern
-            then is of the ops alone; without it, a pattern fits where its casts stand, and a joint
-            fusion, whose pattern is of the ops alone, is not used where there are any.
+        trades_time: The fusion saves memory at the cost of time. It is used under the option
+            ``prefer="memory"``, or if ``opfuse tune`` found it not to be slower.
+        only_recomputes: The fusion only computes its output again, so that the next op need not
+            keep it. It is not used if that op keeps no input, or if the fusion before it could
+            recompute its own input.
+        needs_recipe: The fusion is useful only under a quantization recipe. Without one it is not
+            considered, and no report names it.
+        casts: The fused op itself performs the casts that a recipe wants between its ops. The
+            pattern then lists the ops alone. Without it, a pattern matches only if it names the
+            casts, and a joint fusion, whose pattern lists the ops alone, is not used across casts.
 
     Raises:
         ValueError: The pattern is empty, or can match nothing.
@@ -153,14 +153,14 @@ class Fusion:
         return Cast in _classes(self.pattern)
 
     def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
-        """Where matches that begin at ``start`` end (exclusive), in ascending order."""
+        """Return the ends (exclusive) of matches that start at ``start``, in ascending order."""
         return sorted(_ends(self.pattern, ops, start) - {start})
 
     def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
-        """Where the pattern would match from ``start``, if no op overrode anything.
+        """Return the matches from ``start`` that fail only because an op overrides something.
 
         Returns:
-            For each such end (exclusive) the sentence that says who overrides what.
+            For each end (exclusive), a sentence that says which op overrides what.
         """
         loose, reasons = _ends(self.pattern, ops, start, strict=False), {}
         for end in loose - _ends(self.pattern, ops, start) - {start}:
@@ -183,7 +183,7 @@ FusionLike: TypeAlias = Fusion | Callable[..., Sequence[Any]]
 
 
 def fusion_name(fusion: FusionLike) -> str:
-    """What reports call a fusion or a fusion function."""
+    """Return the name of a fusion or fusion function in reports."""
     return (
         fusion.name
         if isinstance(fusion, Fusion)
@@ -231,7 +231,7 @@ def _check_element(element: Any, name: str) -> None:
 
 
 def _classes(elements: Sequence[Any]) -> list[Any]:
-    """The classes, and ``Subclasses``, of a pattern."""
+    """The classes and ``Subclasses`` elements of a pattern."""
     found = []
     for element in elements:
         if isinstance(element, OneOf):
@@ -256,7 +256,7 @@ def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
 
 
 def _override(element: Any, op: BasicOperation) -> str:
-    """What an op of the element's class overrides, as a sentence; ``""`` if nothing."""
+    """Return what an op of the element's class overrides, as a sentence; ``""`` if nothing."""
     if isinstance(element, Subclasses):
         name = overridden(op, element.cls, *PASS_METHODS) if isinstance(op, element.cls) else None
     else:
@@ -270,7 +270,7 @@ def _override(element: Any, op: BasicOperation) -> str:
 def _ends(
     pattern: Sequence[Any], ops: Sequence[BasicOperation], start: int, *, strict: bool = True
 ) -> set[int]:
-    """Where the pattern can end; ``strict``: without ops that override what it stands for."""
+    """Return where the pattern can end; ``strict``: without ops that override its arithmetic."""
     ends = {start}
     for element in pattern:
         inner = element.element if isinstance(element, (Optional, OneOrMore)) else element

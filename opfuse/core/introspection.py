@@ -1,4 +1,4 @@
-"""What an op overrides: whether what is known of its class holds for it."""
+"""Finds what an op overrides, and so whether the known arithmetic of its class applies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .op_context import QUANTIZERS, asks_for_quantizers
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"
 CONVERTED = "_opfuse_of"
-"""What a class has that ``opfuse.convert`` put on another one: that one."""
+"""The attribute with which ``opfuse.convert`` marks a derived class; its value is the original."""
 
 
 def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
-    """For each module whether its call runs hooks."""
+    """Return for each module whether its call runs hooks."""
     return [bool(any(hook_dicts(module))) for module in modules]
 
 
@@ -42,10 +42,10 @@ def hook_kinds(module: nn.Module) -> str:
 
 
 def why_apart(op: nn.Module) -> str:
-    """Why an op must run through its own ``__call__``; ``""`` if it need not.
+    """Return why an op must run through its own ``__call__``; ``""`` if it need not.
 
-    It has hooks, or its ``forward`` or ``__call__`` is not the library's: a subclass's (an adapter,
-    say), or one that was set on the instance or on its class.
+    Reasons are hooks, and a ``forward`` or ``__call__`` that is not the library's: one of a
+    subclass (an adapter, say), or one set on the instance or its class.
     """
     if hooks := hook_kinds(op):
         return f"has {hooks} hooks"
@@ -60,10 +60,10 @@ def own_call(op: nn.Module) -> str:
 
 
 def op_class(op: nn.Module) -> type[nn.Module]:
-    """The class of an op as its author wrote it, without the classes derived around it.
+    """The class of an op as its author wrote it, without derived wrapper classes.
 
     ``torch.nn.utils.parametrize``, FSDP and ``opfuse.convert`` change a module's class in place; a
-    fusion that names the original class still means this op.
+    fusion that names the original class still matches the op.
     """
     cls = type(op)
     while True:
@@ -79,22 +79,22 @@ def op_class(op: nn.Module) -> type[nn.Module]:
 
 
 PASS_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
-"""By which of their methods the fuser runs the ops."""
+"""The methods through which the fuser runs ops."""
 
 
 def has_same_math(op: nn.Module, cls: type, *methods: str) -> bool:
-    """Whether what computes ``cls`` may stand for an op.
+    """Return whether code for ``cls`` may replace an op.
 
-    The op is one, and ``cls`` is still who defines its arithmetic.
+    It may if the op is an instance of ``cls``, and ``cls`` still defines its arithmetic.
 
-    Every shortcut asks this before it stands for an op whose class it knows: a kernel for GELU asks
+    Every shortcut checks this before it replaces an op of a known class: a kernel for GELU checks
     ``has_same_math(op, GELU)``. An op that overrides a method of ``cls``, in its class or on the
-    instance, computes something else, or may. Ask while planning: a change on the op or its class
-    makes a new plan.
+    instance, may compute something else. Check while planning: a change to the op or its class
+    leads to a new plan.
 
-    What ``cls`` leaves abstract may be given, and classes that torch derives for parametrization or
-    FSDP override nothing. What ``torch.nn.Module`` defines makes no difference: the fuser looks at
-    ``forward`` itself.
+    Abstract methods of ``cls`` may be implemented, and classes that torch derives for
+    parametrization or FSDP override nothing. Methods of ``torch.nn.Module`` do not count: the fuser
+    checks ``forward`` itself.
 
     Args:
         op: The op.
@@ -105,7 +105,7 @@ def has_same_math(op: nn.Module, cls: type, *methods: str) -> bool:
 
 
 def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
-    """The first method of ``cls`` that an op does not have from it; see :func:`has_same_math`."""
+    """Return the first method of ``cls`` that an op overrides; see :func:`has_same_math`."""
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None
@@ -130,12 +130,12 @@ _ABSTRACT = "__isabstractmethod__"
 
 
 def _on_class(cls: type, name: str) -> Any:
-    """What a class has under this name, as it was written there; None: nothing."""
+    """Return the attribute that a class has under this name, unbound; None if it has none."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _methods_of(cls: type) -> dict[str, None]:
-    """The names of the methods that a class has from opfuse's classes and its own."""
+    """The names of a class's methods, its own and those of opfuse's classes."""
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
     names = dict.fromkeys(
         name for base in bases for name in vars(base) if not name.startswith("__")

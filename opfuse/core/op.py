@@ -1,4 +1,4 @@
-"""The operation classes: what the user composes and what a plugin replaces.
+"""The operation classes: the ops that users compose and that plugins replace.
 
 A :class:`BasicOperation` is one tensor operation with its parameters and state. A
 :class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven
@@ -40,40 +40,41 @@ class BasicOperation(FusibleOperation):
     Subclasses implement ``op_forward`` and ``op_backward``; an op with extra inputs or outputs
     implements ``fuser_forward`` and ``fuser_backward`` instead.
 
-    A class that overrides one of these passes inherits no declaration about them, but says anew
-    what is true of it: ``saved_names``, ``context_names``, ``grad_input``, ``differentiable``,
-    ``keeps_rows``, ``casts_input`` and ``takes_params``.
+    A class that overrides one of these passes inherits no declaration about them. It must declare
+    again what holds for it: ``saved_names``, ``context_names``, ``grad_input``,
+    ``differentiable``, ``keeps_rows``, ``casts_input`` and ``takes_params``.
 
     Class attributes that describe an op to fusions and to the fuser:
-        num_extra_inputs, num_extra_outputs: Tensors beside the main one.
-        extra_input_dtypes: What each extra input takes, one entry for each: ``"floating"``,
-            ``"integer"`` (targets, positions, split sizes) or ``"bool"``. Those of the last two
-            kinds get no gradient. Empty: all are floating point.
-        takes_params: Names of the parameters that the passes take, in order; None: all that there
-            are at the end of ``__init__``. Others belong to a ``forward`` of its own.
-        saved_names: Names of what ``save_for_backward`` is given, in order; None: not declared.
+        num_extra_inputs, num_extra_outputs: Number of tensors in addition to the main one.
+        extra_input_dtypes: The kind of each extra input: ``"floating"``, ``"integer"`` (targets,
+            positions, split sizes) or ``"bool"``. The last two kinds get no gradient. Empty: all
+            are floating point.
+        takes_params: Names of the parameters that the passes take, in order; None: all that exist
+            at the end of ``__init__``. Others belong to a ``forward`` of the op's own.
+        saved_names: Names of the values passed to ``save_for_backward``, in order; None: not
+            declared.
         context_names: Context attributes beyond the documented ones that the backward reads, such
-            as a number of the op; the forward leaves each where ``ctx.requires_grad``. A fused
-            forward finds there already what :meth:`context_value` gives.
-        in_features: Last dimension the op takes, or None for any.
-        out_features: Last dimension it gives, or None for the one it got divided by
+            as a number of the op. The forward sets each if ``ctx.requires_grad``. For a fused
+            forward, those that :meth:`context_value` returns are already set.
+        in_features: Last dimension of the input, or None for any.
+        out_features: Last dimension of the output, or None for that of the input divided by
             ``feature_ratio``.
-        feature_ratio: See above; None: unknown.
+        feature_ratio: Last dimension of the input over that of the output; None: unknown.
         keeps_rows: Whether the output has the leading dimensions of the input, all but the last.
         differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made
             of differentiable torch operations), which second derivatives and functorch need.
         params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype,
             outside autocast.
-        autocast_dtype: The dtype that ``ctx.dtype`` says under autocast instead of autocast's own,
-            unless the next op ``casts_input``; None: autocast's own.
+        autocast_dtype: The value of ``ctx.dtype`` under autocast, unless the next op
+            ``casts_input``; None: autocast's own dtype.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
-        splits_backward: Whether ``op_backward``, with None for its ``"input"`` among the
-            ``saved_tensors``, gives the gradient of the input alone, and with None for all others
-            those of the parameters. It may be called twice then, so that the op before has the time
-            to compute that input again.
-        accumulates_grads: Whether :meth:`accumulate_grads` puts the gradients of parameters away.
-        extras_of_any_dtype: Whether floating-point extra inputs may have another dtype than the
-            input, though the parameters may not.
+        splits_backward: Whether ``op_backward`` can run in two calls, so that the previous op can
+            compute the input again in between. With None for ``"input"`` among the
+            ``saved_tensors`` it returns only the gradient of the input; with None for all others,
+            only those of the parameters.
+        accumulates_grads: Whether :meth:`accumulate_grads` stores the gradients of parameters.
+        extras_of_any_dtype: Whether the dtype of floating-point extra inputs may differ from that
+            of the input, though the parameters' may not.
     """
 
     is_fused_op = False
@@ -112,9 +113,9 @@ class BasicOperation(FusibleOperation):
     # Parameters that other modules hold
 
     def lend_parameters(self, owner: nn.Module) -> None:
-        """Give this op's parameters to ``owner``, which registers them under the same names.
+        """Move this op's parameters to ``owner``, which registers them under the same names.
 
-        The op goes on reading them, from ``owner``, at every call; its ``param_names`` stay.
+        The op reads them from ``owner`` at every call; its ``param_names`` stay the same.
         """
         lent = dict(self._parameters)
         self.read_parameters({name: ParamSource(owner, name) for name in lent})
@@ -122,14 +123,14 @@ class BasicOperation(FusibleOperation):
             owner.register_parameter(name, param)
 
     def read_parameters(self, sources: Mapping[str, ParamSource]) -> None:
-        """Take parameters from other modules from now on, at every call anew.
+        """Read parameters from other modules at every call from now on.
 
         The op holds none of them: they are in neither its ``parameters()`` nor its state dict, and
-        gradients reach the Parameters of these modules. A copy of the op reads the copies of these
-        modules that are made with it.
+        gradients reach the Parameters of these modules. A copy of the op reads from the copies of
+        these modules that are made with it.
 
         Args:
-            sources: Where each parameter is.
+            sources: The module and attribute of each parameter.
         """
         for name in sources:
             self._parameters.pop(name, None)
@@ -146,7 +147,7 @@ class BasicOperation(FusibleOperation):
         return module, leaf
 
     def read_parameter(self, name: str) -> Any:
-        """The value of a parameter now, as the passes are given it; None if there is none."""
+        """Return the current value of a parameter as the passes get it; None if there is none."""
         module, leaf = self.param_source(name)
         value = getattr(module, leaf)
         transposed = name in self._sources and self._sources[name].transposed
@@ -156,8 +157,8 @@ class BasicOperation(FusibleOperation):
         return self.read_parameter(name) if name in self._sources else super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; refused where another module holds it."""
-        self._refuse_lent(name)
+        """Register a parameter; refused if another module holds it."""
+        self._refuse_foreign(name)
         super().register_parameter(name, param)
         if self._captured and name not in (self.param_names or ()):
             self._count_change()
@@ -165,9 +166,9 @@ class BasicOperation(FusibleOperation):
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Any, ...]:
-        """Put gradients away that autograd is not to see, whatever fusion computed them.
+        """Store gradients that autograd must not see, whichever fusion computed them.
 
-        Called once in a backward that would add them to ``.grad``, and not by
+        Called once in a backward that would add them to ``.grad``, but not by
         ``torch.autograd.grad``.
 
         Args:
@@ -175,7 +176,7 @@ class BasicOperation(FusibleOperation):
             grads: Their gradients, or None.
 
         Returns:
-            What autograd gets instead.
+            The values that autograd gets instead.
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
@@ -195,13 +196,13 @@ class BasicOperation(FusibleOperation):
         return self
 
     def set_extra_input_name(self, index: int, name: str | None) -> BasicOperation:
-        """Name an extra input that the caller gives; inputs of one name take one argument.
+        """Name an extra input that the caller passes; inputs of one name share one argument.
 
-        Extra inputs of one name in one fuser take one argument, at the place of the first of them.
+        Extra inputs of one name in one fuser share one argument, at the place of the first of them.
         They all get the same tensor, and their gradients are added.
 
         Args:
-            index: Which extra input.
+            index: Index of the extra input.
             name: The name, or None to remove it.
 
         Raises:
@@ -222,7 +223,7 @@ class BasicOperation(FusibleOperation):
         """Publish an extra output under a channel name, for later ops of the same fuser.
 
         Args:
-            index: Which extra output.
+            index: Index of the extra output.
             channel: The name, or None to remove the binding.
             output_to_caller: Whether the caller gets the tensor too.
 
@@ -278,15 +279,15 @@ class BasicOperation(FusibleOperation):
     # Quantizers
 
     def num_quantizers(self, mode: str) -> int:
-        """How many tensors the op quantizes in ``mode`` ("forward" or "backward")."""
+        """The number of tensors that the op quantizes in ``mode`` ("forward" or "backward")."""
         return 0
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
-        """What each of the ``num_quantizers(mode)`` tensors is; None: roles without a name."""
+        """The role of each of the ``num_quantizers(mode)`` tensors; None: roles without a name."""
         return None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Make ``recipe`` current; the first time, create this op's quantizers for it."""
+        """Make ``recipe`` current; create this op's quantizers for it if it is new."""
         self._quantizers.use(self, recipe)
 
     def _check_name(self, name: str) -> None:
@@ -305,8 +306,7 @@ class BasicOperation(FusibleOperation):
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
 
-        In a backward, and between calls, it is that of the recipe of the op's last call, if there
-        was one.
+        In a backward, and between calls, it belongs to the recipe of the op's last call, if any.
         """
         return self._quantizers.get(self, mode, index)
 
@@ -319,7 +319,7 @@ class BasicOperation(FusibleOperation):
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     def get_usage(self, name: str, *, dgrad: bool, wgrad: bool, backward: bool = True) -> Usage:
-        """Which copies of a quantized tensor this op reads: those that its GEMMs reduce over.
+        """Return which copies of a quantized tensor this op reads: those its GEMMs reduce over.
 
         An input is read rowwise by the forward, and columnwise for the gradient of a parameter. A
         weight is read rowwise by the forward, and columnwise for the gradient of the input. A
@@ -327,7 +327,7 @@ class BasicOperation(FusibleOperation):
         parameter.
 
         Args:
-            name: ``"input"``, ``"weight"`` (or a name that begins so) or ``"grad_output"``.
+            name: ``"input"``, ``"weight"`` (or a name that starts with it) or ``"grad_output"``.
             dgrad: Whether the gradient of the input is needed.
             wgrad: Whether the gradient of a parameter is needed.
             backward: Whether the backward reads quantized tensors of its own.
@@ -339,15 +339,14 @@ class BasicOperation(FusibleOperation):
     # The operation itself
 
     def context_value(self, name: str) -> Any:
-        """A number of the op, for its context: what a fused forward finds there.
+        """Return a number of the op, which the engine sets on the context of a fused forward.
 
-        The engine asks before a fused forward, which may leave another value. Of each of the
-        ``context_names`` that is no number of the op (an AttributeError says so), the fused forward
-        leaves its own.
+        The fused forward may overwrite it. It must itself set each of the ``context_names`` that is
+        not a number of the op; for these, this raises AttributeError.
 
         Args:
-            name: One of the ``context_names``: an attribute of the op, or ``"numbers"``, all that
-                its ``numbers_of()`` gives.
+            name: One of the ``context_names``: an attribute of the op, or ``"numbers"`` for all
+                that its ``numbers_of()`` returns.
         """
         return self.numbers_of() if name == "numbers" else getattr(self, name)
 
@@ -356,13 +355,13 @@ class BasicOperation(FusibleOperation):
         """Forward pass.
 
         Args:
-            ctx: Where to leave what the backward needs, if ``ctx.requires_grad``.
+            ctx: The context, which keeps what the backward needs if ``ctx.requires_grad``.
             input_: The input tensor.
             *args: Transformer Engine's ``prev_op_grad_output_quantizer`` and
-                ``next_op_input_quantizer``, where the op has two more positional parameters; see
+                ``next_op_input_quantizer``, if the op has two more positional parameters; see
                 :class:`OperationContext`.
-            **kwargs: The op's own keyword arguments; and those two, where its signature names them.
-                Ops of the library take both from a fused op that calls them, and need none.
+            **kwargs: The op's own keyword arguments, and those two if its signature names them.
+                Ops of the library accept both from a fused op that calls them, and need neither.
 
         Returns:
             The output tensor.
@@ -408,7 +407,7 @@ class BasicOperation(FusibleOperation):
             raise RuntimeError(f"{who}: it must implement fuser_{direction}, not op_{direction}")
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Apply the op on its own: the output, or ``(output, *extra_outputs)``."""
+        """Apply the op on its own; return the output, or ``(output, *extra_outputs)``."""
         return self._own_fuser().run(
             input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
         )
@@ -446,31 +445,31 @@ class BasicOperation(FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """Stands for a run of basic ops and keeps no state of its own.
+    """An op that replaces a run of basic ops and keeps no state of its own.
 
     A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the
-    subclass itself. In a forward-only fusion ``fuser_forward`` must leave in each context exactly
-    what the basic op would (``saved_names`` and ``context_names`` say what); a backward-only fusion
-    may rely on exactly that; a joint fusion may keep what it likes.
+    subclass itself. In a forward-only fusion, ``fuser_forward`` must leave on each context exactly
+    what the basic op would, as ``saved_names`` and ``context_names`` declare. A backward-only
+    fusion may rely on exactly that. A joint fusion may keep anything.
 
     Attributes:
-        recomputes: Whether ``fuser_recompute`` can give the output of ``fuser_forward`` again. An
-            op behind it that saves this very tensor as its ``"input"`` then does not keep it, and
-            finds it in its backward all the same; ``fuser_forward`` agrees to that at each call,
-            see :attr:`OperationContext.may_recompute`.
-        fuser_backward_with_output: A method that a joint fusion which recomputes may have: takes
-            what ``fuser_backward`` takes, and gives a pair of what that gives and of the output
-            again. It runs in place of ``fuser_recompute`` and ``fuser_backward`` where the op
-            behind :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
-        casts: Whether it does the casts itself that a recipe wants between its ops. A fusion that
-            is a plain function says so here; :class:`opfuse.Fusion` has an argument for it.
-        fallback: Why it does not run its kernel where it was planned for, as a sentence, or empty:
-            reports count it then as one that runs in PyTorch's operations.
-        notes: What reports add about this op, such as the time it spent compiling; an attribute or
-            a property.
+        recomputes: Whether ``fuser_recompute`` can return the output of ``fuser_forward`` again.
+            A next op that saves this very tensor as its ``"input"`` then does not keep it, and
+            still finds it in its backward. ``fuser_forward`` agrees to that at each call, see
+            :attr:`OperationContext.may_recompute`.
+        fuser_backward_with_output: Optional method of a joint fusion that recomputes. It takes the
+            arguments of ``fuser_backward`` and returns a pair: the result of ``fuser_backward``,
+            and the output again. It replaces ``fuser_recompute`` and ``fuser_backward`` if the
+            next op :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
+        casts: Whether it performs the casts that a recipe wants between its ops. For fusions that
+            are plain functions; :class:`opfuse.Fusion` has an argument for it.
+        fallback: A sentence that says why it does not run its kernel where it was planned, or
+            empty. Reports then count it as running in PyTorch's operations.
+        notes: Text that reports add about this op, such as the time it spent compiling; an
+            attribute or a property.
 
     Args:
-        basic_ops: The basic ops this op stands for, in order.
+        basic_ops: The basic ops that this op replaces, in order.
 
     Raises:
         ValueError: There is none.
@@ -498,43 +497,44 @@ class FusedOperation(FusibleOperation):
                 )
         self.basic_ops = nn.ModuleList(ops)
 
-    def _call_it(self, name: str) -> None:
+    def _take_name(self, name: str) -> None:
         for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
-            op._call_it(name)  # type: ignore[operator]
-        super()._call_it(name)
+            op._take_name(name)  # type: ignore[operator]
+        super()._take_name(name)
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The first basic op's."""
+        """The input quantizer of the first basic op."""
         return self.basic_ops[0].get_input_quantizer()  # type: ignore[no-any-return,operator]
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The last basic op's."""
+        """The quantizer of the last basic op's output gradient."""
         return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
-        """The ways to run it that ``opfuse tune`` is to choose among, at most 8, as JSON-able data.
+        """The configurations that ``opfuse tune`` chooses among, at most 8, as JSON-able data.
 
-        The one that it finds fastest is ``env.configuration`` when :meth:`planned` is called on
-        this machine. Otherwise that is None, and the op decides by itself.
+        The fastest is ``env.configuration`` when :meth:`planned` is called on this machine. If
+        nothing was measured, that is None, and the op decides by itself.
         """
         return ()
 
     def planned(self, env: Environment) -> None:
-        """Called once, when a plan takes this op, with what its fusion's ``when`` was given.
+        """Called once, when a plan takes this op, with the environment that ``when`` got.
 
-        If it raises, such as for an option's value, there is a warning, and the fusion is not used.
+        If it raises, for instance because of an option's value, the user is warned and the fusion
+        is not used.
         """
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
-        """The output of ``fuser_forward`` again, from the contexts of the backward.
+        """Return the output of ``fuser_forward`` again, from the contexts of the backward.
 
         Returns:
             A new tensor that equals the output up to rounding.
         """
         raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
-    # The basic ops one after the other: what a kernel falls back to, and what its results are held
-    # against
+    # The basic ops one after the other: the fallback of kernels, and the reference for their
+    # results
 
     def run_separately(
         self,
@@ -546,9 +546,9 @@ class FusedOperation(FusibleOperation):
         next_op_input_quantizer: Quantizer | None = None,
         basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
     ) -> Outputs:
-        """The forward of the basic ops, one after the other.
+        """Run the forward of the basic ops, one after the other.
 
-        Takes and gives what ``fuser_forward`` does, and leaves the same on the contexts.
+        Arguments, result and contexts are as for ``fuser_forward``.
         """
         x, outputs, last = input_, [], len(basic_op_ctxs) - 1
         made: dict[str | None, Tensor | None] = {}
@@ -582,7 +582,7 @@ class FusedOperation(FusibleOperation):
         *,
         basic_op_grad_extra_outputs: Extras,
     ) -> AllGrads:
-        """The backward of the basic ops, one after the other; as ``fuser_backward``."""
+        """Run the backward of the basic ops, one after the other, as ``fuser_backward`` would."""
         dy: Tensor | None = grad_output
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
@@ -611,7 +611,7 @@ class FusedOperation(FusibleOperation):
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
-        """The basic ops, with ``op_forward`` and ``op_backward`` where these are all there is."""
+        """The basic ops, with ``op_forward`` and ``op_backward`` if they define nothing else."""
         tracing = is_dynamo_compiling()  # which allows no side effects
         changes, known = (-1, []) if tracing else self._cache.separate
         if changes == FusibleOperation.changes:

@@ -1,4 +1,4 @@
-"""The context of an op, in which its forward leaves what its backward needs."""
+"""The context of an op, which carries what its backward needs from the forward."""
 
 from __future__ import annotations
 
@@ -25,41 +25,39 @@ AllGrads = tuple[Tensor | None, Sequence[Grads], Extras]
 
 
 class OperationContext:
-    """What one basic op leaves in forward for its backward: an open bag of attributes.
+    """The state that the forward of one basic op leaves for its backward.
 
-    The fuser fills in the documented attributes before ``op_forward`` runs; an op does not change
-    them, since what it writes there would be there in later calls. It may add attributes if it
-    declares ``context_names``, or declares nothing at all; tensors go through
-    :meth:`save_for_backward`. The backward gets another context with the same attributes, so
-    nothing written in forward is ever mutated. Keep no reference to a context: that of an op that
-    adds no attributes takes none (an AttributeError says so), is cleared when the pass is over, and
-    serves a later one.
+    The fuser fills in the documented attributes before ``op_forward`` runs. An op must not change
+    them: the change would persist in later calls. It may add attributes if it declares
+    ``context_names``, or declares nothing at all; tensors go through :meth:`save_for_backward`. The
+    backward gets another context with the same attributes, so nothing written in forward is ever
+    mutated. Keep no reference to a context. The context of an op that adds no attributes accepts
+    none (AttributeError), is cleared after the pass, and is used again.
 
     Attributes:
         requires_grad: Whether this op takes part in the backward at all.
         input_requires_grad: Whether the gradient of the op's input is needed.
         params: The op's parameter values of this call, in ``param_names`` order (forward only).
         param_requires_grad: One flag per parameter.
-        dtype: The dtype that autocast asks the op to compute in, or None: then its input's.
-        backward_override: The recipe's, or None.
-        prev_op_grad_output_quantizer: What the previous op wants its output's gradient quantized
-            with.
-        next_op_input_quantizer: What the next op wants its input quantized with.
+        dtype: The dtype that autocast asks the op to compute in; None: that of the input.
+        backward_override: The ``backward_override`` of the recipe, or None.
+        prev_op_grad_output_quantizer: The quantizer that the previous op wants for the gradient of
+            its output.
+        next_op_input_quantizer: The quantizer that the next op wants for its input.
         quantizers: This op's own quantizers by name: ``"input"``, ``"weight"``, ``"grad_output"``,
             or as its roles say; empty without a recipe.
         weights: The casts of its weights; see :meth:`quantized_weight`.
-        cast_input: The input of a cast and what it gave, where the input of this op may be computed
+        cast_input: The input of a cast and its result, if the input of this op may be computed
             again (forward only).
-        saves_params: Whether the op may save a parameter as it is, and not what autocast made of
-            it: the backward casts it again. So it is under ``options(prefer="memory")``, where all
-            parameters of the op are registered Parameters that need a gradient. See
+        saves_params: Whether the op may save a parameter as it is, and not as autocast cast it:
+            the backward casts it again. True under ``options(prefer="memory")``, if all parameters
+            of the op are registered Parameters that need a gradient. See
             :meth:`opfuse.ops.BasicLinear.operands`.
-        saved_tensors: What :meth:`save_for_backward` was given (backward only).
+        saved_tensors: The values passed to :meth:`save_for_backward` (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
-            would do without its input (forward only).
-        recomputable_output: There the forward may put its output then: it agrees to compute it
-            again.
+            can do without a saved input (forward only).
+        recomputable_output: The output, which the forward then sets to agree to compute it again.
     """
 
     def __init__(self) -> None:
@@ -88,13 +86,13 @@ class OperationContext:
     def quantized_weight(
         self, usage: Usage, *, name: str = "weight", index: int = 0, part: int | None = None
     ) -> QuantizedTensor:
-        """A weight of this op, as its quantizer casts it; as it was cast last, where that holds.
+        """Return a weight of this op as its quantizer casts it, from the cache if still valid.
 
         Args:
-            usage: Which copies are needed.
+            usage: The copies that are needed.
             name: The name of its quantizer.
-            index: Which of ``params`` it is.
-            part: Which of the matrices in that one; None: it is one matrix.
+            index: Its index in ``params``.
+            part: Index of the matrix in that parameter; None: it is one matrix.
         """
         assert self.weights is not None, "there is no recipe"
         return self.weights.quantized(name, self.params[index], self.quantizers[name], usage, part)
@@ -104,7 +102,7 @@ _LIBRARY = ("opfuse.ops.", "opfuse.core.identity", "opfuse.core.cast", "opfuse.c
 
 
 def of_library(defined: Any) -> bool:
-    """Whether a class or function is one of the ops of this distribution, or in one."""
+    """Return whether a class or function is an op of this distribution, or defined in one."""
     return getattr(defined, "__module__", "").startswith(_LIBRARY)
 
 
@@ -112,7 +110,7 @@ QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 
 def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of Transformer Engine's quantizers ``op_forward`` takes: by position, and by name."""
+    """Return which Transformer Engine quantizers ``op_forward`` takes: by position, by name."""
     return _asked_by(
         getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
     )
@@ -124,7 +122,7 @@ asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.lru_cache(maxsize=1024)
 def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if of_library(function):
-        return (), ()  # they take them from who calls op_forward itself, and need none
+        return (), ()  # they accept them from direct callers of op_forward, and need none
     parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
     if named := tuple(p.name for p in parameters if p.name in QUANTIZERS):
         return (), named
@@ -145,7 +143,7 @@ class ModuleCache:
 
 
 def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
-    """What a later op gets of an extra output: an alias that says whether a gradient flows."""
+    """Return the alias of an extra output that a later op gets; it says if a gradient flows."""
     if (
         tensor is None
         or not (ctx.requires_grad and tensor.is_floating_point())
@@ -156,5 +154,5 @@ def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
 
 
 def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, of which either may be missing."""
+    """Return the sum of two gradients, either of which may be missing."""
     return a if b is None else b if a is None else a + b

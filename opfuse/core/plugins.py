@@ -1,10 +1,10 @@
 """Plugins: found by entry-point metadata, imported at first need, isolated from each other.
 
 Reading metadata imports nothing and happens once, at the end of ``import opfuse``. The first plan
-(or listing) imports the plugins that are not blocked, one by one in sorted order. A plugin that
-fails in its metadata, its import, its registration or a hook is a :class:`opfuse.PluginWarning` and
-stays listed as ``failed``; ``OPFUSE_STRICT=1`` raises instead. An error inside a running kernel is
-never caught.
+(or listing) imports the plugins that are not blocked, one by one in sorted order. If the metadata,
+import, registration or a hook of a plugin fails, opfuse issues a :class:`opfuse.PluginWarning` and
+lists the plugin as ``failed``; with ``OPFUSE_STRICT=1`` it raises instead. An error inside a
+running kernel is never caught.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Registration:
     source: FusionSource
 
     def unregister(self) -> None:
-        """Take the fusion back. Doing it twice does no harm."""
+        """Remove the fusion. A second call has no effect."""
         with self.manager._lock:
             self.manager._registered = [
                 other for other in self.manager._registered if other is not self
@@ -70,7 +70,7 @@ class PluginManager:
         self.records: list[PluginRecord] = []
         self._registered: list[Registration] = []
         self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
-        # what opfuse.core.tuning_table has read; None: there are no tables
+        # the tables that opfuse.core.tuning_table has read; None: there are no tables
         self.tables: dict[Any, Any] | None = {}
         self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
         self._warned: set[str] = set()
@@ -159,9 +159,9 @@ class PluginManager:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """No plugin, and no fusion registered in code, for a ``with`` block: for tests.
+        """Hide all plugins and fusions registered in code for a ``with`` block, for tests.
 
-        What is registered inside is gone afterwards. Other threads are isolated too.
+        Registrations made inside the block end with it. Other threads are isolated too.
         """
         before = self.records, self._registered
         self.records, self._registered = [], []
@@ -176,9 +176,9 @@ class PluginManager:
             self.changed()
 
     def changed(self) -> None:
-        """Let every plan be made anew."""
+        """Invalidate every plan."""
         self._sources = {}
-        self.generation += 1  # last: who sees the new number sees the new fusions
+        self.generation += 1  # last: a reader of the new number sees the new fusions
 
     # Loading
 
@@ -298,10 +298,10 @@ class PluginManager:
             PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3
         )
 
-    # What plugins give
+    # Contributions of plugins
 
     def sources(self, text: str | None) -> tuple[FusionSource, ...]:
-        """Every fusion of a selection and every one registered in code; cached."""
+        """The fusions of a selection and all those registered in code; cached."""
         found = self._sources.get(text)
         if found is None:
             with self._lock:
@@ -318,11 +318,11 @@ class PluginManager:
         return found
 
     def check_options(self, given: Options, text: str | None) -> None:
-        """Refuse options that a plugin does not know or of another type; warn of nobody's.
+        """Refuse unknown options and wrong types; warn of options that belong to no plugin.
 
         Raises:
-            ValueError: A plugin does not have an option of this name, or it takes other values.
-            TypeError: The option takes another type: that of its default.
+            ValueError: The plugin has no option of this name, or the option takes other values.
+            TypeError: The type differs from that of the default.
         """
         selection = PluginFilter.parse(text)
         active = [
@@ -355,15 +355,15 @@ class PluginManager:
     def ask(
         self, record: PluginRecord, hook: str, wanted: type, *, each: bool = False, **given: Any
     ) -> Any:
-        """What a plugin answers with; None if it answers nothing.
+        """Return a plugin's answer to a hook; None if it gives none.
 
-        A plugin that raises, or answers with something else, fails and is not asked again.
+        A plugin that raises, or returns another type, fails and is not asked again.
 
         Args:
             record: The plugin.
             hook: The hook.
             wanted: The class of the answer.
-            each: The answer is a list, each of whose items is of that class.
+            each: Whether the answer is a list of such items.
             **given: The arguments of the hook.
         """
         kind = f"list of {wanted.__name__}" if each else wanted.__name__
@@ -382,7 +382,7 @@ class PluginManager:
         return None
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
-        """Add a fusion in code; it stays on whatever plugins are selected."""
+        """Add a fusion in code; it is active whichever plugins are selected."""
         if not isinstance(fusion, Fusion) and not callable(fusion):
             raise TypeError(
                 f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}"
@@ -397,9 +397,9 @@ class PluginManager:
         return registration
 
     def listing(self) -> list[dict[str, Any]]:
-        """Every plugin with its state, after loading what the selection in force leaves. JSON-able.
+        """Every plugin with its state, after the selected ones are loaded, as JSON-able data.
 
-        ``fusions`` has the names of a plugin's fusions, and for each the passes it has one for.
+        ``fusions`` maps the names of a plugin's fusions to their passes.
         """
         self.active(current.selection)
         selection = PluginFilter.parse(current.selection)
@@ -423,7 +423,7 @@ class PluginManager:
 
 
 def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
-    """Smaller chooses first: the user's list, prepended registrations, then priority."""
+    """The sort key of fusions (smallest first): the user's list, prepended ones, then priority."""
     priority = fusion.priority if isinstance(fusion, Fusion) else 0
     return (2, 0, -priority) if index is None else (0, index, -priority)
 
@@ -432,7 +432,7 @@ class using(Setting):
     """Select plugins for a ``with`` block, in this thread.
 
     Args:
-        selection: The grammar of ``OPFUSE_PLUGINS``: ``"a,b"`` these in this precedence, ``"-a"``
+        selection: As in ``OPFUSE_PLUGINS``: ``"a,b"`` selects these in this precedence, ``"-a"``
             all but a, ``""`` none, None all.
 
     Raises:
@@ -445,8 +445,7 @@ class using(Setting):
 
 
 manager = PluginManager()
-"""The plugins of this process. With the settings of each thread it is all that the core keeps at
-module level.
+"""The plugins of this process. The core's only other module-level state is the thread settings.
 """
 
 isolated = manager.isolated
@@ -461,8 +460,8 @@ def register_forward_fusion(fusion: FusionLike, prepend: bool = False) -> Regist
 
     Args:
         fusion: A :class:`Fusion`, or a function ``func(ops, *, recipe) -> ops`` that replaces some
-            of the basic ops it is given by fused ops.
-        prepend: Let it choose before every fusion but those of the plugins that the user listed.
+            of the given basic ops by fused ops.
+        prepend: Whether it chooses before all fusions except those of plugins that the user listed.
 
     Returns:
         A handle with ``unregister()``.

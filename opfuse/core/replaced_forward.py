@@ -1,9 +1,9 @@
-"""What a module says about the chain that runs in place of its forward.
+"""The interface of a module whose forward was replaced by a chain.
 
 A conversion, such as that of the package opfuse-convert, gives modules of a model a forward that
-runs a chain. It keeps a :class:`ReplacedForward` with each of them, under :data:`KEPT_AS` in the
-module's ``vars()``, where it is no child of the module. All that the rest of opfuse does with such
-modules goes through it: ``opfuse.explain`` prints it, ``opfuse.tune`` measures it, and
+runs a chain. It stores a :class:`ReplacedForward` with each of them, under :data:`KEPT_AS` in the
+module's ``vars()``, so that it is not a child of the module. The rest of opfuse deals with such
+modules only through it: ``opfuse.explain`` prints it, ``opfuse.tune`` measures it, and
 ``opfuse.assign_names`` names the ops of its chain.
 """
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from .tuning_table import Measurement
 
 KEPT_AS = "_opfuse"
-"""Under which name a module keeps its :class:`ReplacedForward`."""
+"""The name under which a module keeps its :class:`ReplacedForward`."""
 
 
 class ReplacedForward(ABC):
-    """The two ways to run one module: by way of a chain, or by its own operations.
+    """The two ways to run one module: through a chain, or by its own operations.
 
-    Where both ways are open, the forward tells ``opfuse.core.settings.current.recorder``, if there
-    is one, by its method ``replaced``. Without that ``opfuse.tune`` measures nothing.
+    If both ways are possible, the forward must call the method ``replaced`` of
+    ``opfuse.core.settings.current.recorder``, if there is one. Otherwise ``opfuse.tune`` measures
+    nothing.
 
     Attributes:
-        fallback: Why the module's own forward ran at the latest call, as a sentence; ``""``: the
-            chain did, or there was no call.
-        off: Whether the module's own forward runs, whatever else.
-        plugin: Distribution and version of the package that knows the module; None: nobody's.
+        fallback: A sentence that says why the module's own forward ran at the latest call; ``""``:
+            the chain ran, or there was no call.
+        off: Whether the module's own forward always runs.
+        plugin: Distribution and version of the package that knows the module; None: there is none.
     """
 
     fallback: str = ""
@@ -42,15 +43,15 @@ class ReplacedForward(ABC):
     @property
     @abstractmethod
     def chain(self) -> nn.Sequential | None:
-        """The chain, an :class:`opfuse.Sequential`; None: it is made at the first call."""
+        """The chain, an :class:`opfuse.Sequential`; None before the first call makes it."""
 
     @abstractmethod
     def own_operations(self, module: nn.Module, *given: Tensor) -> Any:
-        """What the chain computes, in the module's own operations.
+        """Compute the result of the chain by the module's own operations.
 
         Args:
             module: The module.
-            *given: What the chain gets: its input and extra inputs.
+            *given: The input and the extra inputs of the chain.
         """
 
     @abstractmethod
@@ -59,12 +60,12 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def subject(self, module: nn.Module, x: Tensor, compiled: bool) -> dict[str, Any]:
-        """What an entry of the tuning table is of, as JSON-able data.
+        """The subject of an entry of the tuning table, as JSON-able data.
 
         Args:
             module: The module.
             x: The input of the chain.
-            compiled: Whether it is for calls that ``torch.compile`` traces.
+            compiled: Whether the entry is for calls that ``torch.compile`` traces.
         """
 
     @abstractmethod
@@ -73,12 +74,12 @@ class ReplacedForward(ABC):
 
 
 def replaced_forward(module: nn.Module) -> ReplacedForward | None:
-    """The one that a module keeps, or None."""
+    """The :class:`ReplacedForward` of a module, or None."""
     return vars(module).get(KEPT_AS)
 
 
 def replaced_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacedForward]]:
-    """Those of the modules of a model, each with the module's dotted name and the module."""
+    """Yield the dotted name, the module and the :class:`ReplacedForward` of each such module."""
     for path, module in model.named_modules():
         found = replaced_forward(module)
         if found is not None:

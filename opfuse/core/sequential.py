@@ -37,11 +37,11 @@ class Sequential(nn.Sequential):
 
     @property
     def _module_groups(self) -> list[Any]:
-        """The children now: one fuser for each run of fusible ops, other modules as they are."""
+        """The current groups: a fuser for each run of fusible ops, and the other modules."""
         return self._grouped()[0]
 
     def _grouped(self) -> tuple[list[Any], Any]:
-        """The groups; and, if there is one alone, what runs it."""
+        """The groups; and the callable that runs the group, if there is only one."""
         key = list(_contents(self))
         if is_dynamo_compiling() or self._cache.key != key:
             _regroup(self, *key)
@@ -123,8 +123,8 @@ class Sequential(nn.Sequential):
                     resolved.setdefault(op, {})[name] = value
         return resolved
 
-    # Editing: what a list does. torch takes each name for a position, and so drops the layers of a
-    # slice.
+    # Editing as with a list. torch's methods take each name for a position, and so drop the layers
+    # of a slice.
 
     def append(self, module: nn.Module) -> Sequential:
         """Add a module at the end, named by the next free number."""
@@ -139,7 +139,7 @@ class Sequential(nn.Sequential):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before another; numbers count on, other names stay."""
+        """Add a module before another; numeric names shift, other names stay."""
         index = operator.index(index)
         children = list(self.append(module)._modules.items())
         children.insert(index, children.pop())
@@ -169,7 +169,7 @@ class Sequential(nn.Sequential):
 
     def __add__(
         self, other: Iterable[nn.Module]
-    ) -> Sequential:  # torch's would not fuse, nor would its product
+    ) -> Sequential:  # torch's sum and product would not fuse
         return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
@@ -179,7 +179,7 @@ class Sequential(nn.Sequential):
 
 
 def _extras(group: Any) -> tuple[int, int]:
-    """How many extra tensors a part of a chain takes and gives; a foreign module does neither."""
+    """The numbers of extra inputs and outputs of a group; 0 and 0 for a foreign module."""
     if isinstance(group, OperationFuser):
         return group.num_extra_inputs, len(group._chain.public_outputs)
     if not isinstance(group, Sequential) or type(group).forward is not Sequential.forward:
@@ -189,14 +189,14 @@ def _extras(group: Any) -> tuple[int, int]:
 
 
 def _takers(group: Any) -> list[str]:
-    """Who takes the extra inputs of a part of a chain, for messages."""
+    """The ops that take the extra inputs of a group, for messages."""
     if isinstance(group, OperationFuser):
         return group._chain.takers()
     return [f"{type(group).__name__} takes {count}"] if (count := _extras(group)[0]) else []
 
 
 def why_nested_apart(chain: Sequential) -> str:
-    """Why a nested chain runs by its own call; ``""`` if its ops may join those around it."""
+    """Return why a nested chain runs by its own call; ``""`` if its ops may join the outer one."""
     if type(chain) is not Sequential:
         return f"{type(chain).__name__} is a subclass of Sequential"
     if hooks := hook_kinds(chain):
@@ -207,7 +207,7 @@ def why_nested_apart(chain: Sequential) -> str:
 
 
 def _contents(chain: Sequential) -> list[Any]:
-    """The children, for comparison: behind each nested chain its own, and whether they may join."""
+    """The children, for comparison; each nested chain is followed by its own and their status."""
     contents: list[Any] = []
     for child in chain._modules.values():
         contents.append(child)
@@ -227,10 +227,11 @@ def _run(
 
 
 def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
-    """What a chain runs, nested chains replaced by what they run; and why the others are not.
+    """Flatten nested chains into their modules; return also why the others were not flattened.
 
-    Channels of one name are different ones in chains apart, and so they keep these apart. So do
-    names of extra inputs: how many a chain takes does not depend on whether its ops joined others.
+    Two chains that use the same channel name are kept apart, because joining would merge the
+    channels. The same holds for names of extra inputs: the number of arguments must not depend on
+    whether ops are joined.
     """
     children = [child for child in chain._modules.values() if child is not None]
     pieces: list[list[nn.Module]] = []
@@ -256,7 +257,7 @@ def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
 
 
 def _names(modules: Iterable[nn.Module]) -> dict[tuple[str, str], None]:
-    """The channels that the ops among some modules write, and the names of their extra inputs."""
+    """The channels that ops among the modules write, and the names of their extra inputs."""
     ops = flatten([module for module in modules if isinstance(module, FusibleOperation)])
     channels = [("channel", name) for op in ops for name in op._extra_output_channels if name]
     inputs = [("extra input", name) for op in ops for name in op.extra_input_names if name]
@@ -264,7 +265,7 @@ def _names(modules: Iterable[nn.Module]) -> dict[tuple[str, str], None]:
 
 
 def _regroup(chain: Sequential, *key: Any) -> None:
-    """Group the parts; in a trace of ``torch.compile`` a constant, guarded by ``key``."""
+    """Group the parts; ``torch.compile`` sees a constant, guarded by ``key``."""
     if chain._cache.key != list(key):
         groups: list[Any] = []
         for fusible, group in groupby(

@@ -1,7 +1,7 @@
-"""The fixed structure of a chain: its basic ops, where extra tensors go, and which widths it takes.
+"""The fixed structure of a chain: its basic ops, the routes of extra tensors, and its widths.
 
-Computed once when a fuser captures its ops; everything that can be refused without running is
-refused here.
+It is computed once, when a fuser captures its ops. Everything that can be refused without running
+is refused here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..op import BasicOperation, FusedOperation
 
 
 def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
-    """The basic ops that ``ops`` stand for."""
+    """The basic ops that ``ops`` are or replace."""
     basic: list[BasicOperation] = []
     for op in ops:
         if not isinstance(op, (BasicOperation, FusedOperation)):
@@ -38,28 +38,27 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
 
 
 class Chain:
-    """The ops of a chain, and where its tensors come from and go to.
+    """The ops of a chain, and the sources and destinations of its tensors.
 
     Attributes:
         written: The ops as the user wrote them, basic and fused.
-        ops: The basic ops that these stand for.
-        title: The chain as error messages call it.
+        ops: The basic ops that these are or replace.
+        title: The name of the chain in error messages.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
-        param_ranges: Which of them belong to each op.
-        kinds: What each ``(op, slot)`` takes, see :func:`~opfuse.core.channels.kinds_of`.
-        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; of
-            those that share a name the first.
-        arguments: Which of these each ``(op, slot)`` takes that no channel feeds.
+        param_ranges: The range of parameters of each op.
+        kinds: The kind of each ``(op, slot)``, see :func:`~opfuse.core.channels.kinds_of`.
+        external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; only
+            the first of those that share a name.
+        arguments: The index among these for each ``(op, slot)`` that no channel feeds.
         public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
         width: Last dimension of the chain's input, or None for any.
-        later_widths: The same for ops whose input's width only the running chain knows.
-        widths: Last dimension on each edge, or None where the chain does not tell.
+        later_widths: The same for ops whose input width is known only when the chain runs.
+        widths: Last dimension on each edge, or None if the chain does not determine it.
 
     Args:
         ops: The ops as the user wrote them.
-        part: Whether they are part of a longer chain: then who runs it passes on what a channel
-            brings or takes.
+        part: Whether they are part of a longer chain, whose runner then passes channels on.
     """
 
     def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
@@ -123,15 +122,15 @@ class Chain:
                     )
 
     def name(self, index: int) -> str:
-        """An op as error messages call it."""
+        """The name of an op in error messages."""
         return f"op {index} ({op_class(self.ops[index]).__name__})"
 
     def takers(self) -> list[str]:
-        """Who takes each argument beside the input, for messages."""
+        """The ops that take each argument other than the input, for messages."""
         return takers(self.ops, self.external_inputs, self.arguments, self.name)
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
-        """Whether an extra output is used by the caller, or by an op from ``stop`` on."""
+        """Return whether the caller, or an op from ``stop`` on, uses an extra output."""
         return slot in self.public_outputs or any(
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
         )

@@ -1,4 +1,4 @@
-"""What is refused, and in which words: bad arguments, and broken promises of ops."""
+"""Checks and their error messages: bad arguments, and ops that break their declarations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> N
 
 
 def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
-    """Refuse what is no tensor, too many or too few extra inputs, and another width."""
+    """Refuse non-tensors, the wrong number of extra inputs, and a wrong width."""
     wrong = not isinstance(input, Tensor) or len(extra_inputs) != len(chain.external_inputs)
     wrong = wrong or not all([isinstance(tensor, Tensor) for tensor in extra_inputs])
     if wrong or (chain.width is not None and (not input.ndim or input.shape[-1] != chain.width)):
@@ -48,13 +48,13 @@ def check_tensors(
     autocast: torch.dtype | None,
     extras: Sequence[Any],
 ) -> None:
-    """Refuse dtypes and devices that do not go together.
+    """Refuse dtypes and devices that do not match.
 
     Args:
         chain: The chain.
         owner: The op whose own call this is, if it is one.
-        dtype: Of the input.
-        device: Of the input.
+        dtype: The dtype of the input.
+        device: The device of the input.
         autocast: The dtype that autocast asks for, or None.
         extras: The extra inputs, or ``(dtype, device)`` of each.
     """
@@ -63,7 +63,7 @@ def check_tensors(
     for i, op in enumerate(chain.ops):
         strict = op.params_in_compute_dtype and autocast is None
         _check_params(chain, i, dtype if strict else None, device)
-        if op is not owner or not own_call(op):  # which uses what it has
+        if op is not owner or not own_call(op):  # its own forward uses what it has
             _check_param_names(chain, i)
         if kinds_of(op) != tuple(kind for (j, _), kind in chain.kinds.items() if j == i):
             who = f"the extra_input_dtypes of {chain.name(i)}"
@@ -78,11 +78,9 @@ def check_tensors(
 def _check_params(
     chain: Chain, index: int, dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Refuse parameters on another device, or of another dtype where there is to be one."""
+    """Refuse parameters on another device, or of another dtype where one is required."""
     for module, name in chain.param_sources[slice(*chain.param_ranges[index])]:
-        param = module._parameters.get(
-            name
-        )  # a parametrized one is not computed just to look at it
+        param = module._parameters.get(name)  # a parametrized one is not computed just for a check
         if param is None:
             continue
         who = f"{chain.name(index)} of {chain.title}"
@@ -130,7 +128,7 @@ def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
 
 
 def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
-    """Refuse tensors whose gradient would be lost: only parameters and extra inputs have one."""
+    """Refuse keyword tensors whose gradient would be lost: only parameters and extras get one."""
     for i, given in enumerate(kwargs):
         for name, value in given.items():
             if any(tensor.requires_grad for tensor in _tensors_in(value)):
@@ -142,7 +140,7 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 
 
 def check_attributes(chain: Chain, index: int) -> None:
-    """Refuse tensors on an op or its class whose gradient would be lost: no parameters."""
+    """Refuse tensor attributes of an op or its class that are no parameters but need gradients."""
     op = chain.ops[index]
     held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
     for name, value in held.items():
@@ -173,7 +171,7 @@ def check_checkpoint(program: Program) -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a tensor, list, tuple or dict, however deep."""
+    """The tensors in a tensor, list, tuple or dict, at any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
@@ -181,11 +179,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-# What an op gives
+# Results of an op
 
 
 def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
-    """Refuse what an op gave instead of a tuple, which might be a tensor that unpacks by rows."""
+    """Refuse a result that is not a tuple: a tensor, for instance, would unpack by rows."""
     method = run.__name__
     got = type(result).__name__
     if isinstance(result, tuple):
@@ -204,7 +202,7 @@ def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
 
 
 def refuse_none(program: Program, run: Any, start: int) -> NoReturn:
-    """Refuse a gradient that is missing although somebody needs it."""
+    """Refuse a missing gradient that is needed."""
     needs = program.chain.name(start - 1) if start else "the input of the chain"
     what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
     raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
@@ -237,7 +235,7 @@ def refuse_saved(program: Program, index: int, ctx: Any) -> None:
 def saved_nothing(
     program: Program, index: int, count: int, ctx: Any, to_save: Any
 ) -> tuple[None, ...]:
-    """What an op without a backward saves; every other must save what it declares."""
+    """Return what an op without a backward saves; refuse an op that saves less than it declares."""
     if to_save is None and not ctx.requires_grad:
         return (None,) * count
     what = f"{program.chain.name(index)} declares {count} saved tensors"
@@ -255,13 +253,13 @@ def as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, 
 
 
 def forward_of(program: Program, index: int) -> str:
-    """Whose forward ran a basic op."""
+    """The op whose forward ran a basic op."""
     step = next(s for s in program.plan.forward if 0 <= index - s.start < len(s.basic_ops))
     return f"{step.op} ({step.distribution or 'no plugin'})"
 
 
 def _by(program: Program, run: Any) -> str:
-    """An op as errors call it, with who gave it."""
+    """The name of an op in errors, with its origin."""
     op = type(getattr(run, "__self__", None) or run.op).__name__
     steps = (*program.plan.forward, *program.plan.backward)
     return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)

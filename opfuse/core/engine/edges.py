@@ -1,4 +1,4 @@
-"""What each edge of a chain must carry: where a pass casts, before fusions are chosen.
+"""The casts on the edges of a chain, found before fusions are chosen.
 
 Edge ``i`` is the input of op ``i``, and edge ``n`` the output of the last one. The forward carries
 values along it, the backward their gradients. Positions on the way are counted in half steps: edge
@@ -27,7 +27,7 @@ class Needs(NamedTuple):
         recorded: Whether grad mode is on.
         first_backward: The first op that takes part in the backward.
         inputs: For each op, whether the gradient of its input is needed.
-        params: For each op, whether that of each of its parameters is.
+        params: For each op, whether the gradient of each of its parameters is needed.
     """
 
     recorded: bool
@@ -49,14 +49,14 @@ class View(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What a recipe quantizes.
+    """The casts that a recipe asks for.
 
     Attributes:
         forward: The casts of the forward, by edge.
-        backward: Those of the backward.
+        backward: The casts of the backward.
         quantizers: The quantizers of each op, by name.
-        unquantized: Why ops are not quantized that you would expect to be, by position.
-        row_facts: What it depends on of the number of rows.
+        unquantized: By position, why an op that you would expect to be quantized is not.
+        row_facts: The facts about the number of rows that the casts depend on.
     """
 
     forward: Mapping[int, Cast] = {}
@@ -66,12 +66,12 @@ class Edges(NamedTuple):
     row_facts: tuple[str, ...] = ()
 
     def recipe_of(self, recipe: Recipe | None, start: int, stop: int) -> Recipe | None:
-        """The recipe for ``ops[start:stop]``: None where it quantizes none that it would."""
+        """The recipe for ``ops[start:stop]``; None if it skips all that it would quantize."""
         left = any(start <= i < stop for i in self.unquantized)
         return None if left and not any(self.quantizers[start:stop]) else recipe
 
     def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
-        """What a pass runs; ``"joint"``: the ops alone."""
+        """The ops and casts that a pass runs; for ``"joint"``, the ops alone."""
         casts = {} if pass_name == "joint" else getattr(self, pass_name)
         placed: dict[int, BasicOperation] = {2 * i + 1: op for i, op in enumerate(ops)}
         placed |= {2 * edge: cast for edge, cast in casts.items()}
@@ -79,7 +79,7 @@ class Edges(NamedTuple):
         return View(tuple([placed[place] for place in places]), tuple(places))
 
     def between(self, passes: str, start: int, stop: int) -> str:
-        """What a pass casts between the ops of ``ops[start:stop]``, in words; ``""``: nothing."""
+        """Describe the casts of a pass between the ops of ``ops[start:stop]``; ``""``: none."""
         for edge in range(start + 1, stop):
             if passes != "backward" and edge in self.forward:
                 return f"the input of op {edge} is cast by {_by(self.forward[edge])}"
@@ -94,13 +94,13 @@ def _by(cast: Cast) -> str:
 
 
 def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> Edges:
-    """Ask each op what its input, and its output's gradient, are to be quantized with.
+    """Ask each op for the quantizers of its input and of its output's gradient.
 
     Args:
         chain: The chain.
-        env: Where the plan is made for.
-        needs: Which gradients it computes.
-        off: Why nothing serves the recipe in force, or ``""``.
+        env: The environment of the plan.
+        needs: The gradients that it computes.
+        off: Why no plugin serves the recipe in force, or ``""``.
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
     serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]

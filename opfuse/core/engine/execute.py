@@ -1,7 +1,7 @@
 """Running a program: one loop per pass, one autograd function per chain.
 
 The two loops run at every call of every chain, and on small tensors a call in Python costs as much
-as an operation. So each loop is one function, and what is rare waits behind a flag of the program.
+as an operation. So each loop is one function, and rare work is behind a flag of the program.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def run_forward(
     """Run the forward steps.
 
     Args:
-        func_ctx: The autograd function's context, to keep on it what the backward steps need; None:
+        func_ctx: The autograd function's context, which keeps what the backward steps need; None:
             there is no backward.
-        program: What to run.
+        program: The program.
         kwargs: Keyword arguments per basic op, or None.
         x: The chain's input.
         *tensors: The parameters, then the extra inputs that the caller gave.
@@ -91,11 +91,11 @@ def run_forward(
     leave(func_ctx, program, ctxs, x, tensors, extras)
     if not program.compiling:
         program.pool.give_back(ctxs)
-    return x if extras is None else extras.beside(x, func_ctx)
+    return x if extras is None else extras.with_outputs(x, func_ctx)
 
 
 def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -> Any:
-    """Run the backward steps, on other contexts than the forward's.
+    """Run the backward steps, on contexts of their own.
 
     Args:
         func_ctx: The autograd function's context.
@@ -103,12 +103,11 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         *grad_extra_outputs: Gradients of the extra outputs that the caller got.
 
     Returns:
-        The gradients of what :func:`run_forward` takes: the program and the keyword arguments have
-        none, then those of the input, of the parameters, and of the extra inputs that the caller
-        gave.
+        The gradients of the arguments of :func:`run_forward`: None for the program and the keyword
+        arguments, then those of the input, of the parameters, and of the caller's extra inputs.
     """
     program: Program = func_ctx.program
-    # compiled autograd traces too, a program that was not made for it
+    # compiled autograd traces too, but the program was not made for it
     tracing = is_dynamo_compiling()
     if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
         with torch.autocast(program.autocast_device, enabled=False):
@@ -126,7 +125,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     elif type(dy) is not Tensor:
         dy, steps = _begin_with(program, "backward", dy)
     grads: list[Any] = [None] * len(ctxs)
-    waiting = None  # what came to a step whose input comes with the next one
+    waiting = None  # the gradient of a step whose input the next one recomputes
     for step in steps:
         start, run = step.start, step.run
         if step.prepares:
@@ -160,7 +159,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
 def _begin(
     func_ctx: Any, program: Program, tracing: bool, grad_output: Any, grad_extra_outputs: Any
 ) -> list[Any]:
-    """The contexts of a backward; refuses second derivatives and batched gradients."""
+    """Return the contexts of a backward; refuse second derivatives and batched gradients."""
     if not tracing:
         batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
         if grad_extra_outputs and not batched:
@@ -174,7 +173,7 @@ def _begin(
     pool = program.pool
     try:
         ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()
-    except IndexError:  # another thread was quicker
+    except IndexError:  # another thread took the last one
         ctxs = pool.new()
     tensors = func_ctx.saved_tensors
     if program.saves_quantized:
@@ -195,9 +194,9 @@ def _run_fused_backward(
     extras: BackwardExtras | None,
     waiting: Any,
 ) -> Any:
-    """Run the backward of a fused step; returns the gradient of its input.
+    """Run the backward of a fused step; return the gradient of its input.
 
-    Where the step before waits, with the gradient ``waiting``, it gets its input.
+    If the preceding step waits, with the gradient ``waiting``, it gets its input.
     """
     given = extras.given(step) if extras and step.has_extras else step.no_extras
     run: Any = step.run if waiting is None else step.with_output
@@ -228,7 +227,7 @@ def _end(
     extras: BackwardExtras | None,
     serve_again: bool,
 ) -> tuple[Any, ...]:
-    """What the autograd function returns; clears the contexts if they are to serve again."""
+    """Return the autograd function's result; clear the contexts if they are to be used again."""
     for index in program.without_params:
         if grads[index]:
             refuse_gradients(program, index, grads[index])
@@ -259,8 +258,8 @@ class Pipeline(torch.autograd.Function):
 
 
 apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
-"""``Pipeline.apply`` without what it does for functorch, which never gets here: a microsecond per
-call.
+"""``Pipeline.apply`` without its functorch code, which is never needed here: saves a microsecond
+per call.
 """
 
 
@@ -290,15 +289,15 @@ def _is_batched(grad: Tensor | None) -> bool:
 def _begin_late(
     func_ctx: Any, ctxs: Sequence[Any], extras: BackwardExtras | None
 ) -> tuple[Any, Sequence[Step], int]:
-    """Where the backward begins if no gradient comes to the main output.
+    """Find where the backward begins if the main output gets no gradient.
 
-    Steps that get no gradient at all are skipped. If the shape is not known where the last gradient
-    arrives, it begins at the next step behind whose shape is known, with zeros; what these give is
-    forgotten.
+    Steps that get no gradient at all are skipped. If the shape is unknown where the last gradient
+    arrives, the backward begins with zeros at the nearest later step whose shape is known; the
+    results of these extra steps are discarded.
 
     Returns:
-        The gradient to begin with, which is zero; the steps that are left; and the last op that a
-        gradient reaches, or -1.
+        The initial gradient, which is zero; the remaining steps; and the last op that a gradient
+        reaches, or -1.
     """
     program: Program = func_ctx.program
     reached = -1 if extras is None else extras.last_given()
@@ -312,7 +311,7 @@ def _begin_late(
     first = [step]
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
-    else:  # by a fusion that may not expect zeros: the ops run one by one
+    else:  # by a fusion that may not handle zeros: the ops run one by one
         first = separate(step, "backward", last)
     for i in range(step.start, last):
         ctxs[i].owns_grad_output = False
@@ -322,10 +321,10 @@ def _begin_late(
 
 
 def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence[Step]]:
-    """What a pass begins with where that is no plain tensor; and its steps.
+    """Return the initial tensor of a pass if it is not a plain tensor, and the steps.
 
-    Codes are taken where the first cast would make such, and a fused op that holds this cast gives
-    way to its ops. Else it is made plain.
+    Codes are used if the first cast would produce such codes; a fused op that contains this cast is
+    then replaced by its ops. Otherwise the tensor is made plain.
     """
     edge = len(program.chain.ops) * (pass_name == "backward")
     cast = getattr(program.measurements.edges, pass_name).get(edge)
@@ -338,7 +337,7 @@ def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence
 def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
     """Let ops that store gradients themselves do so.
 
-    The first three of ``grads`` are not of parameters.
+    The first three of ``grads`` do not belong to parameters.
     """
     program: Program = func_ctx.program
     for (index, first, last), of_op in zip(
@@ -352,15 +351,15 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:
-    """Whether this backward adds to ``.grad``: ``torch.autograd.grad`` does not."""
+    """Return whether this backward adds to ``.grad``: ``torch.autograd.grad`` does not."""
     try:
         return edge[0] is not None and torch._C._will_engine_execute_node(edge[0])
-    except RuntimeError:  # somebody asks torch.autograd.grad for this very gradient, and gets it
+    except RuntimeError:  # torch.autograd.grad was asked for this very gradient, and returns it
         return False
 
 
 def _prepare(step: Step, x: Any) -> Any:
-    """Look at a tensor before it enters a step: make it plain; insist on its width."""
+    """Prepare a tensor for a step: make it plain, and check its width."""
     if not step.takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
     if step.width is not None and (not x.ndim or x.shape[-1] != step.width):

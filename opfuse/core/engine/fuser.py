@@ -40,7 +40,7 @@ _functorch_active = torch._C._are_functorch_transforms_active
 
 
 _ELSEWHERE: dict[str, Any] = {"_parameters": {}}
-"""Stands for the attributes of a module that is looked for anew at every call."""
+"""Replaces the attributes of a module that is looked up again at every call."""
 
 
 class OperationFuser:
@@ -50,10 +50,9 @@ class OperationFuser:
     64 keys are kept. Parameters are read by attribute at every call.
 
     Args:
-        ops: Basic ops, or fused ops that stand for several.
+        ops: Basic ops, or fused ops that replace several.
         owner: The op whose own call this fuser serves; its module hooks have run already.
-        part: Whether the ops are part of a longer chain, whose channels are passed on by who runs
-            it.
+        part: Whether the ops are part of a longer chain, whose runner passes channels on.
 
     Raises:
         ValueError: A channel without (earlier) producer, or with two; widths that cannot fit.
@@ -80,13 +79,13 @@ class OperationFuser:
             op.pre_first_fuser_forward()
 
     def _capture(self) -> None:
-        """Keep what every call looks at: looking up an attribute of a module is slow."""
+        """Cache what every call reads: looking up an attribute of a module is slow."""
         self._unit_dicts = [vars(unit) for unit in self._units]
         self._watching = [op for op in self._chain.ops if op._absent]
         self._params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
-                # a module inside the op is looked for anew at every call, a view is made anew
+                # a module inside the op is looked up at every call, and a view is made again
                 module, leaf = op.param_source(name)
                 source = op._sources.get(name)
                 elsewhere = "." in name if source is None else source.transposed
@@ -154,14 +153,14 @@ class OperationFuser:
     __call__ = run
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters, then the extra inputs; refuses arguments of a wrong kind or width."""
+        """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             refuse_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
             refuse_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
-            op._refuse_late()
+            op._refuse_late_parameters()
         tensors: list[Tensor] = []
         try:
             for attributes, _, name in self._params:
@@ -179,7 +178,7 @@ class OperationFuser:
         return tensors
 
     def _read_params(self) -> list[Tensor]:
-        """The parameters, as attributes: some are computed, or were replaced."""
+        """Read the parameters as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
         for attributes, module, name in self._params:
             there = attributes is _ELSEWHERE
@@ -198,9 +197,9 @@ class OperationFuser:
         training: Sequence[bool],
         kwargs: Kwargs | None,
     ) -> Program | Cut:
-        """The program for a call: the last one, another one that was made, or a new one."""
+        """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
-        # to make a device, and to compare it, takes longer than to ask
+        # creating and comparing a device takes longer than this check
         device = _CPU if input.is_cpu else input.device
         if _any_autocast():
             autocast = _autocast_dtype(input, device)
@@ -209,7 +208,7 @@ class OperationFuser:
             settings = _settings_of(input, tensors)
         grads: tuple[bool, ...] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            # a comprehension over nothing takes longer than to see that there is nothing
+            # an empty comprehension takes longer than this check
             others = [t.requires_grad for t in tensors] if tensors else ()
             grads = (input.requires_grad, *others)
         key = (
@@ -239,7 +238,7 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         kwargs: Kwargs | None,
     ) -> Any:
-        """Run a program where there is more to do than to run its steps."""
+        """Run a program that needs more than its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         for op in () if program.compiling else program.asking:
@@ -276,10 +275,10 @@ class OperationFuser:
         return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
-        """Raise what says more than a kernel can, if dtypes or devices do not go together."""
+        """Raise a clearer error than a kernel's if dtypes or devices do not match."""
         check_tensors(self._chain, self._owner, input.dtype, input.device, None, extra_inputs)
 
-    # While torch.compile traces: the same, in what it can trace and guard
+    # While torch.compile traces: the same, in code that it can trace and guard
 
     def _run_traced(
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
@@ -291,7 +290,7 @@ class OperationFuser:
         if self._owner is not None:
             training.append(self._owner.training)
         for op in self._watching:
-            op._refuse_late()
+            op._refuse_late_parameters()
         tensors = [*self._read_params(), *extra_inputs]
         settings = current.values
         if _functorch_active() or forward_ad._current_level >= 0:
@@ -320,7 +319,7 @@ class OperationFuser:
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
     ) -> Program | Cut:
-        key = Key(*given)  # to find a program a plain tuple will do, which takes less time
+        key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         for op in self._chain.ops:
             op._quantizers.latest = key.settings.recipe
         with self._lock:
@@ -346,9 +345,9 @@ class OperationFuser:
 
 
 def _has_other_rows(program: Program, input: Tensor) -> bool:
-    """Whether the rows of an input are others than the program is for.
+    """Return whether the program is for other rows than those of an input.
 
-    To work that out takes a microsecond, to see that the shape is that of the last call a fifth.
+    Computing that takes a microsecond; comparing the shape with the last call's, a fifth of it.
     """
     seen = input.shape, input.is_contiguous()
     if program.seen == seen:
@@ -360,12 +359,12 @@ def _has_other_rows(program: Program, input: Tensor) -> bool:
 
 
 def _never_traced(function: Any) -> Any:
-    """The function, for where torch.compile gave up on its caller and would trace it by itself."""
+    """Wrap a function that torch.compile must not trace alone after it gave up on the caller."""
     return _not_traced(function) if "torch._dynamo" in sys.modules else function
 
 
 def _begin_under_recipe(program: Program) -> None:
-    """Refuse what a recipe does not go with; tell the block if the call moves its state."""
+    """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
     records = program.advances and (program.recorded or getattr(current.observer, "records", False))
     if program.compiling and program.untraced:
         raise RuntimeError(
@@ -379,13 +378,13 @@ def _begin_under_recipe(program: Program) -> None:
         )
     if not program.compiling:
         check_checkpoint(program)
-        current.recording = program.recorded  # for ops that ask for their quantizers themselves
+        current.recording = program.recorded  # for ops that request their quantizers themselves
     if records and current.block is not None:
         current.block.add(program.recipe, program.chain.ops, program.env)
 
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
-    """The settings inside of functorch or forward-mode AD: unfused where a kernel loses these."""
+    """The settings of a call; unfused inside functorch or forward-mode AD, which kernels lose."""
     settings = current.values
     unpack: Any = forward_ad.unpack_dual
     if not _functorch_active() and not any(
@@ -406,12 +405,11 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
 
     Args:
-        fuser: Of the chain.
-        *key: The settings one by one, since a recipe in a tuple is no constant; then the rest.
+        fuser: The fuser of the chain.
+        *key: The settings one by one, since a tuple with a recipe is not a constant; then the rest.
 
     Returns:
-        The fuser's attribute that holds the program, where traced code can read it by a name it can
-        guard.
+        The name of the fuser's attribute that holds the program, which traced code can guard.
     """
     for module, name in fuser._chain.param_sources:
         if nn.utils.parametrize.is_parametrized(module, name):
@@ -436,9 +434,9 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
     """Cut a chain at the ops that run through their own call; see :func:`_plan_untraced`.
 
     Args:
-        fuser: Of the chain.
-        changes: Counts what may have changed about that; the code that is traced is guarded by it.
-        *hooked: Which ops have hooks, for the same reason.
+        fuser: The fuser of the chain.
+        changes: A count of changes that may affect the cut; it guards the traced code.
+        *hooked: Whether each op has hooks; it guards the traced code too.
     """
     apart = [op for op in fuser._units if why_apart(op)]
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
@@ -471,10 +469,10 @@ def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence
 
 
 def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The tensors, with a view of each parameter that came before: Dynamo takes none twice.
+    """Replace repeated parameters by views: Dynamo accepts no tensor twice.
 
     Args:
-        tensors: The parameters, and what comes behind them, which is left to Dynamo.
+        tensors: The parameters, then other tensors, which stay as they are.
         count: The number of parameters.
     """
     found: list[Tensor] = []

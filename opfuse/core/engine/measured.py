@@ -1,4 +1,4 @@
-"""What was measured of the candidates of a chain on this machine, and what follows from it."""
+"""Measurements of a chain's candidates on this machine, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _NO_EDGES = Edges()
 _COMMON = frozenset(
     {*vars(Identity()), "_captured", "_numbers", "_numbers_as_of", "_name", "_path", "_prepared"}
 )
-"""What the engine and the base classes write on an op, some of it another time in each process."""
+"""Attributes that the engine and the base classes set on an op; some vary between processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """Looks the candidates of one chain up.
+    """Looks up the candidates of one chain.
 
     Attributes:
-        table: The entries that count here.
-        env: Where the plan is made for.
-        needs: Which gradients it computes.
-        edges: Where each pass casts.
-        widths: Last dimension on each edge, where that is known.
+        table: The entries that apply here.
+        env: The environment of the plan.
+        needs: The gradients that it computes.
+        edges: The casts of each pass.
+        widths: Last dimension on each edge, if known.
         params: Shape and dtype of the parameters of each op.
-        assumed: Whether every candidate counts as measured: to find out which there are.
-        input_dtype: That of the chain's input, which autocast may cast.
+        assumed: Whether every candidate counts as measured, in order to list all of them.
+        input_dtype: The dtype of the chain's input, which autocast may cast.
     """
 
     env: Environment
@@ -59,7 +59,7 @@ class Measurements:
         return self.table.entries.get(subject_key(self.subject(step)), {})
 
     def subject(self, step: Step) -> dict[str, Any]:
-        """What an entry of a candidate is of, as JSON-able data."""
+        """The subject of a candidate's entry, as JSON-able data."""
         source, env, needs = step.source, self.env, self.needs
         of = range(step.start, step.stop)
         recipe = self.edges.recipe_of(env.recipe, step.start, step.stop)
@@ -80,7 +80,7 @@ class Measurements:
         }
 
     def _casts(self, step: Step) -> list[list[Any]]:
-        """What is cast between its ops and at its ends, in both passes."""
+        """The casts between its ops and at its ends, in both passes."""
         return [
             [name, edge - step.start, type(cast.quantizer).__name__, list(cast.usage)]
             for name, casts in (("forward", self.edges.forward), ("backward", self.edges.backward))
@@ -90,7 +90,7 @@ class Measurements:
 
 
 def describe(op: nn.Module) -> list[Any]:
-    """The class of an op, and the constants that it was made with."""
+    """The class of an op, and the constants of its constructor."""
     cls = op_class(op)
     constants = {
         name: _plain(value)
@@ -111,7 +111,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A constant as JSON-able data; numbers of other packages, such as numpy's, by their text."""
+    """Convert a constant to JSON-able data; numbers of other packages become text."""
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -122,16 +122,16 @@ def _plain(value: Any) -> Any:
 def counting(
     entries: Entries, known: Mapping[str, Any], *, trades_time: bool, prefer: str
 ) -> Measurement | None:
-    """The entry that counts for what comes in; None: nothing was measured for it.
+    """Return the entry that applies to an input; None: nothing was measured for it.
 
-    Where not all is known of what comes in, one that is wrong counts for all; otherwise all entries
-    that fit must lead to the same decision.
+    If the input is only partly known, one wrong entry counts for all; otherwise all entries that
+    fit must lead to the same decision.
 
     Args:
-        entries: By what came in when they were measured.
-        known: What is known, by the names of :class:`opfuse.core.tuning_table.Shape`.
-        trades_time: See :meth:`opfuse.core.tuning_table.Measurement.refusal`.
-        prefer: Likewise.
+        entries: The entries, by the shape of the input.
+        known: The known fields of :class:`opfuse.core.tuning_table.Shape`.
+        trades_time: Whether the fusion declares to trade time for memory.
+        prefer: The option ``prefer``.
     """
     fitting = {
         shape: found
@@ -146,11 +146,11 @@ def counting(
     return fitting[max(fitting)] if len(refused) == 1 else None
 
 
-# Which set of candidates is taken
+# The choice among candidates
 
 
 def worth(step: Step, prefer: str) -> tuple[float, float]:
-    """What a measured candidate brings, most important first."""
+    """The gains of a measured candidate, most important first."""
     found: Measurement = step.measured
     if prefer == "memory" and found.saved_bytes > 0:
         return found.saved_bytes, found.seconds
@@ -158,11 +158,10 @@ def worth(step: Step, prefer: str) -> tuple[float, float]:
 
 
 def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
-    """The non-overlapping candidates of one pass that bring the most.
+    """Return the non-overlapping candidates of one pass with the largest gain.
 
-    Of candidates that overlap, directly or by way of others, it is the time that they save, where
-    all of them were measured here, or first the memory, if that is preferred; otherwise it is the
-    benefit that they declare.
+    Among candidates that overlap, directly or through others, the gain is the time they save if
+    all were measured here (memory first, if that is preferred), and the declared benefit otherwise.
     """
     chosen = []
     for group in overlapping(candidates):
@@ -191,8 +190,8 @@ def _best_of(
 ) -> list[Step]:
     """Dynamic programming over half steps.
 
-    The best cover from ``i`` on either leaves what is there alone or takes a candidate that begins
-    there. Ties: more ops covered by fewer fusions, then names.
+    The best cover from ``i`` on either skips ``i`` or takes a candidate that begins there. Ties:
+    more ops covered by fewer fusions, then names.
     """
     best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]]
     best = [(0.0, 0.0, 0, 0, (), ())] * (length + 1)
@@ -202,7 +201,7 @@ def _best_of(
     for i in reversed(range(length)):
         best[i] = best[i + 1]
         for c, (first, second) in starting.get(i, ()):
-            cost, more, left, count, names, rest = best[c.end]  # the smaller, the better
+            cost, more, left, count, names, rest = best[c.end]  # smaller is better
             name = c.source.distribution or "", c.source.name
             option = (
                 cost - first,
@@ -217,16 +216,16 @@ def _best_of(
 
 
 def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
-    """Why others go before a joint fusion over the same ops, or ``""``.
+    """Return why others are preferred to a joint fusion over the same ops, or ``""``.
 
-    They do where all that overlap, directly or by way of others, are measured, and bring more
-    without it than beside it.
+    They are if all that overlap, directly or through others, are measured, and gain more without it
+    than with it.
 
     Args:
         joint: The joint fusion.
         others: Fusions of one pass, or joint ones.
         length: The number of half steps.
-        prefer: The option.
+        prefer: The option ``prefer``.
     """
     others = [step for step in others if step is not joint and not _preceded(step, others)]
     (near,) = [group for group in overlapping([joint, *others]) if joint in group]
@@ -246,7 +245,7 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
 
 
 def _preceded(step: Step, others: Sequence[Step]) -> bool:
-    """Whether one of higher precedence, which chooses before, may take one of its ops."""
+    """Return whether a candidate of higher precedence may take one of its ops."""
     if step.passes != "joint":
         return False
     return any(
@@ -261,7 +260,7 @@ def _overlap(one: Step, other: Step) -> bool:
 
 
 def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[float, ...]:
-    """What the best covers of measured candidates bring, joint ones first."""
+    """The gains of the best covers of measured candidates, joint ones first."""
     chosen: list[Step] = []
     for name in PASSES:
         free = [step for step in candidates if step.passes == name]
@@ -273,7 +272,7 @@ def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[floa
 
 
 def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
-    """What the winners, and the loser, bring by measure, in words; None: not all are measured."""
+    """Describe the measured gains of winners and loser; None: not all are measured."""
     if any(step.measured is None for step in (loser, *winners)):
         return None
     of: list[Mapping[str, float]] = [
@@ -288,7 +287,7 @@ def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]
 
 
 def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
-    """Why a candidate lost to those that overlap it."""
+    """Return why a candidate lost to those that overlap it."""
     if not winners:
         return "another set of fusions has the larger total benefit"
     first = min(

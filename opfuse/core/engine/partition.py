@@ -1,4 +1,4 @@
-"""Where a chain is cut: at ops that run through their own ``__call__``."""
+"""Cuts a chain at ops that run through their own ``__call__``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Part(NamedTuple):
 
     Attributes:
         run: A fuser, or the op that runs through its own ``__call__``.
-        start, stop: Which basic ops of the chain.
-        inputs: The extra inputs it takes, of the chain's slots.
-        outputs: The extra outputs it gives.
+        start, stop: Range of its basic ops in the chain.
+        inputs: The chain's slots of the extra inputs that it takes.
+        outputs: The slots of the extra outputs that it returns.
     """
 
     run: Callable[..., Any]
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Stands where the program would be, for a chain that is cut."""
+    """Replaces the program of a chain that is cut."""
 
     parts: tuple[Part, ...]
     row_facts: tuple[str, ...] = ()
@@ -52,9 +52,9 @@ def cut(
 
     Args:
         ops: The chain, as the user wrote it.
-        chain: Where its extra tensors go.
-        apart: Which of the ops, or of their basic ops, run through their own ``__call__``.
-        fuser: Makes the fuser of a run between them.
+        chain: Its structure.
+        apart: The ops, or their basic ops, that run through their own ``__call__``.
+        fuser: Creates the fuser of a run between them.
     """
     single: list[FusibleOperation] = []
     for op in ops:
@@ -76,7 +76,7 @@ def cut(
 
 
 def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
-    """The extra inputs that a part takes: of those that share a name the first."""
+    """The extra inputs that a part takes; only the first of those that share a name."""
     seen: set[int] = set()
     taken: list[Slot] = []
     for slot in (slot for slot in chain.kinds if start <= slot[0] < stop):
@@ -100,7 +100,7 @@ def run_cut(
 
     Args:
         cut: The parts.
-        chain: Of the whole chain.
+        chain: The whole chain.
         input: Input of the first part.
         extra_inputs: The extra inputs that no channel feeds.
         kwargs: Keyword arguments per basic op, or None.

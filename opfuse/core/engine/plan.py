@@ -1,4 +1,4 @@
-"""Plans: what runs in each pass, and why, as data."""
+"""Plans as data: the steps of each pass, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import hashlib
 
 @dataclasses.dataclass(frozen=True)
 class PlanStep:
-    """One step of a pass: what runs, over which basic ops, and who gave it.
+    """One step of a pass: the op that runs, the basic ops that it covers, and its origin.
 
     ``fusion``, ``distribution`` and ``version`` are None for an op that runs unfused. ``basic_ops``
     and ``start`` count basic ops only: a cast by itself has none, and ``start`` is its edge.
-    ``casts`` has the casts of a step: for each its edge, and by what. ``note`` is a sentence that
-    there is more to say about the step, or empty. ``fallback`` says why a fused step runs in
-    PyTorch's operations here, and not in a kernel of its own, or is empty.
+    ``casts`` lists each cast of a step with its edge and quantizer. ``note`` is a further sentence
+    about the step, or empty. ``fallback`` says why a fused step runs in PyTorch's operations here,
+    and not in its own kernel, or is empty.
     """
 
     op: str
@@ -36,7 +36,7 @@ class PlanStep:
 
     @property
     def owner(self) -> str:
-        """Who gave a fused step."""
+        """The origin of a fused step."""
         return f"{self.distribution} {self.version}" if self.distribution else "registered in code"
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class PlanStep:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A candidate that was not taken, and the sentence that says why."""
+    """A candidate that was not taken, and the reason as a sentence."""
 
     fusion: str
     passes: str
@@ -65,9 +65,8 @@ class FusionPlan:
     """The steps of both passes for one key, and the reason for every decision.
 
     Data only: printable, comparable, hashable. Two processes with the same installs, options and
-    tuning table make equal plans.
-    ``backward`` lists the steps in the order they run: last op first. ``table`` is a hash of the
-    tuning table that it was made with, or empty.
+    tuning table make equal plans. ``backward`` lists the steps in the order they run: last op
+    first. ``table`` is a hash of the tuning table that was used, or empty.
     """
 
     forward: tuple[PlanStep, ...]
@@ -76,7 +75,7 @@ class FusionPlan:
     table: str = ""
 
     def digest(self) -> str:
-        """A hash of the plan, equal in two processes whose plans are."""
+        """A hash of the plan; equal plans have equal hashes in all processes."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

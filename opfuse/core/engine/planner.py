@@ -1,4 +1,4 @@
-"""From the key of a call to its program."""
+"""Makes the program for the key of a call."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .step import Step
 
 
 class Key(NamedTuple):
-    """What a plan depends on.
+    """Everything that a plan depends on.
 
     Attributes:
-        grads: Which of the input, the parameters and the extra inputs need a gradient; None: grad
-            mode is off.
-        dtype, device: Those of the input.
+        grads: For the input, the parameters and the extra inputs, whether each needs a gradient;
+            None: grad mode is off.
+        dtype, device: Dtype and device of the input.
         autocast: The dtype that autocast asks for, or None.
-        training: Which ops are in training mode.
-        generation: That of the plugins.
+        training: For each op, whether it is in training mode.
+        generation: The generation of the plugins.
         changes: How often an op or a class of ops was changed.
         deterministic: Whether PyTorch is to use deterministic algorithms.
         compiling: Whether ``torch.compile`` traces.
-        kwargs: For each op the names of its keyword arguments, or None.
+        kwargs: For each op, the names of its keyword arguments; or None.
         extras: Dtype and device of each extra input, or None.
         settings: The settings of the thread.
     """
@@ -66,7 +66,7 @@ _Excluded = frozenset[tuple[Any, int, int]]
 
 
 def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
-    """Facts about the rows of an input, as :class:`Environment` names them."""
+    """Facts about the rows of an input, named as in :class:`Environment`."""
     known: dict[str, Any] = {"row_alignment": 1}
     if input is not None:
         rows = input.shape[:-1].numel()
@@ -127,9 +127,9 @@ def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
 def edges_of(
     chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
 ) -> Edges:
-    """Make the quantizers of the ops, and ask each what its tensors are to be quantized with."""
+    """Create the quantizers of the ops, and ask each op which ones its tensors need."""
     before = current.values, current.environment, current.recording
-    current.values = settings  # an op reads the recipe there; not in force while tracing
+    current.values = settings  # ops read the recipe there; it is not in force while tracing
     current.environment, current.recording = env, True
     try:
         for op in chain.ops:
@@ -141,7 +141,7 @@ def edges_of(
 
 
 def _environment(key: Key, input: Tensor | None) -> Environment:
-    """What a key says about where the plan is made for."""
+    """The environment of a plan, from its key."""
     device = key.device
     return Environment(
         device=device,
@@ -159,7 +159,7 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
 
 
 def _processor(device: torch.device) -> dict[str, Any]:
-    """What :class:`Environment` says about the processor."""
+    """The fields of :class:`Environment` about the processor."""
     if device.type != "cuda":
         return {"multiprocessors": torch.get_num_threads() if device.type == "cpu" else 1}
     found = torch.cuda.get_device_properties(device)
@@ -191,7 +191,7 @@ def _build(
 
 
 def build_step(step: Step, env: Environment) -> Any:
-    """The fused op of a step; None, after a warning, if its author's code fails."""
+    """Build the fused op of a step; None, after a warning, if its author's code fails."""
     ops, fused = step.matched, step.op
     try:
         if fused is None:
@@ -207,7 +207,7 @@ def build_step(step: Step, env: Environment) -> Any:
 
 
 def _needs(chain: Chain, env: Environment, grads: tuple[bool, ...] | None) -> Needs:
-    """Which gradients are needed, of what ``grads`` says requires grad."""
+    """The gradients that are needed, given which tensors require grad."""
     recorded, flags = grads is not None, grads or (False,) * (1 + len(chain.param_sources))
     first = _first_backward(chain, env, flags)
     first_with_input = first + (1 if first or not flags[0] else 0)

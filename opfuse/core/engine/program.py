@@ -1,4 +1,4 @@
-"""Programs: a plan made executable. What can be decided once is decided here, not per call."""
+"""Programs: executable plans. Everything that can be decided once is decided here, not per call."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _BESIDE = "fuser_backward_with_output"
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """What the ops of a program leave for the backward, as they declare it.
+    """The state that the ops of a program declare to leave for the backward.
 
     Attributes:
-        ranges: ``(op, start, stop)``: which of all saved tensors are its.
+        ranges: ``(op, start, stop)``: the range of each op's saved tensors.
         attributes: ``(op, name)``: the context attributes that are passed on.
         nothing: The ops that declare to save nothing.
         undeclared: The ops that may leave anything, so that their forward contexts are kept.
@@ -49,7 +49,7 @@ class SavedState:
 
     @classmethod
     def of(cls, chain: Chain, first_backward: int, undeclared: set[int]) -> SavedState:
-        """Of a chain; ``undeclared``: the ops whose declarations do not hold in this program."""
+        """Make it for a chain; the declarations of the ops in ``undeclared`` do not hold here."""
         ranges: list[tuple[int, int, int]] = []
         attributes: list[tuple[int, str]] = []
         nothing, open_ops, position = [], [], 0
@@ -69,14 +69,13 @@ class SavedState:
 
 
 class Recompute(NamedTuple):
-    """How the input of an op is computed again, instead of being kept.
+    """How the input of an op is computed again instead of being kept.
 
     Attributes:
-        start: Where the fused op before it starts.
-        run: Its ``fuser_recompute``.
-        place, position: Where the input is among what the basic op saves, and among all that is
-            saved.
-        cast: What casts it again, if that is a step of its own.
+        start: First basic op of the fused op before it.
+        run: The ``fuser_recompute`` of that fused op.
+        place, position: Index of the input among the op's saved tensors, and among all of them.
+        cast: The cast to repeat, if it is a step of its own.
     """
 
     start: int
@@ -92,28 +91,28 @@ class Program:
     Attributes:
         forward, backward: The steps, in the order they run.
         first_backward: The first op that takes part in the backward.
-        last_without_gradient: The ops behind this one must give a gradient of their input.
-        params: ``(op, first, last)``: which tensors are its parameters, where it has some.
-        dequantized: The parameters that live quantized, and belong to ops that quantize nothing.
-        without_params: The ops with a backward that have none, and must give no gradients for any.
+        last_without_gradient: The ops after this one must return a gradient of their input.
+        params: ``(op, first, last)``: the range of each op's parameters, if it has some.
+        dequantized: The quantized parameters that belong to ops that quantize nothing.
+        without_params: The ops with a backward and without parameters, which must return no
+            parameter gradients.
         accumulating: As ``params``, for the ops that store the gradients of their parameters.
-        asking: The ops that may ask for their quantizers themselves.
+        asking: The ops that may request their quantizers themselves.
         called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
         leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
-        env: Where it runs.
-        untraced: Whether an op reads sizes on the host to quantize, which nobody can trace.
+        env: The environment in which it runs.
+        untraced: Whether an op reads sizes on the host to quantize, which cannot be traced.
         saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
-        advances: Whether a quantizer records what moves its state.
-        gradient_channels: The extra outputs that feed a channel through which a gradient comes
-            back.
+        advances: Whether a quantizer records values that advance its state.
+        gradient_channels: The extra outputs that feed a channel through which a gradient returns.
         pool: The contexts.
-        watcher: Hears what a forward leaves, or None.
-        is_plain: Whether a call has nothing to do but to run the steps.
-        measurements: What it was chosen by.
-        row_facts, rows: What of the number of rows the plan depends on, and its values.
+        watcher: Called with the values that a forward leaves, or None.
+        is_plain: Whether a call only runs the steps.
+        measurements: The measurements that it was chosen by.
+        row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
     """
 
@@ -165,13 +164,13 @@ class Program:
         self.is_plain = not any(special)
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
-        """The same, telling what it leaves for the backward; for one call."""
+        """A copy for one call that reports what it leaves for the backward to ``watcher``."""
         twin = copy.copy(self)
         twin.watcher, twin.leaves_more = watcher, True
         return twin
 
     def profiled(self) -> Program:
-        """The same, with a range around each fused step for ``torch.profiler``; for one call."""
+        """A copy for one call with a ``torch.profiler`` range around each fused step."""
         if self.compiling:
             return self
         twin = copy.copy(self)
@@ -200,7 +199,7 @@ class Program:
         return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
-        # a function is what Transformer Engine has for a fusion: its ops write what they like
+        # functions are the fusions of Transformer Engine: their ops may write anything
         foreign = [s for s in self.forward if s.source and not isinstance(s.source.fusion, Fusion)]
         places = {i for step in foreign for i in range(step.start, step.stop)}
         open_ops = sorted(places.union(self.saved.undeclared))
@@ -226,14 +225,14 @@ def compile_program(
     Args:
         chain: The chain.
         choice: The fusions taken; each step carries its fused op.
-        env: Where the program runs.
+        env: The environment in which the program runs.
         autocast: The dtype that autocast asks for, or None.
-        measurements: Where each pass casts, which gradients it computes, and what was measured.
+        measurements: The casts, the needed gradients, and the measurements.
         kwargs: Names of the keyword arguments given to each op.
     """
     edges, needs = measurements.edges, measurements.needs
     forward, backward = _steps(chain, choice, env, edges, needs)
-    # a joint fusion may leave what it likes
+    # a joint fusion may leave anything
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
         finish(step, "forward", chain, kwargs, env, edges)
@@ -286,10 +285,10 @@ def _context_values(
     edges: Edges,
     needs: Needs,
 ) -> list[dict[str, Any]]:
-    """What the engine writes on the context of each basic op; see :class:`OperationContext`."""
+    """The attributes that the engine sets on each context; see :class:`OperationContext`."""
     forward, backward = steps
     recomputing = {step.recompute for step in backward}
-    # a fused op that begins with a cast takes a plain tensor: nobody is to quantize it before
+    # a fused op that begins with a cast takes a plain tensor, which must not be quantized before
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
@@ -319,25 +318,25 @@ def _quantizer(casts: Mapping[int, Cast], edge: int, inside: set[int]) -> Quanti
 
 
 def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Which parameters are whose; and who has none, of those that take part in the backward."""
+    """The parameter range of each op; and the ops of the backward that have no parameters."""
     ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
     none = tuple(i for i, first, last in ranges if first == last and i >= first_backward)
     return tuple(found for found in ranges if found[1] < found[2]), none
 
 
 def _untraced(chain: Chain, edges: Edges) -> bool:
-    """Whether an op reads sizes on the host to quantize, which nobody can trace."""
+    """Return whether an op reads sizes on the host to quantize, which cannot be traced."""
     pairs = zip(chain.ops, edges.quantizers, strict=True)
     return any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
 
 
 def _may_ask(op: BasicOperation) -> bool:
-    """Whether an op may ask for its quantizers in its passes, in place of taking them."""
+    """Return whether an op may request its quantizers in its passes instead of taking them."""
     return not of_library(type(op)) and any(map(op.num_quantizers, MODES))
 
 
 def _advances(contexts: Sequence[dict[str, Any]]) -> bool:
-    """Whether a quantizer records what moves its state."""
+    """Return whether a quantizer records values that advance its state."""
     return any(q.pending_names for values in contexts for q in values["quantizers"].values())
 
 
@@ -355,7 +354,7 @@ def _called_before(
 
 
 def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int], ...]:
-    """See :class:`Program`."""
+    """The parameter ranges of the ops that store their gradients."""
     ops = [i for i, op in enumerate(chain.ops) if op.accumulates_grads and env.requires_grad]
     if ops and env.compiling:
         who = f"{chain.name(ops[0])} puts gradients away itself (BasicOperation.accumulates_grads)"
@@ -368,7 +367,7 @@ def _dtype(
 ) -> torch.dtype | None:
     """The dtype an op computes in under autocast.
 
-    What the next op casts anyway is made in its dtype.
+    An output that the next op casts anyway is computed in the dtype of that op.
     """
     wanted = ops[index].autocast_dtype
     cast_anyway = any(
@@ -378,7 +377,7 @@ def _dtype(
 
 
 def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
-    """The steps of one pass, first op to last: those taken, and an op or cast alone elsewhere."""
+    """The steps of one pass, first op to last: those taken, and single ops and casts elsewhere."""
     steps = [copy.copy(step) for step in taken]
     covered = {place for step in steps for place in range(step.begin, step.end)}
     alone = [k for k, place in enumerate(view.places) if place not in covered]
@@ -387,26 +386,26 @@ def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
 
 
 def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str], ...]:
-    """The numbers of the ops of a fused step that their backward, from op ``first`` on, reads."""
-    places = range(max(step.start, first), step.stop if step.source else 0)  # an op leaves its own
+    """The numbers of a fused step's ops that their backward, from op ``first`` on, reads."""
+    places = range(max(step.start, first), step.stop if step.source else 0)  # an op sets its own
     ops = [(i, chain.ops[i]) for i in places]
     return tuple([(i, op, name) for i, op in ops for name in numbers_of(op)])
 
 
 def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) -> None:
-    """Say in a backward step that its input need not be kept, or why it is kept.
+    """Mark in a backward step that its input need not be kept, or why it is kept.
 
     Args:
         step: The backward step.
         chain: The chain.
-        before: The forward step that gave the input, and can compute it again.
-        behind: The forward step that begins with the cast of it, if there is one.
+        before: The forward step that computed the input, and can compute it again.
+        behind: The forward step that begins with the cast of the input, if there is one.
     """
     if step.start == step.stop:
         return
     if "input" not in (declared(chain.ops[step.start], "saved_names") or ()):
         return
-    if before.end % 2 or behind is None:  # it gives what the op takes
+    if before.end % 2 or behind is None:  # its output is the op's input
         kept = ""
     elif behind.stop > behind.start:
         kept = f"{type(behind.op).__name__} casts it inside"
@@ -423,14 +422,14 @@ def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) 
 
 
 def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> None:
-    """Let a backward step wait for its input, if the one that runs next gives it on the way."""
+    """Let a backward step wait for its input, if the next one recomputes that on the way."""
     fused: Any = following.op
     split = step.direct and declared(step.op, "splits_backward") and all(needs.params[step.start])
     if not split or step.recompute != following.start or following.end != step.begin - 1:
         return
     plain = not (following.casts or env.recipe or env.options.get("debug"))
     if following.source and following.passes == "joint" and plain:
-        # a class, or an op, that overrides fuser_backward alone has another one
+        # overriding only fuser_backward invalidates fuser_backward_with_output
         places = [vars(each).keys() for each in (fused, *type(fused).__mro__)]
         first = next(keys for keys in places if keys & {"fuser_backward", _BESIDE})
         following.with_output = fused.fuser_backward_with_output if _BESIDE in first else None
@@ -438,9 +437,9 @@ def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> No
 
 
 def _leaves_owned(step: Step) -> bool:
-    """Whether the gradient that a backward step returns belongs to the chain.
+    """Return whether the gradient that a backward step returns belongs to the chain.
 
-    It may be in a tensor that the caller gave by a keyword.
+    It may otherwise be in a tensor that the caller passed by keyword.
     """
     assert step.op is not None
     if step.given:

@@ -1,4 +1,4 @@
-"""What the forward leaves for the backward: saved tensors, attributes, whole contexts."""
+"""Passes state from forward to backward: saved tensors, attributes, whole contexts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def leave(
     tensors: Sequence[Tensor],
     extras: ForwardExtras | None,
 ) -> None:
-    """Take what the ops saved off their contexts, and leave it to the backward, if there is one.
+    """Move what the ops saved from their contexts to the backward, if there is one.
 
     Args:
         func_ctx: The autograd function's context, or None.
-        program: What ran.
+        program: The program that ran.
         ctxs: The contexts of its forward.
         x: The chain's output.
         tensors: The parameters, then the extra inputs.
-        extras: What passed beside the chain, or None.
+        extras: The extra tensors of the pass, or None.
     """
     saved: list[Any] = []
     for index, start, stop in program.saved.ranges:
@@ -60,7 +60,7 @@ def leave(
     func_ctx.save_for_backward(*saved)
     func_ctx.program = program
     if not program.compiling:
-        func_ctx.materialize_grads = False  # what set_materialize_grads does
+        func_ctx.materialize_grads = False  # as set_materialize_grads does
 
 
 def _leave_more(
@@ -70,7 +70,7 @@ def _leave_more(
     tensors: Sequence[Tensor],
     saved: list[Tensor | None],
 ) -> None:
-    """Leave what few chains leave beside saved tensors."""
+    """Pass on the state that few chains have in addition to saved tensors."""
     if program.saved.attributes:
         func_ctx.attributes = _take_attributes(program, ctxs)
     if program.recomputing:
@@ -86,7 +86,7 @@ def _leave_more(
 def restore_more(
     func_ctx: Any, program: Program, ctxs: Sequence[Any], tensors: tuple[Any, ...]
 ) -> None:
-    """Write on the contexts of the backward what few chains leave: attributes, whole contexts."""
+    """Set the rarer state on the contexts of the backward: attributes, whole contexts."""
     if program.saved.attributes:
         left = zip(program.saved.attributes, func_ctx.attributes, strict=True)
         for (index, name), value in left:
@@ -96,13 +96,13 @@ def restore_more(
 
 
 def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
-    """What each op saved."""
+    """The saved tensors of each op."""
     found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
     return found | {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
 
 
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
-    """Take what the contexts pass on to the backward."""
+    """Take the attributes that the contexts pass on to the backward."""
     values = []
     for index, name in program.saved.attributes:
         try:
@@ -119,7 +119,7 @@ def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
 def _keep_contexts(
     program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
 ) -> dict[int, Any]:
-    """Take the contexts of ops that declare nothing, and append what they saved to ``saved``."""
+    """Take the contexts of ops that declare nothing, and append their tensors to ``saved``."""
     left: dict[int, Any] = {}
     for index in program.saved.undeclared:
         ctx = left[index] = ctxs[index]
@@ -133,7 +133,7 @@ def _keep_contexts(
 
 
 def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[Any, ...]) -> None:
-    """Write what the forward left on its contexts on those of the backward."""
+    """Copy what the forward left on its contexts to those of the backward."""
     for index, ctx in left.items():
         vars(ctxs[index]).update(vars(ctx))
         start, stop = ctx.saved_range
@@ -143,12 +143,12 @@ def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[An
 def _drop_recomputable(
     program: Program, ctxs: Sequence[Any], saved: list[Tensor | None]
 ) -> dict[int, Usage]:
-    """Do not keep the inputs that a fused op can compute again.
+    """Drop the inputs that a fused op can compute again.
 
-    Of one that is quantized the scales are kept, to cast it again as it was.
+    For a quantized one the scales are kept, so that the same cast can be repeated.
 
     Returns:
-        Whose they are, and which copies each had.
+        The ops that they belong to, and which copies each had.
     """
     dropped = {}
     for index, how in program.recomputing.items():
@@ -166,7 +166,7 @@ def _drop_recomputable(
 
 
 def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[int, Usage]) -> None:
-    """Put an input back that was not kept, after that of the op that computes it."""
+    """Restore an input that was not kept, after the input of the op that computes it."""
     if index not in dropped:
         return
     how: Recompute = program.recomputing[index]
@@ -187,7 +187,7 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
 def parameter_gradients(
     program: Program, ctxs: Sequence[Any], index: int, input_: Tensor, grad_output: Tensor
 ) -> Any:
-    """The gradients that an op's parameters still wait for, now that its input is there again."""
+    """Compute the parameter gradients of an op that waited until its input was recomputed."""
     ctx, place = ctxs[index], program.recomputing[index].place
     nothing = [None] * len(ctx.saved_tensors)
     ctx.saved_tensors = (*nothing[:place], input_, *nothing[place + 1 :])

@@ -1,12 +1,12 @@
-"""Planning: ops + fusions + environment -> which fusion replaces what, and why. No tensor is read.
+"""Planning: chooses the fusions for ops in an environment, with reasons. No tensor is read.
 
 Fusions choose in precedence classes (the user's list, prepended registrations, then priority).
-Inside a class joint fusions choose first, then forward and backward fusions independently; a lower
+Inside a class, joint fusions choose first, then forward and backward fusions independently; a lower
 class sees only what is left. Inside a class and pass, the set of non-overlapping candidates with
 the largest total benefit wins; ties go to the longer pattern, then to the distribution's name, then
 to the fusion's. Nothing depends on the order in which plugins were discovered.
 
-Where a tuning table has an entry for a candidate, it counts before what anybody declares: see
+An entry of a tuning table for a candidate takes precedence over declarations: see
 :mod:`opfuse.core.engine.measured`.
 """
 
@@ -38,27 +38,27 @@ _MOST = 1e6  # of a benefit: sums stay exact
 
 
 class Taken(list[Step]):
-    """The candidates taken so far, and which of them is where."""
+    """The candidates taken so far, indexed by place."""
 
     def __init__(self) -> None:
         super().__init__()
         self._at: dict[tuple[str, int], Step] = {}
 
     def take(self, candidates: Iterable[Step]) -> None:
-        """Add candidates that overlap none here."""
+        """Add candidates that overlap none of these."""
         for candidate in candidates:
             self.append(candidate)
             self._at.update(dict.fromkeys(candidate.places, candidate))
 
     def overlapping(self, candidate: Step) -> list[Step]:
-        """Those that want the same op in the same pass."""
+        """The taken candidates that cover the same op in the same pass."""
         found = [self._at[place] for place in candidate.places if place in self._at]
         return list({id(winner): winner for winner in found}.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What planning decided: the candidates taken, left to right per pass, and the refusals."""
+    """The result of planning: the candidates taken, left to right per pass, and the refusals."""
 
     taken: tuple[Step, ...]
     refused: tuple[Refusal, ...]
@@ -74,13 +74,13 @@ def choose(
     kwargs: Sequence[tuple[str, ...]],
     excluded: frozenset[tuple[Any, int, int]] = frozenset(),
 ) -> Selection:
-    """Decide which fusions replace what.
+    """Choose the fusions of a chain.
 
     Args:
         ops: The basic ops of the chain.
         sources: Every fusion on offer.
-        env: Where the plan is made for.
-        measurements: What was measured of the candidates, and what it depends on.
+        env: The environment of the plan.
+        measurements: The measurements of the candidates, and the facts they depend on.
         kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, begin, end)`` of candidates whose build failed.
     """
@@ -123,12 +123,12 @@ def find_candidates(
     measurements: Measurements,
     kwargs: Sequence[tuple[str, ...]],
 ) -> list[Step]:
-    """Every candidate of a chain, whichever overlaps which; see :func:`choose`."""
+    """Every candidate of a chain, including overlapping ones; see :func:`choose`."""
     return _Finder(tuple(ops), env, measurements, kwargs).peek(sources, Taken())
 
 
 def _place(refusal: Refusal) -> tuple[Any, ...]:
-    """What refusals are sorted by."""
+    """The sort key of refusals."""
     who = refusal.distribution or "", refusal.fusion, refusal.basic_ops, refusal.reason
     return refusal.start, PASSES.index(refusal.passes), *who
 
@@ -159,7 +159,7 @@ class _Finder:
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
 
     def peek(self, sources: Iterable[FusionSource], taken: Taken) -> list[Step]:
-        """The candidates of some sources; nothing is refused for it."""
+        """The candidates of some sources, without recording refusals."""
         finder = dataclasses.replace(self, refused=[])
         return [
             step
@@ -171,14 +171,14 @@ class _Finder:
     def not_beaten(
         self, found: Sequence[Step], later: Sequence[FusionSource], taken: Taken
     ) -> list[Step]:
-        """Those that overlap none taken, without those that others go before by measure.
+        """Drop candidates that overlap taken ones, or that others beat by measurement.
 
-        These are joint ones: before all go fusions of one pass and the same precedence; before
-        those that trade time for memory, any that choose later.
+        Only joint ones can be beaten: all by fusions of one pass and the same precedence, and those
+        that trade time for memory by any that choose later.
 
         Args:
             found: Candidates of one precedence and pass.
-            later: What chooses after them.
+            later: The fusions that choose after them.
             taken: The candidates taken so far.
         """
         free = [step for step in found if not taken.overlapping(step)]
@@ -202,7 +202,7 @@ class _Finder:
         logger.debug("refused %s: %s", source.name, reason)
 
     def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:
-        """Where a fusion could be; it is asked only where none of higher precedence is."""
+        """The candidates of a fusion; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
         if self.env.recipe is None and getattr(source.fusion, "needs_recipe", False):
@@ -223,7 +223,7 @@ class _Finder:
             self._refuse_uncovered(source, source.fusion)
 
     def _spares_nothing(self, step: Step, taken: Taken) -> str:
-        """Why nothing less is kept if a step can compute its output again, or ``""``."""
+        """Return why computing a step's output again would save no memory, or ``""``."""
         if self.measurements.assumed:
             return ""
         needs, behind = self.measurements.needs, self.ops[step.stop : step.stop + 1]
@@ -236,10 +236,10 @@ class _Finder:
         return ""
 
     def _found(self, source: FusionSource) -> Iterator[Step]:
-        """Where the fusion matches: the ops with the casts of its pass, or the ops alone.
+        """The matches of a fusion: the ops with the casts of its pass, or the ops alone.
 
-        A pattern that names no cast is looked for in both: where it fits the ops alone only, casts
-        stand between them.
+        A pattern that names no cast is searched in both: if it matches only the ops alone, casts
+        are between them.
         """
         alone = self.views["joint"]
         if not isinstance(source.fusion, Fusion):
@@ -259,7 +259,7 @@ class _Finder:
                         yield step
 
     def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
-        """Say, once per fusion, which ops override what its pattern stands for."""
+        """Record, once per fusion, which ops override the arithmetic of its pattern."""
         view = self.views[source.passes]
         missed = [
             (j - i, i, j, why)
@@ -273,7 +273,7 @@ class _Finder:
                 said |= set(range(i, j))
 
     def _benefit(self, step: Step) -> float | str:
-        """The benefit, or the sentence that says why it is no reason to fuse."""
+        """The benefit, or a sentence that says why it is no reason to fuse."""
         source, start, stop, op = step.source, step.start, step.stop, step.op
         if source.passes == "backward" and start < self.first_backward:
             return f"no gradient is needed before op {self.first_backward}"
@@ -289,11 +289,13 @@ class _Finder:
             asked = self._asked(step)
         else:
             step.measured, asked = self._measured(step), 2 * (stop - start - 1)
-            step.env = self.env._replace(**_told(step.measured, self.measurements.assumed))
+            step.env = self.env._replace(
+                **_measurement_fields(step.measured, self.measurements.assumed)
+            )
         return asked if isinstance(asked, str) else self._judged(step) or asked
 
     def _surplus(self, step: Step) -> str:
-        """Which keyword argument of a call it does not take, as a sentence; ``""``: none."""
+        """A sentence about a call's keyword argument that the step does not take; ``""``: none."""
         build = getattr(step.source.fusion, "build", None)
         takes = getattr(build, "kwarg_names", ()) if step.op is None else kwarg_names(step.op)
         for index in range(step.start, step.stop):
@@ -304,7 +306,7 @@ class _Finder:
         return ""
 
     def _asked(self, step: Step) -> float | str:
-        """What the condition and the benefit of a fusion say, if they say what they may."""
+        """Ask the condition and the benefit of a fusion; check the types of the answers."""
         source: FusionSource = step.source
         fusion: Any = source.fusion
         ops, asked = step.matched, "condition"
@@ -330,7 +332,7 @@ class _Finder:
         if fusion.needs_recipe and env.recipe is None:
             return "no recipe quantizes these ops", env
         answer = fusion.when is None or fusion.when(step.matched, env)
-        # else only the running chain knows how many rows come here
+        # otherwise the number of rows is known only when the chain runs
         if answer is True and fusion.needs_rows and self.rows_kept[step.start]:
             self.row_facts.add("rows")
             env = env._replace(rows=self.env.rows)
@@ -338,7 +340,7 @@ class _Finder:
         return answer, env
 
     def _environment(self, fusion: Fusion, step: Step) -> Environment:
-        """What a fusion is told about where it would run, before it is told the number of rows."""
+        """The environment passed to a fusion, before the number of rows is added."""
         start = step.start
         aligned = fusion.needs_row_alignment and self.rows_kept[start]
         self.row_facts |= {"row_alignment"} if aligned else set()
@@ -349,16 +351,16 @@ class _Finder:
             features=self.widths[start],
             contiguous=None,
             row_alignment=self.env.row_alignment if aligned else 1,
-            **_told(found, self.measurements.assumed),
+            **_measurement_fields(found, self.measurements.assumed),
         )
 
     def _measured(self, step: Step) -> Measurement | None:
-        """What was measured of a candidate, for the input that this plan is for."""
+        """The measurement of a candidate, for the input of this plan."""
         entries = self.measurements.entries(step)
         if not entries:
             return None
-        # of what comes in, a chain knows the rows as long as no op changes them, and the rest at
-        # its begin
+        # the rows are known as long as no op changes them; everything else only at the start of
+        # the chain
         facts = {"rows"} if self.rows_kept[step.start] else set()
         facts |= {"features", "contiguous"} if step.start == 0 else set()
         self.row_facts |= facts
@@ -367,7 +369,7 @@ class _Finder:
         return counting(entries, known, **self._trade(step))
 
     def _judged(self, step: Step) -> str:
-        """Why a candidate is refused by measure, or for want of one; ``""`` if it is not."""
+        """Return why a candidate is refused by measurement, or lacks one; ``""`` if it is not."""
         trade = self._trade(step)
         if step.measured is not None:
             return str(step.measured.refusal(**trade))
@@ -381,8 +383,8 @@ class _Finder:
         return {"trades_time": trades, "prefer": self.env.options.get("prefer", "speed")}
 
 
-def _told(found: Measurement | None, assumed: bool) -> dict[str, Any]:
-    """What a fusion is told of its measurement."""
+def _measurement_fields(found: Measurement | None, assumed: bool) -> dict[str, Any]:
+    """The environment fields about a measurement."""
     if found is None:
         return {"measured": math.inf if assumed else None, "configuration": None}
     return {"measured": found.speed, "configuration": found.configuration}
@@ -396,7 +398,7 @@ def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
 def _function_matches(
     source: FusionSource, ops: tuple[BasicOperation, ...], env: Environment
 ) -> list[tuple[int, int, FusedOperation]]:
-    """What a fusion function replaced, with the op that it built."""
+    """The runs that a fusion function replaced, with the ops that it built."""
     fusion: Any = source.fusion
     try:
         result = fusion(list(ops), recipe=env.recipe)
@@ -423,7 +425,7 @@ def _function_matches(
 
 
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
-    """Raise unless ``fused`` stands for ``ops``, in order, and implements the pass it is for."""
+    """Raise unless ``fused`` replaces ``ops``, in order, and implements the pass it is for."""
     if not isinstance(fused, FusedOperation):
         raise TypeError(
             f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"

@@ -1,4 +1,4 @@
-"""Extra tensors on their way: from the caller, between ops by channels, back to the caller."""
+"""Routing of extra tensors: from the caller, between ops by channels, back to the caller."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ForwardExtras:
             last op.
 
     Args:
-        program: What is run.
+        program: The program that runs.
         tensors: The parameters, then the extra inputs that the caller gave.
-        recorded: Whether there will be a backward over what is run here.
+        recorded: Whether a backward will follow.
     """
 
     def __init__(self, program: Program, tensors: Sequence[Tensor], recorded: bool) -> None:
@@ -66,7 +66,7 @@ class ForwardExtras:
     def keep(self, step: Step, outputs: Sequence[Sequence[Tensor | None]], x: Any) -> None:
         """Check and keep the extra outputs of a step; ``x`` is its main output."""
         chain = self._chain
-        # where it is quantized, its gradient is not
+        # a quantized tensor has an unquantized gradient
         parts = x.tensors() if isinstance(x, QuantizedTensor) else (x,)
         (device, *_) = [part.device for part in parts if part is not None]
         self.shapes[step.stop - 1] = x.shape, x.dtype, device
@@ -80,17 +80,15 @@ class ForwardExtras:
                     raise RuntimeError(f"{who}, which is used outside of it")
                 self._outputs[i, k] = tensor
                 if tensor is not None and (i, k) in self._flowing and tensor.is_floating_point():
-                    # the flag of a tensor that the caller may hold stays as it is
+                    # do not change the flag of a tensor that the caller may hold
                     alias = tensor.clone() if is_dynamo_compiling() else tensor.detach()
                     self._aliases[i, k] = alias.requires_grad_()
 
     def refuse_overwritten(self, x: Tensor, saved: Sequence[Tensor | None]) -> None:
         """Refuse an overwritten saved tensor that autograd's check misses.
 
-        That check starts when the forward is over.
-
-        Of the saved tensors that share memory with a written one, those that came in were saved
-        before.
+        That check starts after the forward. Of the saved tensors that share memory with a written
+        one, those that were given as inputs were saved before the write.
         """
         if self._versions is None:
             return
@@ -111,8 +109,8 @@ class ForwardExtras:
                 )
                 raise RuntimeError(f"{what}: pass in_place=False, or a copy")
 
-    def beside(self, output: Tensor, func_ctx: Any) -> Any:
-        """The output with the extra outputs that the caller gets, if there are some."""
+    def with_outputs(self, output: Tensor, func_ctx: Any) -> Any:
+        """The output together with the extra outputs for the caller, if any."""
         slots = self._chain.public_outputs
         if not slots:
             return output
@@ -127,7 +125,7 @@ class BackwardExtras:
     """The gradients of extra tensors in one backward pass.
 
     Args:
-        program: What is run.
+        program: The program that runs.
         grad_output: Gradient of the chain's output.
         grad_public: Gradients of the extra outputs that the caller got.
     """
@@ -164,23 +162,23 @@ class BackwardExtras:
                     self._of_outputs[source] = grad if before is None else before + grad
 
     def last_given(self) -> int:
-        """The last op that a gradient of an extra output comes to; -1 if none does."""
+        """The last op whose extra output gets a gradient; -1 if there is none."""
         return max([i for (i, _), grad in self._of_outputs.items() if grad is not None], default=-1)
 
     def reach_no_further(self, ctxs: Sequence[Any]) -> None:
-        """Keep what quantizers of these ops have recorded: only zeros are going to reach them."""
+        """Keep what the quantizers of these ops recorded: only zeros will reach them."""
         quantizers = [quantizer for ctx in ctxs for quantizer in ctx.quantizers.values()]
         state = [getattr(q, name) for q in quantizers for name in q.pending_names]
         self._pending = [(tensor, tensor.clone()) for tensor in state]
 
     def forget_after(self, index: int) -> None:
-        """Forget what ops behind that one gave and recorded: no gradient reached them."""
+        """Discard the gradients and records of later ops: no gradient reached them."""
         self._of_inputs = {slot: grad for slot, grad in self._of_inputs.items() if slot[0] <= index}
         for tensor, before in self._pending:
             tensor.copy_(before)
 
     def ends(self, dx: Tensor | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients before and behind those of the parameters; no two share memory."""
+        """The gradients that precede and follow those of the parameters; no two share memory."""
         of_arguments: list[Tensor | None] = [None] * len(self._chain.external_inputs)
         for slot, number in self._chain.arguments.items():
             if (grad := self._of_inputs.get(slot)) is not None:
@@ -211,7 +209,7 @@ def _memory(tensor: Tensor) -> int:
 def _per_basic_op(
     step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str
 ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """What a step gave for each of its basic ops, checked against their declarations."""
+    """The results of a step per basic op, checked against their declarations."""
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")

@@ -1,4 +1,4 @@
-"""A step: one op in place of a run of basic ops, from candidate to loop."""
+"""A step: one op that replaces a run of basic ops, from candidate to loop."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class Step:
     Attributes:
         source: The :class:`~opfuse.core.records.FusionSource` that gave the fusion; None for a
             basic op by itself, and for a cast.
-        begin, end: The same in half steps, see :mod:`opfuse.core.engine.edges`; there a cast has a
-            place too.
+        begin, end: Its range in half steps, see :mod:`opfuse.core.engine.edges`; casts have a place
+            there too.
         matched: The basic ops and the casts, in the order of the forward.
-        start, stop: Which basic ops: none for a cast, which has the edge as both.
-        benefit: How many reads and writes of tensors the fusion saves.
-        measured: What was measured of it on this machine, or None.
-        env: What its fusion was told about where it would run; None: nothing but what all are told.
-        op: The basic op, or the fused op; None while it is not built.
+        start, stop: Its range of basic ops; empty for a cast, whose edge is both.
+        benefit: Number of tensor reads and writes that the fusion saves.
+        measured: Its measurement on this machine, or None.
+        env: The environment that was passed to its fusion; None: that of the plan.
+        op: The basic op, or the fused op; None until it is built.
         run: The bound method that a loop calls.
         direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
         prepares: Whether something happens before the call: the incoming tensor is made plain or
-            looked at, or an input is computed again.
-        given: Whether an op of it got keyword arguments.
+            checked, or an input is computed again.
+        given: Whether one of its ops got keyword arguments.
         takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
-        width: Last dimension to insist on.
+        width: Required last dimension.
         has_extras: Whether one of its basic ops has extra tensors.
         no_extras: For each basic op, no extra tensors.
-        numbers: What goes into the contexts of its basic ops before it runs: ``(place, op, name)``
-            (forward of a fused op only).
+        numbers: Values to set on the contexts of its basic ops before it runs: ``(place, op,
+            name)`` (forward of a fused op only).
         owns: Whether the incoming gradient may be overwritten (backward only).
-        with_output: How a fused op gives its output again beside its backward, if the step that
-            runs before it waits for that (backward only).
-        waits: Whether a basic op gives the gradient of its input first, and those of its parameters
-            after the next step, which computes its input again (backward only).
-        note: What there is more to say about it, for reports.
-        recompute: Where the fused op before it starts, if that can give the input again (backward
-            only).
+        with_output: The method of a fused op that returns its output again together with its
+            gradients, if the preceding step waits for that (backward only).
+        waits: Whether a basic op returns the gradient of its input first, and those of its
+            parameters after the next step, which computes its input again (backward only).
+        note: A further remark for reports.
+        recompute: First basic op of the preceding fused op, if that can compute the input again
+            (backward only).
     """
 
     source: Any
@@ -88,11 +88,11 @@ class Step:
 
     @property
     def passes(self) -> str:
-        """Which pass it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
+        """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
         return str(self.source.passes) if self.source else "joint"
 
     @property
     def places(self) -> Iterator[tuple[str, int]]:
-        """The ops and edges it wants, each with the pass."""
+        """The ops and edges that it covers, each with the pass."""
         passes = ("forward", "backward") if self.passes == "joint" else (self.passes,)
         return itertools.product(passes, range(self.begin, self.end))

@@ -1,4 +1,4 @@
-"""How the loops call a step: by which method, with what beside it, and casts where it has some."""
+"""Decides how the loops call a step: the method, its further arguments, and its casts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _method(step: Step, forward: bool) -> Any:
 
 
 def _takes_quantized(step: Step, forward: bool, edges: Edges) -> bool:
-    """Whether what comes in is cast before the step, and not by the step itself."""
+    """Return whether the incoming tensor is cast before the step, and not by the step itself."""
     if forward:
         return step.start in edges.forward and step.begin % 2 == 1
     return step.stop in edges.backward and step.end % 2 == 0
@@ -109,13 +109,13 @@ def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
 
 
 def _call_cast(step: Step, forward: bool) -> None:
-    """Decide how a step is called that is a cast; a loop gives it the context of who asked."""
+    """Decide how a cast step is called; a loop passes the context of the op that asked for it."""
     step.direct, step.takes_quantized = forward, True
     step.run = step.op.op_forward if forward else _CastGradient(step.op)
 
 
 def _is_direct(op: Any, pass_name: str) -> bool:
-    """Whether a basic op's ``fuser_forward``, or backward, only calls its ``op_forward``."""
+    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``."""
     method = f"fuser_{pass_name}"
     if not isinstance(op, BasicOperation) or method in vars(op):
         return False
@@ -123,7 +123,7 @@ def _is_direct(op: Any, pass_name: str) -> bool:
 
 
 def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
-    """``op_forward`` of two arguments: what it asks for beside them it gets from its context."""
+    """Return ``op_forward`` with two arguments; the quantizers come from its context."""
     forward: Any = op.op_forward
     by_position, by_name = asks_for_quantizers(op)
     if not (by_position or by_name):
@@ -154,14 +154,14 @@ class TrackedCast:
 
     Args:
         cast: The cast.
-        fused: The ``fuser_forward`` that stands for it alone, or None.
+        fused: The ``fuser_forward`` that replaces it alone, or None.
     """
 
     def __init__(self, cast: Cast, fused: Any = None) -> None:
         self.__self__, self.__name__, self._fused = cast, "op_forward", fused
 
     def __call__(self, ctx: Any, x: Any) -> Any:
-        """Cast it, and tell the op that asked for it what was cast into what."""
+        """Cast it, and record input and result on the context of the op that asked for it."""
         if self._fused is None:
             made = self.__self__.op_forward(ctx, x)
         else:
@@ -173,9 +173,9 @@ class TrackedCast:
 
 
 class InRange:
-    """The method of a fused step, in a range that ``torch.profiler`` shows.
+    """Wraps the method of a fused step in a range that ``torch.profiler`` shows.
 
-    It has the name of the step: its fusion, its plugin, its pass and its ops.
+    The range names the fusion, the plugin, the pass and the ops.
     """
 
     def __init__(self, step: Step, pass_name: str, run: Callable[..., Any]) -> None:
@@ -195,14 +195,14 @@ _PER_OP = "basic_op_extra_inputs", "basic_op_kwargs", "basic_op_grad_extra_outpu
 
 
 class WithCasts:
-    """The method of a fused op that casts, between loops that know the basic ops only.
+    """Wraps the method of a fused op that casts, for loops that know only basic ops.
 
-    The op gets a context for each cast, and an empty entry in every list with one per op. Such
-    entries are taken out of what it returns.
+    The op gets a context for each cast, and an empty entry in every list with one per op. These
+    entries are removed from its result.
 
     Args:
         method: ``fuser_forward``, ``fuser_backward`` or ``fuser_recompute``, bound to its op.
-        ops: The basic ops and casts that it stands for.
+        ops: The basic ops and casts that it replaces.
     """
 
     def __init__(self, method: Callable[..., Any], ops: Sequence[BasicOperation]) -> None:
@@ -221,9 +221,9 @@ class WithCasts:
         Args:
             ctxs: One context per basic op.
             *args: The incoming tensor; nothing for ``fuser_recompute``.
-            scales: For ``fuser_recompute``: what its cast gave, without the data.
-            usage: Which copies that had.
-            **given: What has an entry per basic op.
+            scales: For ``fuser_recompute``: the result of its cast, without the data.
+            usage: The copies that the result had.
+            **given: The arguments with an entry per basic op.
         """
         for name in _PER_OP:
             if name in given:
@@ -246,7 +246,7 @@ class WithCasts:
         return f"{type(self.__self__).__name__}: {self.__name__}"
 
     def _check_quantized(self, given: Any) -> None:
-        """Refuse another result than its last cast gives."""
+        """Refuse a result of another kind than that of its last cast."""
         cast: Any = self._gives
         right = isinstance(given, QuantizedTensor) and same_quantizer(
             given.quantizer, cast.quantizer
