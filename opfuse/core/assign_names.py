@@ -16,23 +16,23 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def assign_names(model: M) -> M:
-    """Tell each op of a model what it is called there, and which ops belong together.
+    """Name each op of a model by its place there, and record which ops belong together.
 
     An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
-    got one; the basic ops inside of a ``Linear`` are called like the ``Linear``, and those of a
-    converted module (:func:`opfuse.convert`) like what they read. A recipe finds the
-    name in the roles of its tensors. ``autocast(amax_reduction_group=...)`` needs a prepared model:
-    every rank then takes the maxima of the same quantizers, in this order, whatever ran.
+    got one. The basic ops inside a ``Linear`` get the name of the ``Linear``, and those of a
+    converted module (:func:`opfuse.convert`) the name of the module they read from. A recipe finds
+    the name in the roles of its tensors. ``autocast(amax_reduction_group=...)`` needs a prepared
+    model: every rank then takes the maxima of the same quantizers, in this order, whatever ran.
 
     Args:
         model: The model. Call this on every rank, before the first call under a recipe, and again
-            when its ops are others.
+            after its ops change.
 
     Returns:
         The model.
 
     Raises:
-        RuntimeError: An op has quantizers already that know it by another name.
+        RuntimeError: An op already has quantizers that know it by another name.
     """
     ops: dict[BasicOperation, str] = {}
     fused: dict[FusedOperation, str] = {}

@@ -1,13 +1,13 @@
-"""What the author of a plugin may use beside the classes of the contract.
+"""Helpers for plugin authors, in addition to the classes of the contract.
 
 Attributes:
     ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
         pickled.
-    ParamSource: Where an op reads a parameter that another module holds, for
+    ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
     op_class: The class of an op as its author wrote it.
-    saved_bytes: How many bytes a forward keeps for its backward.
+    saved_bytes: Number of bytes that a forward keeps for its backward.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
@@ -28,10 +28,10 @@ __all__ = ["ModuleCache", "ParamSource", "matmul_precision", "op_class", "saved_
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:
-    """How many bytes a forward keeps for its backward, each storage once.
+    """Return the number of bytes that a forward keeps for its backward, each storage once.
 
     Args:
-        forward: Runs it; what it returns stays alive until all is counted.
+        forward: Runs it; its result stays alive until all is counted.
         apart_from: Tensors whose memory does not count, such as parameters.
     """
     kept: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""``Cast``: where the engine quantizes a tensor on its way between two ops."""
+"""``Cast``: marks where the engine quantizes a tensor between two ops."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from .quantization import QuantizedTensor, Quantizer, Usage
 
 
 class Cast(PassThrough):
-    """Quantizes what passes. The engine puts it on an edge; a pattern names it like any op.
+    """Quantizes a tensor on an edge. The engine inserts it; patterns name it like any op.
 
-    Under a recipe the engine asks each op what its input, and the gradient of its output, are to be
-    quantized with. Where an op wants that, the view of that pass of the chain has a ``Cast``:
-    ``(GELU, Cast)`` is a pattern of the forward, ``(Cast, Bias, GELU)`` one of the backward, in
-    the order of the forward. One that no fusion takes calls its quantizer. You do not put one
-    into a chain; ``Quantize`` is for that.
+    Under a recipe the engine asks each op for the quantizers of its input and of the gradient of
+    its output. If an op wants one, that pass of the chain has a ``Cast`` there: ``(GELU, Cast)`` is
+    a pattern of the forward, ``(Cast, Bias, GELU)`` one of the backward, in the order of the
+    forward. A cast that no fusion takes calls its quantizer. Do not put one into a chain; use
+    ``Quantize`` for that.
 
-    A fused op finds in the context of a cast, beside what every context has, its ``quantizer`` and
-    its ``usage``. It gives no extra tensors and no gradients of parameters for it.
+    The context of a cast has its ``quantizer`` and its ``usage`` in addition to the usual
+    attributes. A fused op returns no extra tensors and no parameter gradients for it.
 
     Attributes:
-        quantizer: What the tensor is quantized with. It may have state: read that in the passes
-            only.
-        usage: Which copies the reader needs.
+        quantizer: The quantizer. It may have state: read that in the passes only.
+        usage: The copies that the reader needs.
     """
 
     context_names = ("quantizer", "usage")
@@ -37,7 +36,7 @@ class Cast(PassThrough):
 
     def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
                    next_op_input_quantizer: Any = None) -> Any:  # fmt: skip
-        """The input, quantized; as it is where this quantizer did so already."""
+        """Quantize the input, unless this quantizer already did."""
         return self.quantizer(input_, self.usage)
 
     def op_backward(
@@ -47,5 +46,5 @@ class Cast(PassThrough):
         return self.quantizer(grad_output, self.usage), ()
 
     def extra_repr(self) -> str:
-        """What it quantizes with, and for which uses."""
+        """The quantizer, and the copies it makes."""
         return f"{type(self.quantizer).__name__}, {self.usage}"

@@ -1,4 +1,4 @@
-"""What ops declare of their extra inputs: which dtypes they take, and names that several share."""
+"""Declarations of extra inputs: the dtypes that ops accept, and names that several share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = {
 
 
 def kinds_of(op: BasicOperation) -> tuple[str, ...]:
-    """What each extra input of an op takes: ``"floating"``, ``"integer"`` or ``"bool"``.
+    """The kind of each extra input of an op: ``"floating"``, ``"integer"`` or ``"bool"``.
 
     Raises:
         ValueError: ``extra_input_dtypes`` does not have one of these for each extra input.
@@ -38,7 +38,7 @@ def kinds_of(op: BasicOperation) -> tuple[str, ...]:
 
 
 def is_kind(kind: str, dtype: torch.dtype) -> bool:
-    """Whether an extra input of this kind may have that dtype."""
+    """Return whether an extra input of this kind may have that dtype."""
     if kind == "integer":
         return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return dtype is torch.bool if kind == "bool" else dtype.is_floating_point
@@ -63,13 +63,13 @@ def check_extra(
     """Refuse an extra input of another kind, on another device, or of another dtype.
 
     Args:
-        op: Who takes it.
-        index: Which of its extra inputs.
-        title: The op as error messages call it.
+        op: The op that takes it.
+        index: Index of the extra input.
+        title: The name of the op in error messages.
         extra: The tensor, or its ``(dtype, device)``.
-        kind: What the op takes.
-        wanted: The dtype it must have if it is floating point, the input's; None: any.
-        device: Where the input is.
+        kind: The kind that the op takes.
+        wanted: The dtype of the input, which floating-point extras must have; None: any.
+        device: The device of the input.
 
     Raises:
         TypeError: It has another dtype.
@@ -89,15 +89,15 @@ def check_extra(
 def arguments_of(
     ops: Sequence[BasicOperation], slots: Iterable[Slot], title: Callable[[int], str]
 ) -> tuple[list[Slot], dict[Slot, int]]:
-    """Which of the caller's extra inputs each slot takes: those of one name take one.
+    """Assign the caller's extra inputs to slots; slots of one name share an argument.
 
     Args:
         ops: The basic ops of a chain.
         slots: ``(op, slot)`` of each extra input that the caller gives, in order.
-        title: An op as error messages call it, by its number.
+        title: Returns the name of an op in error messages, by its number.
 
     Returns:
-        The first slot of each argument, in order; and for each slot the number of its argument.
+        The first slot of each argument, in order; and for each slot, the number of its argument.
 
     Raises:
         ValueError: Inputs of one name that take different dtypes, or one that is written into.
@@ -126,8 +126,8 @@ def takers(
 
     Args:
         ops: The basic ops of a chain.
-        firsts: What :func:`arguments_of` gave, and
-        numbers: the other of both.
+        firsts: The first slots, from :func:`arguments_of`.
+        numbers: The argument numbers, from :func:`arguments_of`.
         title: As for :func:`arguments_of`.
     """
     found: list[dict[str, None]] = [{} for _ in firsts]

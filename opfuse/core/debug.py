@@ -1,4 +1,4 @@
-"""The option ``debug``: every step is watched for writing into tensors that are not its own."""
+"""The option ``debug``: detects steps that write into tensors that are not their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .quantization import QuantizedTensor
 
 
 class Watched:
-    """The method of a step, and a look at the tensors it was given before and after.
+    """Wraps the method of a step and compares the given tensors before and after.
 
     Args:
         method: ``op_forward``, ``op_backward``, ``fuser_forward`` or ``fuser_backward``, bound to
             its op.
-        who: What errors call the step.
+        who: The name of the step in errors.
         in_place: Whether it may write into its extra inputs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a fusion is told about where it would run."""
+"""The environment that a fusion is asked about."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .quantization import Recipe
 
 
 class Environment(NamedTuple):
-    """Where a plan is made for: metadata only, never tensor data.
+    """The environment that a plan is made for: metadata only, never tensor data.
 
     Attributes:
         device: Device of the chain's input.
         capability: CUDA compute capability, or None on other devices.
-        dtype: The dtype the ops compute in, autocast counted.
+        dtype: The dtype that the ops compute in, including autocast.
         recipe: The quantization recipe in force, or None.
         training: Whether any op of the chain is in training mode.
         requires_grad: Whether a backward pass is planned.
@@ -25,18 +25,17 @@ class Environment(NamedTuple):
         rows: The number of rows rounded down to a power of two, for a fusion that declares
             ``needs_rows``; None for every other, while tracing, and when asked whether it would
             fuse many rows.
-        contiguous: Whether the chain's input is contiguous; no fusion is told.
-        features: Last dimension of the tensor that the fused op would get, or None where the chain
-            does not tell.
-        device_name: The model of the CPU or GPU, as it calls itself.
+        contiguous: Whether the chain's input is contiguous; not set for fusions.
+        features: Last dimension of the tensor that the fused op would get, or None if the chain
+            does not determine it.
+        device_name: The model name that the CPU or GPU reports.
         multiprocessors: The number of multiprocessors of a GPU; of a CPU, of torch's threads.
         architecture: The architecture of a GPU: ``"sm_90"``, or on ROCm such as ``"gfx942"``; None
             on other devices.
-        measured: The speed that the tuning table of this machine has for this candidate, 1.0 being
-            that of the separate ops; None: it was not measured here, and you may guess whether it
-            pays. While ``opfuse tune`` looks for what to measure, it is infinite.
-        configuration: What ``opfuse tune`` found fastest of the fused op's ``configurations``, or
-            None.
+        measured: The speed of this candidate in the tuning table of this machine, relative to the
+            separate ops (1.0); None: it was not measured here, and you may estimate whether it
+            pays. While ``opfuse tune`` looks for candidates, it is infinite.
+        configuration: The fastest of the fused op's ``configurations`` by ``opfuse tune``, or None.
         deterministic: ``torch.are_deterministic_algorithms_enabled()``.
         options: The options set with :func:`opfuse.options`.
         compiling: Whether ``torch.compile`` or ``torch.export`` is tracing.

@@ -28,7 +28,7 @@ def opfuse_forward_fusions() -> list[FusionLike]:
     """Fusions of the forward pass.
 
     The fused op implements ``fuser_forward`` and leaves in every context exactly what the basic ops
-    would, since their own backward, or a backward fusion of somebody else, reads it.
+    would, since their own backward, or another plugin's backward fusion, reads it.
 
     Example:
         class BiasReLU(opfuse.FusedOperation):
@@ -72,7 +72,7 @@ def opfuse_backward_fusions() -> list[FusionLike]:
 
 @hookspec
 def opfuse_joint_fusions() -> list[FusionLike]:
-    """Fusions of both passes by one fused op, which may keep what it likes between them.
+    """Fusions of both passes by one fused op, which may keep anything between them.
 
     The fused op implements ``fuser_forward`` and ``fuser_backward``. Joint fusions choose before
     forward and backward fusions of the same precedence.
@@ -100,7 +100,7 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 
     A recipe is a value: it is part of a plan's key, and its JSON form names quantizer state in
     checkpoints.
-    ``opfuse.plugins.recipes()`` has those of all plugins; of two with one name the first plugin's.
+    ``opfuse.plugins.recipes()`` has those of all plugins; for a shared name, the first plugin's.
 
     Example:
         import dataclasses
@@ -119,13 +119,12 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 
 @hookspec
 def opfuse_converters() -> list[Any]:
-    """Converters, for ``opfuse.convert``: which chains run in place of which modules' forwards.
+    """Converters for ``opfuse.convert``, which replace the forwards of modules by chains.
 
-    The package opfuse-convert calls it, and has the classes ``Converter`` and ``Conversion``.
+    The package opfuse-convert calls the hook, and has the classes ``Converter`` and ``Conversion``.
 
-    A converter is needed for what reading a module's ``forward`` does not find. Its ``build`` makes
-    the ops by ``reading`` the parameters of the module's children, so that they stay where they
-    are.
+    A converter is needed only where ``opfuse.convert`` cannot read a module's ``forward``. Its
+    ``build`` makes the ops by ``reading`` the parameters of the module's children, which keep them.
 
     Example:
         from opfuse import ops
@@ -149,10 +148,10 @@ def opfuse_converters() -> list[Any]:
 def opfuse_options() -> dict[str, Any]:
     """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
 
-    If you set one with :class:`opfuse.options`, every fusion finds it in ``env.options``. A name
-    that the plugin does not declare is refused when a plan is made, and so is a value of another
-    type than the default's (None: any). A tuple has all values that the option takes, its default
-    first: any other value is refused.
+    An option set with :class:`opfuse.options` is in ``env.options`` for every fusion. A name that
+    the plugin does not declare is refused when a plan is made, and so is a value whose type differs
+    from the default's (None: any type). A tuple lists all allowed values, the default first; any
+    other value is refused.
 
     Example:
         @opfuse.hookimpl
@@ -165,11 +164,11 @@ def opfuse_options() -> dict[str, Any]:
 def opfuse_quantizer(
     recipe: Recipe, role: QuantizerRole, env: Environment | None
 ) -> Quantizer | None:
-    """A new quantizer for a tensor of ``role``; None for a recipe of somebody else.
+    """Return a new quantizer for a tensor of ``role``; None for another plugin's recipe.
 
-    The first answer counts, in the order in which fusions choose. Asked once for each tensor that
-    an op quantizes, when the op meets the recipe first; the quantizer lives as long as the op.
-    ``env`` says where the op runs then, such as on which device.
+    The first answer counts, in the order in which fusions choose. The hook is called once for each
+    tensor that an op quantizes, when the op first runs under the recipe. The quantizer lives as
+    long as the op. ``env`` describes that first run, for instance its device.
 
     Example:
         import torch

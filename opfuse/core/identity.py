@@ -21,13 +21,13 @@ class PassThrough(BasicOperation):
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
                    next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
-        """The input itself, cast on its way here where the op asks for it; saves nothing."""
+        """Return the input, which the engine has cast if the op asks for it; save nothing."""
         return input_
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """``dx = dy``, cast on its way here where the op asks for it."""
+        """``dx = dy``, which the engine has cast if the op asks for it."""
         return grad_output, ()
 
 

@@ -13,15 +13,15 @@ from .quantization import BOTH, QuantizerRole
 
 
 class Quantize(PassThrough):
-    """Quantizes what passes, under a recipe; without one it is the identity.
+    """Quantizes a tensor under a recipe; without one it is the identity.
 
-    Takes and gives any shape. The op only declares what it wants. The cast stands on its edge, for
-    fusions to take, or is a step of its own. Next to an op that quantizes, it leaves the cast to
-    that op.
+    Any shape is accepted and kept. The op only declares its quantizers. The cast is on its edge,
+    where fusions can take it, or is a step of its own. Next to an op that quantizes, it leaves the
+    cast to that op.
 
-    A chain that ends with it gives a :class:`~opfuse.core.quantization.QuantizedActivation`, and
-    one that begins with it, and quantizes in backward, gives such a gradient. A chain whose first
-    op quantizes its input takes the codes as they are, where it would make such itself.
+    A chain that ends with it returns a :class:`~opfuse.core.quantization.QuantizedActivation`; one
+    that begins with it and quantizes in backward returns such a gradient. A chain whose first op
+    quantizes its input takes the codes as they are, if it would make the same itself.
     ``torch.compile`` gets their values.
 
     Args:
@@ -34,15 +34,15 @@ class Quantize(PassThrough):
         self._enabled = {"forward": bool(forward), "backward": bool(backward)}
 
     def extra_repr(self) -> str:
-        """Which passes it quantizes in."""
+        """The passes in which it quantizes."""
         return ", ".join(f"{mode}={enabled}" for mode, enabled in self._enabled.items())
 
     def num_quantizers(self, mode: str) -> int:
-        """One for each pass it quantizes in."""
+        """One for each pass in which it quantizes."""
         return int(self._enabled.get(mode, False))
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
-        """An input, or the gradient of an output."""
+        """The role of an input, or of the gradient of an output."""
         tensor = "input" if mode == "forward" else "grad_output"
         role = QuantizerRole("quantize", tensor, self.name)
         return [role] * self.num_quantizers(mode)
@@ -54,16 +54,16 @@ def place_quantize(
     backward: dict[int, Cast],
     row_alignment: int | None,
 ) -> tuple[str, ...]:
-    """Leave the casts of ``Quantize`` to its neighbours, or give what leaves the chain both copies.
+    """Leave the casts of ``Quantize`` to its neighbours, or make both copies at chain ends.
 
     Args:
         ops: The ops of a chain.
         forward: The casts of the forward, by edge.
-        backward: Those of the backward.
-        row_alignment: As :class:`opfuse.Environment` has it; None: nobody is to train with it.
+        backward: The casts of the backward.
+        row_alignment: As in :class:`opfuse.Environment`; None: not for training.
 
     Returns:
-        What the casts depend on of the number of rows.
+        The facts about the number of rows that the casts depend on.
     """
     for i, op in enumerate(ops):
         if op_class(op) is Quantize and i + 1 in forward:

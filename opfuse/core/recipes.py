@@ -1,4 +1,4 @@
-"""Which plugin serves a recipe: by name, by class, and with quantizers."""
+"""Finds the plugin that serves a recipe: by name, by class, and with quantizers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .records import PluginFilter, PluginRecord, normalize
 from .settings import current
 
 DEFAULT_RECIPE = "fp8-delayed"
-"""On every device; Transformer Engine has another one from Blackwell on."""
+"""The default on every device; Transformer Engine has another one from Blackwell on."""
 
 CACHE_RECIPE = "fp8-current"
-"""How an activation keeps its input with ``cache_quantized_input``; as Transformer Engine does."""
+"""The format of inputs kept with ``cache_quantized_input``, as in Transformer Engine."""
 
 _FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
 
 def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:
-    """Every recipe of a plugin that is loaded; of two with one name, that of a plugin in use."""
+    """Every recipe of the loaded plugins; for a shared name, the one of a plugin in use."""
     known = {}
     in_use = manager.active(current.selection)
     loaded = [record for record in manager.records if record.state == "loaded"]
@@ -32,7 +32,7 @@ def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of a name, with its defaults.
+    """Return the recipe of a name, with its defaults.
 
     Raises:
         ValueError: No installed plugin offers one, or it needs arguments.
@@ -62,7 +62,7 @@ def check_offered(recipe: Recipe) -> None:
 
 
 def why_off(recipe: Recipe | None, text: str | None) -> str:
-    """Why nothing serves a recipe, although it is installed; ``""`` if a plugin in use does.
+    """Return why no plugin serves an installed recipe; ``""`` if one in use does.
 
     Warns once.
 
@@ -84,19 +84,19 @@ def why_off(recipe: Recipe | None, text: str | None) -> str:
 
 
 def recipe_name(recipe: Recipe) -> str:
-    """The name that a plugin registered the class of a recipe under, or where it is defined."""
+    """The registered name of a recipe's class, or the place where it is defined."""
     cls = type(recipe)
     names = [name for r in _owners(recipe) for name, known in r.recipes.items() if known is cls]
     return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) -> Quantizer:
-    """A new quantizer, of the first plugin that has one for ``recipe`` and ``role``.
+    """Return a new quantizer from the first plugin that has one for ``recipe`` and ``role``.
 
     The order is that in which fusions choose: the user's list, then by distribution.
 
     Raises:
-        RuntimeError: None has.
+        RuntimeError: No plugin has one.
     """
     selection = PluginFilter.parse(current.selection)
     for record in sorted(
@@ -113,7 +113,7 @@ def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) 
 
 
 def cache_quantizers(op: Any) -> dict[str, Quantizer]:
-    """What casts the input of an op that is kept in FP8; nothing, and a warning, if that is off."""
+    """The quantizers of an op's input kept in FP8; none, with a warning, if the plugin is off."""
     try:
         recipe = recipe_of(CACHE_RECIPE)
     except ValueError as error:
@@ -129,14 +129,14 @@ def _owners(recipe: Recipe) -> list[PluginRecord]:
 
 
 def _blocked(recipe: Recipe) -> list[PluginRecord]:
-    """Plugins that are not imported, whose package defines the recipe."""
+    """Plugins that are not imported and whose package defines the recipe."""
     package = type(recipe).__module__.partition(".")[0]
     found = [r for r in manager.records if r.state == "found"]
     return [r for r in found if r.module.partition(".")[0] == package]
 
 
 def _offered() -> str:
-    """What there is instead; a plugin that is off is not imported just to ask it."""
+    """The available recipes; a plugin that is off is not imported just to ask it."""
     names = ", ".join(sorted(_offering())) or "none"
     off = ", ".join(record.name for record in manager.records if record.state == "found")
     return f"those in use offer {names}" + (

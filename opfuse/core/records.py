@@ -1,4 +1,4 @@
-"""What is known of plugins and their fusions, and which of them a user selects."""
+"""Records of plugins and their fusions, and the user's selection among them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .quantization import Recipe
 
 
 def is_strict() -> bool:
-    """Whether a failing plugin raises instead of warning (``OPFUSE_STRICT``)."""
+    """Return whether a failing plugin raises instead of warning (``OPFUSE_STRICT``)."""
     return os.environ.get("OPFUSE_STRICT", "") not in ("", "0")
 
 
 def normalize(name: str) -> str:
-    """A distribution name as packaging tools compare it (PEP 503)."""
+    """Return a distribution name as packaging tools compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclasses.dataclass
 class PluginRecord:
-    """One plugin, whatever became of it.
+    """One plugin in any state.
 
     ``state`` is ``found`` until it is needed, then ``loaded`` or ``failed``; ``incompatible`` if it
     belongs to another contract version. Whether it is blocked depends on the selection in force.
@@ -51,21 +51,21 @@ class PluginRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its entry points: several where a distribution names one module several times."""
+        """Its entry points: several if a distribution names one module several times."""
         return self.name, *self.aliases
 
     def answers_to(self, name: str) -> bool:
-        """Whether a name means this plugin; case, ``-``, ``_`` and ``.`` make no difference."""
+        """Return whether a name means this plugin; case, ``-``, ``_`` and ``.`` do not matter."""
         return normalize(name) in map(normalize, (*self.names, self.distribution))
 
     @property
     def key(self) -> tuple[str, str]:
-        """What plugins are sorted by."""
+        """The sort key of plugins."""
         return self.name, normalize(self.distribution)
 
 
 class FusionSource(NamedTuple):
-    """A fusion, who gave it, for which pass, and how early it may choose (smaller rank first)."""
+    """A fusion with its plugin, its pass and its rank (the smallest chooses first)."""
 
     passes: str
     fusion: FusionLike
@@ -79,7 +79,7 @@ class FusionSource(NamedTuple):
         return fusion_name(self.fusion)
 
     def warn(self, what: str) -> str:
-        """Warn that the fusion misbehaved while planning; returns ``what``. The chain runs on."""
+        """Warn that the fusion misbehaved while planning; return ``what``. The chain still runs."""
         warning = PluginWarning(f"{self.full_name} is not used: {what}")
         warnings.warn(warning, stacklevel=2)
         return what
@@ -96,7 +96,7 @@ class FusionSource(NamedTuple):
 
 
 class PluginFilter(NamedTuple):
-    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked``, or if ``only`` is given, those in order."""
+    """A parsed ``OPFUSE_PLUGINS``: all but ``blocked``, or the list ``only`` in order."""
 
     only: tuple[str, ...] | None
     blocked: tuple[str, ...] = ()
@@ -126,14 +126,14 @@ class PluginFilter(NamedTuple):
         return cls(None, blocked) if blocked else cls(tuple(names))
 
     def position(self, record: PluginRecord) -> int | None:
-        """A selected plugin's place in the user's list, 0 where there is none; None: blocked."""
+        """A selected plugin's index in the user's list, 0 without a list; None: blocked."""
         if self.only is None:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
 
 
 def check_plugin(plugin: Any) -> None:
-    """Refuse what can be no plugin."""
+    """Refuse objects that cannot be plugins."""
     if plugin is None or isinstance(plugin, (str, bytes, bool, int, float)):
         raise TypeError(
             f"expected a plugin, such as a module with functions marked opfuse.hookimpl, got "
@@ -142,7 +142,7 @@ def check_plugin(plugin: Any) -> None:
 
 
 def check_hookimpl(hook: str, impl: Any) -> None:
-    """Refuse what pluggy would do with an implementation, and opfuse does not."""
+    """Refuse features of pluggy that opfuse does not support."""
     asked = [
         name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)
     ]
@@ -152,9 +152,9 @@ def check_hookimpl(hook: str, impl: Any) -> None:
 
 
 def check_option(owner: str, name: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the default's, or that is none of a tuple's.
+    """Refuse a value of another type than the default, or one that is not in the tuple.
 
-    None as default takes any.
+    A default of None accepts any value.
     """
     if isinstance(default, tuple):
         if value not in default:
@@ -168,7 +168,7 @@ def check_option(owner: str, name: str, value: Any, default: Any) -> None:
 
 
 def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
-    """What ``opfuse_recipes`` gave, if it is what that may give."""
+    """Return the answer of ``opfuse_recipes`` after checking it."""
     if not isinstance(recipes, dict):
         raise TypeError(
             f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"

@@ -1,4 +1,4 @@
-"""What a thread has set: options, the selection of plugins, the recipe, and a recorder.
+"""The settings of a thread: options, the selection of plugins, the recipe, and a recorder.
 
 The settings are part of a plan's key. They are read in forward only: a plan carries what its
 backward needs.
@@ -29,10 +29,10 @@ class Settings(NamedTuple):
 
     Attributes:
         options: The options of planning.
-        selection: Which plugins, as the user wrote it.
+        selection: The selection of plugins, as the user wrote it.
         recipe: The quantization recipe, or None.
-        skip: Patterns of names of ops that the recipe leaves as they are.
-        observer: Who sees each tensor that the recipe quantizes, or None.
+        skip: Name patterns of ops that the recipe does not quantize.
+        observer: The observer of each tensor that the recipe quantizes, or None.
     """
 
     options: Options = ()
@@ -48,16 +48,16 @@ class ThreadSettings(threading.local):
     Class attributes are the defaults; a ``with`` block sets instance attributes.
 
     Attributes:
-        values: Those that are part of a plan's key.
-        recorder: Hears of every call in this thread, or None.
-        recipe_depth: In how many frames of ``torch.utils.checkpoint`` the recipe was set.
-        weights: Whether weights are cast anew, ``"fresh"``, or may be used as they were cast last,
-            ``"cached"``.
+        values: The settings that are part of a plan's key.
+        recorder: The recorder that is called for every call in this thread, or None.
+        recipe_depth: Number of ``torch.utils.checkpoint`` frames in which the recipe was set.
+        weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
+            used again.
         block: The outermost :class:`opfuse.autocast` block, or None.
-        recording: Whether the forward that runs may move the scales of a recipe.
-        model_init: What :class:`opfuse.quantized_model_init` asks of new ops, or None.
-        building: The name of the op that is being built, which those inside of it get too, or "".
-        environment: What a plan is being made for, while it is made.
+        recording: Whether the running forward may advance the scales of a recipe.
+        model_init: The request of :class:`opfuse.quantized_model_init` for new ops, or None.
+        building: The name of the op under construction, which inner ops get too, or "".
+        environment: The environment of the plan that is being made.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -77,7 +77,7 @@ class ThreadSettings(threading.local):
 
     @property
     def selection(self) -> str | None:
-        """Which plugins, as the user wrote it."""
+        """The selection of plugins, as the user wrote it."""
         return self.values.selection
 
     @property
@@ -87,21 +87,21 @@ class ThreadSettings(threading.local):
 
     @property
     def skip(self) -> tuple[str, ...]:
-        """Patterns of names of ops that the recipe leaves as they are."""
+        """Name patterns of ops that the recipe does not quantize."""
         return self.values.skip
 
     @property
     def observer(self) -> Any:
-        """Who sees each tensor that the recipe quantizes, or None."""
+        """The observer of each tensor that the recipe quantizes, or None."""
         return self.values.observer
 
 
 current = ThreadSettings()
-"""The settings of the thread that reads them."""
+"""The settings of the current thread."""
 
 
 def checkpoint_frames() -> int:
-    """How many frames of ``torch.utils.checkpoint`` this is called in."""
+    """The number of ``torch.utils.checkpoint`` frames around this call."""
     count, frame = 0, sys._getframe().f_back
     while frame is not None:
         count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
@@ -110,7 +110,7 @@ def checkpoint_frames() -> int:
 
 
 class Recorder:
-    """Hears of every call of a fuser in its thread, inside a ``with`` block of its own.
+    """Gets every call of a fuser in its thread, within its ``with`` block.
 
     Attributes:
         restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a
@@ -129,15 +129,15 @@ class Recorder:
 
     @property
     def restoring(self) -> bool:
-        """Whether it, or one around it, restores the settings."""
+        """Return whether it, or an outer recorder, restores the settings."""
         return self.restores or (self._outer is not None and self._outer.restoring)
 
     def record(self, fuser: Any, program: Any, given: Any) -> None:
-        """Called before a chain runs; tells an outer recorder too.
+        """Called before a chain runs; calls an outer recorder too.
 
         Args:
-            fuser: Of the chain.
-            program: What will run.
+            fuser: The fuser of the chain.
+            program: The program that will run.
             given: The input, the parameters and extra inputs, and the keyword arguments per basic
                 op, or None.
         """
@@ -145,7 +145,7 @@ class Recorder:
             self._outer.record(fuser, program, given)
 
     def replaced(self, replaced: Any, module: Any, tensors: Any) -> None:
-        """Called where a module's chain or its own operations run; tells an outer recorder too.
+        """Called where a module's chain or its own operations run; calls an outer recorder too.
 
         Args:
             replaced: The module's :class:`opfuse.core.replaced_forward.ReplacedForward`.
@@ -156,11 +156,11 @@ class Recorder:
             self._outer.replaced(replaced, module, tensors)
 
     def saved(self, program: Any, tensors: Any) -> None:
-        """Called with what a chain keeps for its backward; tells an outer recorder too.
+        """Called with the tensors that a chain keeps; calls an outer recorder too.
 
         Args:
-            program: What ran.
-            tensors: For each basic op, what it saved.
+            program: The program that ran.
+            tensors: The saved tensors of each basic op.
         """
         if self._outer is not None:
             self._outer.saved(program, tensors)

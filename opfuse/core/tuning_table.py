@@ -1,8 +1,8 @@
-"""Tuning tables: what was measured on this machine, read from JSON files, and how it is looked up.
+"""Tuning tables: measurements on this machine, read from JSON files, and their lookup.
 
 ``opfuse tune`` writes one file per device into the user's cache directory, or into the directory
 that the environment variable ``OPFUSE_TUNING`` names; if that is empty, there are no tables. An
-entry counts for the very setting that it was measured in: device, threads, precision of matrix
+entry applies only to the setting that it was measured in: device, threads, precision of matrix
 products, versions of torch, Triton and the plugin.
 """
 
@@ -30,14 +30,14 @@ from .records import is_strict, normalize
 
 FORMAT = 1
 THRESHOLD = 0.99
-"""A fusion whose speed, less one standard error, does not reach this counts as slower than the
-separate ops. To refuse one that is as fast costs nothing, and a chain may hold many that each cost
-a little: of those that are as fast, some measure faster by chance.
+"""A fusion whose speed, less one standard error, is below this counts as slower than the separate
+ops. Refusing an equally fast one costs nothing, while a chain may hold many that each cost a
+little: some equally fast ones measure faster by chance.
 """
 
 
 class Shape(NamedTuple):
-    """What an entry depends on beside its subject: what comes in.
+    """The shape of the input, on which an entry depends in addition to its subject.
 
     Attributes:
         rows: The number of rows, rounded down to a power of two.
@@ -51,24 +51,24 @@ class Shape(NamedTuple):
 
 
 def shape_of(x: torch.Tensor) -> Shape:
-    """What of an input an entry is for."""
+    """The shape under which an input is looked up."""
     rows = x.shape[:-1].numel()
     return Shape(1 << max(rows.bit_length() - 1, 0) if rows else 0, x.shape[-1], x.is_contiguous())
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one fusion did here, against the separate ops.
+    """The result of one fusion on this machine, compared with the separate ops.
 
     Attributes:
         speed: Time of the separate ops divided by that of the fused op.
         noise: Half the width of a 95 % interval of the speed.
         seconds: Time that a call saves.
-        saved_bytes: How many bytes less a forward keeps for its backward.
-        wrong: How it differs from the separate ops, as a sentence, or ``""``.
-        configuration: The configuration that was the fastest, or None if it has one only.
+        saved_bytes: Number of bytes that a forward keeps less for its backward.
+        wrong: A sentence about how it differs from the separate ops, or ``""``.
+        configuration: The fastest configuration, or None if it has only one.
         compared: Whether values were compared; False: its ops draw random numbers.
-        rows: The number of rows of the input, for which a fusion that was wrong is wrong.
+        rows: The number of rows of the input; a wrong result applies to that number.
     """
 
     speed: float
@@ -81,7 +81,7 @@ class Measurement:
     rows: int = 0
 
     def refusal(self, *, trades_time: bool, prefer: str) -> str:
-        """Why the fusion is not to be used, or ``""``.
+        """Return why the fusion must not be used, or ``""``.
 
         Args:
             trades_time: Whether it declares to trade time for memory.
@@ -107,12 +107,12 @@ Entries = Mapping[Shape, Measurement]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The entries of one file that count in this process.
+    """The entries of one file that apply in this process.
 
     Attributes:
         entries: By subject, as :func:`subject_key` writes it.
         digest: A hash of them; ``""`` if there are none.
-        in_graphs: What was measured under ``torch.compile``, by names.
+        in_graphs: The measurements under ``torch.compile``, by name.
     """
 
     entries: Mapping[str, Entries] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ NO_TABLE = Table()
 
 
 def directory() -> Path | None:
-    """Where the tables are; None: there are none."""
+    """The directory of the tables; None: there are none."""
     named = os.environ.get("OPFUSE_TUNING")
     if named is not None:
         return Path(named) if named.strip() else None
@@ -135,7 +135,7 @@ def directory() -> Path | None:
 
 @functools.cache
 def device_name(kind: str, index: int | None = None) -> str:
-    """The model of a CPU or GPU, as it calls itself."""
+    """The model name that a CPU or GPU reports."""
     if kind == "cuda":
         return torch.cuda.get_device_name(index)
     if kind != "cpu":
@@ -159,7 +159,7 @@ def path_for(device: torch.device) -> Path | None:
 
 
 def setting(device: torch.device) -> dict[str, Any]:
-    """What an entry was measured in, and counts for."""
+    """The setting that an entry is measured in, and applies to."""
     return {
         "device": device_name(device.type, device.index if device.type == "cuda" else None),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -180,7 +180,7 @@ def _triton_version() -> str | None:
 
 
 def subject_key(subject: Mapping[str, Any]) -> str:
-    """A subject as text, to look it up by."""
+    """A subject as text, the key for lookups."""
     return json.dumps(subject, sort_keys=True)
 
 
@@ -188,7 +188,7 @@ def subject_key(subject: Mapping[str, Any]) -> str:
 
 
 def table_for(device: torch.device) -> Table:
-    """The table of a device, as it counts in this process; read once.
+    """The table of a device, as it applies in this process; read once.
 
     Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
     """
@@ -204,7 +204,7 @@ def table_for(device: torch.device) -> Table:
 
 
 def reload() -> None:
-    """Forget the tables that were read; plans are made anew."""
+    """Discard the tables that were read, and all plans."""
     if manager.tables is not None:
         manager.tables.clear()
     manager.changed()
@@ -242,10 +242,10 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All that a file has, whatever it counts for; nothing if there is no file.
+    """All entries of a file, whether they apply or not; none if there is no file.
 
     Raises:
-        ValueError: It is no tuning table.
+        ValueError: It is not a tuning table.
         OSError: It cannot be read.
     """
     if not path.is_file():
@@ -267,7 +267,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
-    """Refuse what no tuning has written."""
+    """Refuse entries that tuning cannot have written."""
     counts = {**shape._asdict(), "rows measured": found.rows}
     signed = {"seconds": found.seconds, "saved_bytes": found.saved_bytes}
     sizes = {"speed": found.speed, "noise": found.noise}
@@ -285,12 +285,12 @@ def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a plain number of a size that is measured: neither NaN nor infinite."""
+    """Return whether a value is a plain number, neither NaN nor infinite."""
     return type(value) in (int, float) and abs(value) < 1e18
 
 
 def installed() -> dict[str, str]:
-    """The versions of the plugins here, by distribution."""
+    """The versions of the installed plugins, by distribution."""
     return {normalize(record.distribution): record.version for record in manager.records}
 
 

@@ -19,34 +19,34 @@ _SAME = _aten.detach.default, _aten.alias.default
 
 
 class _Content:
-    """What a tensor and its aliases hold: codes, or values once somebody may write there."""
+    """The content of a tensor and its aliases: codes, or values once it may be written into."""
 
     def __init__(self, codes: QuantizedTensor) -> None:
         self.codes, self.values = codes, None  # type: tuple[QuantizedTensor, Tensor | None]
 
     def read(self) -> Tensor:
-        """The values, to read them."""
+        """The values, for reading."""
         if self.values is not None:
             return self.values
         return self.codes.dequantize(ROWWISE if self.codes.usage.rowwise else COLUMNWISE)
 
     def copied(self) -> Tensor:
-        """The values, in memory of their own."""
+        """The values, in new memory."""
         return self.read().clone() if self.values is not None else self.read()
 
     def write(self) -> Tensor:
-        """The values, in memory that lasts; the codes are no more, others may still hold them."""
+        """The values, in lasting memory; this drops the codes, which others may still hold."""
         self.values = self.read()
         return self.values
 
 
 class QuantizedActivation(Tensor):
-    """What a chain gives behind ``Quantize``: a tensor that the next chain takes without a cast.
+    """The output of a chain that ends with ``Quantize``; the next chain takes it without a cast.
 
-    Any operation of torch sees its values, as a plain tensor of its dtype, and gives a plain
+    Any operation of torch sees its values, as a plain tensor of its dtype, and returns a plain
     tensor; its gradient is that of the values. ``detach`` and ``clone`` keep the codes. The first
-    operation that writes into it, or views it, gives it values in place of codes for good: what is
-    written is not quantized. Where it is pickled or deep-copied, it becomes a plain tensor.
+    operation that writes into it, or views it, replaces the codes by values for good: written
+    values are not quantized. Pickling or deep-copying makes it a plain tensor.
 
     Args:
         quantized: The codes and scales.
@@ -62,7 +62,7 @@ class QuantizedActivation(Tensor):
     def __new__(
         cls: type[QuantizedActivation], quantized: QuantizedTensor, recipe: Recipe | None = None
     ) -> QuantizedActivation:
-        """See the class."""
+        """Create the tensor; see the class for the arguments."""
         return cls._over(_Content(quantized), recipe)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,24 +80,24 @@ class QuantizedActivation(Tensor):
 
     @property
     def quantized(self) -> QuantizedTensor | None:
-        """The codes and scales; None once it was written into, or viewed."""
+        """The codes and scales; None after it was written into or viewed."""
         return self._content.codes if self._content.values is None else None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor, through which a gradient flows.
 
         Args:
-            dtype: What to round them to, as ``to`` does; None: its own.
+            dtype: The dtype to round them to, as ``to`` does; None: its own.
         """
         plain = _Values.apply(self) if torch.is_grad_enabled() else self._content.copied()  # type: ignore[no-untyped-call]
         return plain if dtype is None else plain.to(dtype)
 
     def codes_for(self, quantizer: Quantizer, usage: Usage) -> QuantizedTensor | None:
-        """The codes as a quantizer's own, if it would make such; None: it has to cast the values.
+        """The codes, if a quantizer would make the same; None: it has to cast the values.
 
         Args:
-            quantizer: Who would cast.
-            usage: Which copies are needed.
+            quantizer: The quantizer that would cast.
+            usage: The copies that are needed.
         """
         codes = self.quantized
         if codes is None or not (quantizer.quantizes and codes.usage.covers(usage)):
@@ -117,7 +117,7 @@ class QuantizedActivation(Tensor):
         return f"<{type(self).__name__}: {what}; {self.quantized!r}>"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values, as :meth:`torch.Tensor.numpy` gives them."""
+        """The values, as :meth:`torch.Tensor.numpy` returns them."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -125,11 +125,11 @@ class QuantizedActivation(Tensor):
         return self._content.read().tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty one."""
+        """An empty storage."""
         return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
 
     def _plain(self) -> Tensor:
-        """A plain tensor, a leaf where this is one."""
+        """A plain tensor, a leaf if this is one."""
         if not self.is_leaf:
             return self.dequantize()
         return self._content.copied().requires_grad_(self.requires_grad)
@@ -181,16 +181,16 @@ class _Values(torch.autograd.Function):
 
 
 def plain(tensor: Any) -> Any:
-    """A tensor that stands for codes as its values, any other as it is."""
+    """Return the values of a tensor that holds codes, and any other tensor as it is."""
     known = isinstance(tensor, (QuantizedActivation, QuantizedParameter))
     return tensor.dequantize() if known else tensor
 
 
 def entering(x: Any, cast: Any) -> Any:
-    """What a pass begins with: codes where its first cast would make such, else a plain tensor.
+    """The initial tensor of a pass: codes if its first cast would make the same, or a plain tensor.
 
     Args:
-        x: What came in.
+        x: The incoming tensor.
         cast: The first cast, with its ``quantizer`` and ``usage``; None: there is none.
     """
     known = cast is not None and isinstance(x, QuantizedActivation)
@@ -199,11 +199,11 @@ def entering(x: Any, cast: Any) -> Any:
 
 
 def leaving(x: Any, recipe: Recipe | None) -> Any:
-    """What a chain under a recipe gives: quantized where its last op, or its first, asks for it.
+    """The output of a chain under a recipe: quantized if its last op, or its first, asks for it.
 
     Args:
-        x: What the chain computed, plain or quantized.
-        recipe: The recipe; None: a plain tensor is wanted, as where ``torch.compile`` traces.
+        x: The computed tensor, plain or quantized.
+        recipe: The recipe; None: a plain tensor is wanted, as while ``torch.compile`` traces.
     """
     if not isinstance(x, QuantizedTensor):
         return x

@@ -30,7 +30,7 @@ _BLOCKS = ((1, 128), (128, 128))
 
 
 class Usage(NamedTuple):
-    """Which copies of a quantized tensor are needed: which GEMMs are going to read it.
+    """The copies of a quantized tensor that are needed, which depend on the GEMMs that read it.
 
     Attributes:
         rowwise: The copy quantized along the last dimension.
@@ -41,7 +41,7 @@ class Usage(NamedTuple):
     columnwise: bool = False
 
     def covers(self, other: Usage) -> bool:
-        """Whether every copy that ``other`` needs is here."""
+        """Return whether every copy that ``other`` needs is here."""
         return self.rowwise >= other.rowwise and self.columnwise >= other.columnwise
 
 
@@ -50,16 +50,16 @@ _ROWWISE = Usage()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class QuantizedTensor(ABC):
-    """What a quantizer makes: plain tensors in a documented layout, not a tensor subclass.
+    """The result of a quantizer: plain tensors in a documented layout, not a tensor subclass.
 
     Args:
         shape: The logical shape, that of the original tensor, whatever the layout.
-        dtype: The dtype of the original tensor, which :meth:`dequantize` gives back.
-        quantizer: Who made it, or None.
+        dtype: The dtype of the original tensor, which :meth:`dequantize` returns.
+        quantizer: The quantizer that made it, or None.
 
     Attributes:
         tensor_names: Names of the tensor fields, in the order of :meth:`tensors`.
-        data_names: Those of them that hold values. The others hold scales.
+        data_names: The fields that hold values. The others hold scales.
     """
 
     shape: torch.Size
@@ -71,20 +71,20 @@ class QuantizedTensor(ABC):
     @property
     @abstractmethod
     def usage(self) -> Usage:
-        """Which copies are here: those that :meth:`dequantize` can read."""
+        """The copies that are here: those that :meth:`dequantize` can read."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensor fields, in the order of ``tensor_names``; None where a copy is missing."""
         return tuple([getattr(self, name) for name in self.tensor_names])
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> Self:
-        """One like this over other tensors.
+        """A quantized tensor like this one over other tensors.
 
         Args:
             tensors: The tensors, in the order of :meth:`tensors`.
 
         Raises:
-            ValueError: There are more or fewer than ``tensor_names`` says, or one does not fit.
+            ValueError: Their number differs from ``tensor_names``, or one does not fit.
         """
         if len(tensors) != len(self.tensor_names):
             raise ValueError(
@@ -95,26 +95,26 @@ class QuantizedTensor(ABC):
         return dataclasses.replace(self, **fields)
 
     def without_data(self) -> Self:
-        """The scales alone: one like this whose values are None."""
+        """The scales alone: a copy of this whose values are None."""
         return self._over(
             [None if name in self.data_names else getattr(self, name) for name in self.tensor_names]
         )
 
     @property
     def copies(self) -> Usage:
-        """Which copies are stored; the values of one may serve as the other, see :attr:`usage`."""
+        """The copies that are stored; one may also serve as the other, see :attr:`usage`."""
         here = [name for name in self.data_names if getattr(self, name) is not None]
         return Usage(*[any(name.startswith(way) for name in here) for way in Usage._fields])
 
     def only(self, usage: Usage) -> Self:
-        """One like this with no more copies than ``usage`` needs, for what a backward keeps."""
+        """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
         needless = tuple([name for name, used in usage._asdict().items() if not used])
         fields = zip(self.tensor_names, self.tensors(), strict=True)
         kept = self._over([None if name.startswith(needless) else t for name, t in fields])
         return kept if kept.usage.covers(usage) else self
 
     def _over(self, tensors: Sequence[Tensor | None]) -> Self:
-        """As :meth:`rebuild`, for tensors that are known to fit: without looking at them."""
+        """As :meth:`rebuild`, but without checks, for tensors that are known to fit."""
         made = copy.copy(self)
         for name, tensor in zip(self.tensor_names, tensors, strict=True):
             setattr(made, name, tensor)
@@ -134,12 +134,12 @@ class QuantizedTensor(ABC):
     def widened(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values before they are rounded to ``dtype``: in float32, or float64 if it is that.
 
-        What a product is emulated with; arguments and errors as for :meth:`dequantize`.
+        Emulated products use them. Arguments and errors are as for :meth:`dequantize`.
         """
         return self.of_dtype(torch.promote_types(self.dtype, torch.float32)).dequantize(usage)
 
     def of_dtype(self, dtype: torch.dtype) -> Self:
-        """The same codes, whose values are rounded to another dtype."""
+        """The same codes with values rounded to another dtype."""
         made = copy.copy(self)
         made.dtype = dtype
         return made
@@ -167,7 +167,7 @@ class ScaledTensor(QuantizedTensor):
         quantizer: Who made it, or None.
         rowwise_data: The values in the logical shape.
         columnwise_data: The values transposed, ``(columns, rows)``.
-        scale_inv: What a value is multiplied by: float32, of one element.
+        scale_inv: The factor of every value: float32, of one element.
     """
 
     rowwise_data: Tensor | None = None
@@ -194,7 +194,7 @@ class ScaledTensor(QuantizedTensor):
 
     @property
     def usage(self) -> Usage:
-        """Both, as soon as there is a copy: their values are the same."""
+        """Both, if there is any copy: their values are the same."""
         here = self.rowwise_data is not None or self.columnwise_data is not None
         return Usage(here, here)
 
@@ -202,7 +202,7 @@ class ScaledTensor(QuantizedTensor):
         """The values in ``dtype``, computed in float32, or in float64 if the data are that."""
         _one_copy(self, usage)
         data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
-        assert data is not None and self.scale_inv is not None  # _one_copy has looked
+        assert data is not None and self.scale_inv is not None  # _one_copy has checked
         compute = torch.float64 if data.dtype == torch.float64 else torch.float32
         values = (data.to(compute) * self.scale_inv.reshape(())).to(self.dtype)
         return values if self.rowwise_data is not None else _untransposed(values, self.shape)
@@ -210,7 +210,7 @@ class ScaledTensor(QuantizedTensor):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _TwoCopies(QuantizedTensor):
-    """A format whose copies are quantized apart, each with scales of its own."""
+    """A format whose copies are quantized separately, each with its own scales."""
 
     rowwise_data: Tensor | None = None
     rowwise_scale_inv: Tensor | None = None
@@ -234,7 +234,7 @@ class _TwoCopies(QuantizedTensor):
             data, scale = f"{way}_data", f"{way}_scale_inv"
             if getattr(self, data) is None and getattr(self, scale) is None:
                 continue
-            scales = self._scale_shape(way, outer, inner)  # refuses a size that it cannot cut
+            scales = self._scale_shape(way, outer, inner)  # refuses a size that it cannot divide
             _check(self, scale, scales, (self.scale_dtype,))
             values = tuple(self.shape) if way == "rowwise" else (outer, inner)
             if self.per_byte > 1:
@@ -244,7 +244,7 @@ class _TwoCopies(QuantizedTensor):
 
     @property
     def usage(self) -> Usage:
-        """Which copies are here."""
+        """The copies that are here."""
         return Usage(self.rowwise_data is not None, self.columnwise_data is not None)
 
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
@@ -273,8 +273,8 @@ class _TwoCopies(QuantizedTensor):
 class BlockScaledTensor(_TwoCopies):
     """A float32 scale for each block of 1 x 128 or 128 x 128 values.
 
-    The last block of a row or column that is no multiple of 128 is shorter. The transpose of the
-    scales, a view, is what :func:`torch.nn.functional.scaled_mm` takes.
+    The last block of a row or column is shorter if its length is not a multiple of 128. The
+    transpose of the scales, a view, is what :func:`torch.nn.functional.scaled_mm` takes.
 
     Args:
         shape: The logical shape.
@@ -283,7 +283,7 @@ class BlockScaledTensor(_TwoCopies):
         rowwise_data: fp8 values in the logical shape.
         rowwise_scale_inv: float32. Blocks of 1 x 128: ``(ceil(columns / 128), rows)``. Blocks of
             128 x 128: ``(ceil(rows / 128), ceil(columns / 128))``, with the last dimension rounded
-            up to a multiple of 4. What is in the surplus columns is never used.
+            up to a multiple of 4. The surplus columns are never used.
         columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows)``.
         columnwise_scale_inv: As ``rowwise_scale_inv``, with rows and columns exchanged.
         block: ``(1, 128)`` or ``(128, 128)``.
@@ -379,7 +379,7 @@ class NVFP4Tensor(_TwoCopies):
     per_byte = 2
 
     def __post_init__(self) -> None:
-        """Refuse signs that are none, and tensors that do not fit the shape."""
+        """Refuse invalid signs, and tensors that do not fit the shape."""
         signs = self.columnwise_signs
         if signs is not None and not (type(signs) is int and 0 <= signs < 1 << 16):
             raise ValueError(
@@ -403,7 +403,7 @@ class NVFP4Tensor(_TwoCopies):
         return values * over_all.reshape(())  # the first product is exact
 
     def _unpacked(self, data: Tensor) -> Tensor:
-        """By arithmetic rather than from a table, which would have to be copied to the device."""
+        """Unpack by arithmetic rather than a table, which would have to be copied to the device."""
         packed = data.view(torch.uint8)
         code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
         exponent, mantissa = code >> 1 & 3, code & 1
@@ -418,7 +418,7 @@ def _ceil(size: int, block: int) -> int:
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor; one column where there is no dimension."""
+    """Rows and columns of a tensor; one column if there is no dimension."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
@@ -431,11 +431,11 @@ def _times(values: Tensor, scales: Tensor, block: int) -> Tensor:
     return values * scales.repeat_interleave(block, 1)[:, : values.shape[1]]
 
 
-# What a constructor refuses. Metadata only: no check reads a tensor's values.
+# Checks of the constructors. Metadata only: no check reads a tensor's values.
 
 
 def _check_original(made: QuantizedTensor) -> tuple[int, int]:
-    """Check shape and dtype of the original tensor, and devices; give its rows and columns."""
+    """Check shape, dtype and devices of the original tensor; return its rows and columns."""
     if not isinstance(made.shape, torch.Size):
         made.shape = torch.Size(made.shape)
     if made.dtype not in _WIDE:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 SIZE = 16
-"""How many neighbours are mixed."""
+"""The number of neighbours that are mixed."""
 
 
 def mixed(values: Tensor, signs: int) -> Tensor:
-    """Each 16 neighbours times ``diag(signs) @ H / 4``, where ``H`` is Sylvester's matrix.
+    """Multiply each 16 neighbours by ``diag(signs) @ H / 4``, where ``H`` is Sylvester's matrix.
 
-    The sums are taken in the dtype of ``values``, of numbers 1, then 2, 4 and 8 apart.
+    The sums are in the dtype of ``values``: of numbers 1 apart, then 2, 4 and 8.
 
     Args:
         values: Floating point, ``(..., n)``, where ``n`` is a multiple of 16.
@@ -26,11 +26,11 @@ def mixed(values: Tensor, signs: int) -> Tensor:
 
 
 def unmixed(values: Tensor, signs: int) -> Tensor:
-    """What :func:`mixed` was given: times the transpose of the matrix, which is its inverse.
+    """Undo :func:`mixed`: multiply by the transpose of the matrix, which is its inverse.
 
     Args:
-        values: As there.
-        signs: As there.
+        values: Floating point, ``(..., n)``, where ``n`` is a multiple of 16.
+        signs: The signs that were passed to :func:`mixed`.
     """
     return _sums(values) * 0.25 * _signs(values, signs)
 

@@ -1,4 +1,4 @@
-"""Names of ops, and which of them a recipe leaves alone."""
+"""Names of ops, and the ops that a recipe skips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _change = 0
 
 
 def remember(op: Any) -> None:
-    """Take note of an op that got a name."""
+    """Remember an op that got a name."""
     global _change
     _named.add(op)
     _change = next(_changes)
@@ -24,19 +24,19 @@ def remember(op: Any) -> None:
 
 @functools.lru_cache(4096)
 def matching(name: str, patterns: tuple[str, ...]) -> str:
-    """The first pattern that matches a name, or that of a module around it; ``""``: none."""
+    """The first pattern that matches a name, or the name of an outer module; ``""``: none."""
     around = itertools.accumulate(name.split("."), "{}.{}".format)
     names = [*around] if name else []
     return next((p for p in patterns if any(fnmatchcase(n, p) for n in names)), "")
 
 
 def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict[int, str]:
-    """Why ops are not quantized that you would expect to be, by position.
+    """The reasons why ops that you would expect to be quantized are not, by position.
 
     Args:
         ops: The ops of a chain.
-        skip: Patterns of what the recipe skips.
-        off: Why nothing serves the recipe, or ``""``.
+        skip: Patterns of the names that the recipe skips.
+        off: Why no plugin serves the recipe, or ``""``.
 
     Raises:
         ValueError: A pattern names a part of an op, and not the op.
@@ -55,7 +55,7 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
 
 
 def _refuse_part(op: Any, skip: tuple[str, ...]) -> None:
-    """Refuse a pattern for a linear inside of an op that multiplies several at once."""
+    """Refuse a pattern for a linear inside an op that combines several."""
     if matching(op.name, skip):
         return
     for inner in op.modules():
@@ -71,7 +71,7 @@ def check_names(patterns: tuple[str, ...]) -> None:
     """Refuse patterns that match no op.
 
     Raises:
-        ValueError: One matches no op that there is, and that would be quantized.
+        ValueError: One matches no existing op that would be quantized.
     """
     if patterns:
         _check(patterns, _change)

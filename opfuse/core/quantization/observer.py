@@ -1,4 +1,4 @@
-"""Who sees the tensors that a recipe quantizes, by quantizers in front of the recipe's."""
+"""Observers of the tensors that a recipe quantizes, which wrap the recipe's quantizers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .quantizer import ROWWISE, Quantizer, unchanged
 
 
 class Observer:
-    """Sees each tensor that a recipe quantizes, by quantizers of its own in front of the recipe's.
+    """Observes each tensor that a recipe quantizes, with quantizers that wrap the recipe's.
 
-    This one is for ``autocast(calibrating=True)``: nothing is quantized, and what the recipe's
-    quantizers would see they record.
+    This one is for ``autocast(calibrating=True)``: nothing is quantized, but the recipe's
+    quantizers record what they would see.
 
     Attributes:
         records: Whether quantizers record with grad mode off, too.
@@ -23,7 +23,7 @@ class Observer:
     records = True
 
     def wrap(self, quantizer: Quantizer, op: Any, tensor: str) -> Quantizer:
-        """What stands for a quantizer of an op."""
+        """The quantizer that replaces a quantizer of an op."""
         return CalibratingQuantizer(quantizer)
 
 
@@ -31,10 +31,10 @@ CALIBRATING = Observer()
 
 
 class CalibratingQuantizer(Quantizer):
-    """Shows another quantizer each tensor, so that it records what it sees, and casts nothing.
+    """Lets another quantizer record each tensor, and casts nothing.
 
     Args:
-        quantizer: The other one.
+        quantizer: The other quantizer.
     """
 
     quantizes = False
@@ -46,19 +46,19 @@ class CalibratingQuantizer(Quantizer):
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
-        """See :meth:`Quantizer.quantize`."""
+        """Record the tensor, and return it unchanged."""
         if self.pending_names:
             self._inner.quantize(tensor, ROWWISE)
         return unchanged(tensor, usage, self)
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
-        """See :meth:`Quantizer.requantize`."""
+        """Return the tensor unchanged."""
         return unchanged(tensor, usage, self)
 
     def unrecorded(self) -> Quantizer:
-        """Itself: to calibrate is to record, with grad mode off too."""
+        """Itself: calibration records with grad mode off too."""
         return self
 
     def describe(self) -> str:
-        """Not quantized, and what it would be."""
+        """That it is not quantized, and the format it would have."""
         return f"not quantized; calibrates {self._inner.describe()}"

@@ -9,17 +9,17 @@ from .formats import QuantizedTensor
 
 
 def is_of(kept: Any, output: Any) -> bool:
-    """Whether what an op saved is this very tensor; of a quantized one, copies of it."""
+    """Return whether an op saved this very tensor or, if it is quantized, copies of it."""
     if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
         return kept is output
     return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
 
 
 def unpacked(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
-    """Put the tensors of quantized tensors behind all others, so that every place stays.
+    """Move the tensors of quantized tensors to the end, so that all other places stay.
 
     Returns:
-        For each its place, what it is without its tensors, and where these are.
+        For each: its place, the quantized tensor without its tensors, and their range.
     """
     found = []
     for place, entry in enumerate(tuple(saved)):

@@ -1,4 +1,4 @@
-"""Parameters that live quantized: a tensor over one of the formats, which behaves as its values."""
+"""Quantized parameters: a tensor over one of the formats, which behaves like its values."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class QuantizedParameter(Tensor):
-    """A tensor that is stored quantized, and read as what its codes stand for.
+    """A tensor that is stored quantized, and read as its dequantized values.
 
     Any operation of torch sees the dequantized values. One that writes into it computes with them,
-    and what comes out is quantized again, in the same memory. A scale that follows from earlier
-    maxima sees the new values first, so that none of them is clipped. Its gradient is a plain
-    tensor.
+    and the result is quantized again, in the same memory. A scale computed from earlier maxima
+    sees the new values first, so that none of them is clipped. Its gradient is a plain tensor.
 
-    :meth:`detach`, ``view``, ``data`` and a slice of the first rows are the same memory. What other
-    views give is a copy of the values: to write there does not change this tensor, ``p[i] = x``
-    does.
+    :meth:`detach`, ``view``, ``data`` and a slice of the first rows share its memory. Other views
+    are copies of the values: writing there does not change this tensor, but ``p[i] = x`` does.
 
     Args:
         quantized: The codes and scales, made by a quantizer of ``recipe``.
         recipe: The recipe.
-        shape: The shape to show; None: that of ``quantized``. Of fewer values it shows the first.
+        shape: The shape to show; None: that of ``quantized``. A smaller shape shows the first
+            values.
         requires_grad: Whether it gets a gradient.
 
     Attributes:
-        quantized: See above. Its ``dtype`` is that of this tensor.
-        recipe: See above.
-        wanted: Which copies the whole parameter has, where this is a shard of it.
+        quantized: The codes and scales. Their ``dtype`` is that of this tensor.
+        recipe: The recipe.
+        wanted: The copies that the whole parameter has, if this is a shard of it.
         gathered: How FSDP2 gathered it, or ``""``.
     """
 
@@ -60,7 +59,7 @@ class QuantizedParameter(Tensor):
         shape: Sequence[int] | None = None,
         requires_grad: bool = False,
     ) -> QuantizedParameter:
-        """See the class."""
+        """Create the tensor; see the class for the arguments."""
         device = next(part.device for part in quantized.tensors() if part is not None)
         made: QuantizedParameter = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -78,27 +77,26 @@ class QuantizedParameter(Tensor):
 
     @property
     def quantizer(self) -> Quantizer:
-        """What quantizes new values; that of the op's weight, once the op ran."""
+        """The quantizer of new values: that of the op's weight, after the op has run."""
         made: Quantizer = self.quantized.quantizer
         return made
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The plain tensors that it is stored in."""
+        """The plain tensors that store it."""
         return tuple([part for part in self.quantized.tensors() if part is not None])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor, through which a gradient flows.
 
         Args:
-            dtype: What to round what the codes stand for to, once, as ``to(dtype)`` has it; None:
-                its own.
+            dtype: The dtype to which the exact values are rounded, once; None: its own.
         """
         if torch.is_grad_enabled():
             return _Dequantize.apply(self, dtype)  # type: ignore[no-any-return,no-untyped-call]
         return _values(self, dtype)
 
     def requantize_(self, values: Tensor) -> QuantizedParameter:
-        """Take new values, in the memory that it has; its quantizer sees them before it casts them.
+        """Store new values in the same memory; the quantizer records them before it casts them.
 
         Args:
             values: Of any dtype; broadcast to the shape of this tensor.
@@ -112,8 +110,8 @@ class QuantizedParameter(Tensor):
 
         Args:
             recipe: The recipe in force.
-            usage: Which copies are needed.
-            who: What it is, for errors.
+            usage: The copies that are needed.
+            who: The name of the parameter in errors.
 
         Raises:
             RuntimeError: It is quantized by another recipe, or a copy is missing.
@@ -165,7 +163,7 @@ class QuantizedParameter(Tensor):
         return f"<{type(self).__name__}: {what}; {self.quantized!r}>"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty one: what it is stored in are its :meth:`tensors`."""
+        """An empty storage: its :meth:`tensors` hold the data."""
         return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
@@ -179,7 +177,7 @@ class QuantizedParameter(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts = self.quantized.tensors()
         shell = self.quantized._over((None,) * len(parts))
-        # pickle knows few dtypes of one byte
+        # pickle supports few dtypes of one byte
         stored = [None if part is None else (as_bytes(part), part.dtype) for part in parts]
         extra = {k: v for k, v in vars(self).items() if k not in ("quantized", "recipe")}
         given = shell, stored, self.recipe, self.shape, self.requires_grad
@@ -203,20 +201,20 @@ class QuantizedParameter(Tensor):
     ) -> Any:
         given = kwargs or {}
         if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            # torch gives a view the version counter of what it is a view of, and an inference
-            # tensor can have none
+            # torch gives a view the version counter of its base,
+            # and an inference tensor has none
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, given)
         handler: Callable[[Any, Any, Any], Any] = _HANDLERS.get(func, _run_plain)
         found = handler(func, args, given)
         return _run_plain(func, args, given) if found is NotImplemented else found
 
-    # FSDP2 asks each rank's shard what to gather, and to make a parameter of what was gathered
+    # FSDP2 asks each rank's shard for the tensors to gather, and makes a parameter of the result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends; see :mod:`opfuse.core.quantization.sharding`."""
+        """The tensors this rank sends; see :mod:`opfuse.core.quantization.sharding`."""
         return sharding.to_gather(self, mesh.size(), outer_size, mp_policy.param_dtype)
 
     def fsdp_post_all_gather(
@@ -257,7 +255,7 @@ def _values(param: QuantizedParameter, dtype: torch.dtype | None = None) -> Tens
 
 
 def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
-    """New values of a parameter, as its quantizer casts them."""
+    """Cast new values of a parameter by its quantizer."""
     there = param.quantized
     values = values.detach().to(param.device).expand(param.shape)
     if not values.is_floating_point():
@@ -272,7 +270,7 @@ def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
 
 
 def _overwrite(there: QuantizedTensor, made: QuantizedTensor) -> None:
-    """Put codes and scales into the tensors of another one."""
+    """Copy codes and scales into the tensors of another quantized tensor."""
     for name, into, new in zip(there.tensor_names, there.tensors(), made.tensors(), strict=True):
         if into is None:
             continue
@@ -280,12 +278,12 @@ def _overwrite(there: QuantizedTensor, made: QuantizedTensor) -> None:
             raise RuntimeError(f"expected {name} of a quantized parameter, got {made!r}")
         if new is not into:
             as_bytes(into).copy_(as_bytes(new))
-            if not into.is_inference():  # inside of a dispatch torch does not count this itself
+            if not into.is_inference():  # inside a dispatch torch does not count this itself
                 torch.autograd.graph.increment_version(into)
 
 
 def as_bytes(part: Tensor) -> Tensor:
-    """A tensor as bytes, where its dtype has one byte: torch copies few of these dtypes itself."""
+    """View a tensor of a one-byte dtype as bytes: torch copies few of these dtypes itself."""
     one = part.element_size() == 1 and part.dtype != torch.uint8
     return part.view(torch.uint8) if one else part
 
@@ -293,7 +291,7 @@ def as_bytes(part: Tensor) -> Tensor:
 def _like_parameter(
     param: QuantizedParameter, made: QuantizedParameter, memo: dict[int, Any]
 ) -> QuantizedParameter:
-    """A copy that is a Parameter where the other one is, with what was written on it."""
+    """Make a copy a Parameter if the other one is, with the same attributes."""
     if isinstance(param, nn.Parameter):
         made = nn.Parameter(made, param.requires_grad)  # type: ignore[assignment]
     else:
@@ -322,12 +320,12 @@ def _rebuild(
 
 
 def _init_value(param: QuantizedParameter) -> Tensor | None:
-    """What it was before it was quantized, on the CPU; None after it was cleared."""
+    """The values before quantization, on the CPU; None after they were cleared."""
     return param._init_val
 
 
 def _clear_init_value(param: QuantizedParameter) -> None:
-    """Free what :func:`_init_value` gives."""
+    """Free the values that :func:`_init_value` returns."""
     param._init_val = None
 
 
@@ -335,14 +333,14 @@ _INIT_VAL: dict[str, Callable[[QuantizedParameter], Any]] = {
     "get_high_precision_init_val": _init_value,
     "clear_high_precision_init_val": _clear_init_value,
 }
-"""Transformer Engine's methods, there where the value was preserved."""
+"""Transformer Engine's methods, present if the values were preserved."""
 
 
 # Operations of torch
 
 
 def _alias(param: QuantizedParameter, shape: Sequence[int] | None = None) -> QuantizedParameter:
-    """The same memory, maybe in another shape."""
+    """Alias the same memory, possibly in another shape."""
     shape = param.shape if shape is None else shape
     made = QuantizedParameter(param.quantized, param.recipe, shape)
     made.wanted, made.gathered = param.wanted, param.gathered
@@ -350,7 +348,7 @@ def _alias(param: QuantizedParameter, shape: Sequence[int] | None = None) -> Qua
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same memory where the values are in the same order, from the first on."""
+    """Alias the same memory if the view has the first values in the same order."""
     with torch.device("meta"):
         seen = func(torch.empty(args[0].shape), *args[1:], **kwargs)
     inside = seen.storage_offset() == 0 and seen.is_contiguous()
@@ -358,7 +356,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _clone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Memory and a quantizer of its own: what is written here moves no scale there."""
+    """Copy memory and quantizer: writes to the copy advance no scale of the original."""
     parts = [None if part is None else part.clone() for part in args[0].quantized.tensors()]
     return _copy_over(args[0], parts)
 
@@ -373,7 +371,7 @@ def _copy_over(
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """On another device, or of another dtype: the codes stay."""
+    """Convert device or dtype; the codes stay."""
     param = args[0]
     device, dtype = kwargs.get("device") or param.device, kwargs.get("dtype") or param.dtype
     if dtype not in _WIDE:
@@ -384,7 +382,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Codes and scales as they are, if they are of the same kind; else values."""
+    """Copy codes and scales as they are if they are of the same kind, and values otherwise."""
     into, source = args[:2]
     if not isinstance(into, QuantizedParameter):
         return func(into, _values(source), *args[2:], **kwargs)
@@ -398,7 +396,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def alike(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    """Whether the codes and scales of the second fit into the tensors of the first."""
+    """Return whether codes and scales of the second fit into the tensors of the first."""
     if type(one) is not type(other) or one.shape != other.shape:
         return False
     if getattr(one, "block", None) != getattr(other, "block", None):
@@ -410,7 +408,7 @@ def alike(one: QuantizedTensor, other: QuantizedTensor) -> bool:
 
 
 def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
-    """A shard of a parameter, as FSDP2 makes one, where only the rows are others; else plain."""
+    """Make a quantized shard, as FSDP2 does, if only the rows differ; otherwise a plain tensor."""
     param, size = args
     if kwargs.get("dtype", param.dtype) != param.dtype or tuple(size)[1:] != param.shape[1:]:
         return NotImplemented
@@ -427,7 +425,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values; quantize again what it wrote."""
+    """Run an operation on the values; quantize its writes again."""
     pairs: dict[int, tuple[QuantizedParameter, Tensor]] = {}
     shape_only = func._schema.name.endswith("_like")
 
@@ -449,7 +447,7 @@ def _run_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _empty_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """On a device that is named, as ``to_empty`` asks for it, one that lives quantized; else plain.
+    """Make a quantized tensor on a named device, as ``to_empty`` does; otherwise a plain one.
 
     Raises:
         RuntimeError: The state of the quantizer was left on the meta device.
@@ -510,7 +508,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 
 def held_by(op: Any) -> dict[str, QuantizedParameter]:
-    """The parameters of an op that live quantized, by their names there."""
+    """The quantized parameters of an op, by name."""
     found = {}
     for name in op.param_names or ():
         module, leaf = op.param_source(name)

@@ -1,4 +1,4 @@
-"""Parameters of ops that live quantized: how they begin, and what a checkpoint has of them."""
+"""Quantized parameters of ops: their creation, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KEY = "quantized."
 
 
 class ModelInit(NamedTuple):
-    """What :class:`opfuse.quantized_model_init` asks for.
+    """The request of :class:`opfuse.quantized_model_init`.
 
     Attributes:
         recipe: The recipe.
-        preserve: Whether to keep the values from before on the CPU.
+        preserve: Whether to keep the original values on the CPU.
     """
 
     recipe: Recipe
@@ -32,10 +32,10 @@ class ModelInit(NamedTuple):
 
 
 def quantize_parameters(op: Any) -> None:
-    """Have the weights of a new op live quantized, where a block asks for it.
+    """Quantize the weights of a new op if a block asks for it.
 
-    These are the parameters that have the name of one of its quantizers, or are numbered where that
-    is the only one. On the meta device there is nothing to quantize.
+    These are the parameters with the name of one of its quantizers, or numbered if there is only
+    one. On the meta device nothing is quantized.
     """
     asked: ModelInit | None = current.model_init
     if asked is None or not op.num_quantizers("forward"):
@@ -45,24 +45,22 @@ def quantize_parameters(op: Any) -> None:
         param = op._parameters.get(name)
         if param is None or param.is_meta or isinstance(param, QuantizedParameter):
             continue
-        role = role._replace(
-            name=role.name or current.building
-        )  # who is around it has not named it
+        role = role._replace(name=role.name or current.building)  # the outer op has not named it
         quantizer = op.engine.new_quantizer(asked.recipe, role, None)
         made = new_parameter(param, asked, quantizer)
         op.register_parameter(name, made)
 
 
 def new_parameter(param: Tensor, asked: ModelInit, quantizer: Quantizer) -> QuantizedParameter:
-    """A Parameter that lives quantized.
+    """Make a quantized Parameter.
 
-    A scale that follows from earlier maxima fits the values at once; that of the quantizer begins
-    as anywhere else, and follows at the next update.
+    A scale computed from earlier maxima fits the values at once; the scale of the quantizer starts
+    as usual, and follows at the next update.
 
     Args:
-        param: The Parameter that it takes the place of.
+        param: The Parameter that it replaces.
         asked: The recipe, and whether to keep the values on the CPU.
-        quantizer: Of the recipe, for this tensor.
+        quantizer: The recipe's quantizer for this tensor.
 
     Raises:
         ValueError: The recipe cannot quantize its shape.
@@ -84,7 +82,7 @@ def new_parameter(param: Tensor, asked: ModelInit, quantizer: Quantizer) -> Quan
 
 
 def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
-    """What a report says of those of some ops; ``""`` if there is none."""
+    """The report text about the quantized parameters of some ops; ``""`` if there are none."""
     notes = []
     for op in ops:
         how = "" if op._quantizers.of(recipe) else ", and is dequantized in every call"
@@ -95,15 +93,15 @@ def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
 
 
 def dequantized(chain: Any, quantizers: Sequence[Any], env: Any) -> tuple[int, ...]:
-    """Which parameters of a chain live quantized, and are nothing to the op that takes them.
+    """The quantized parameters of a chain whose op quantizes nothing.
 
     Args:
         chain: The chain.
-        quantizers: Those of each op.
-        env: Where they run.
+        quantizers: The quantizers of each op.
+        env: The environment.
 
     Raises:
-        RuntimeError: ``torch.compile`` traces, which does not look into such a parameter; or one is
+        RuntimeError: ``torch.compile`` traces, which cannot handle such a parameter; or one is
             quantized by another recipe than that in force.
     """
     found = []
@@ -127,7 +125,7 @@ def _called(op: Any) -> str:
 
 
 def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
-    """Tensors for ops that know no quantized ones: those at some places dequantized."""
+    """Dequantize the tensors at some places, for ops that do not support quantized ones."""
     found = list(tensors)
     for place in places:
         if isinstance(found[place], QuantizedParameter):
@@ -135,20 +133,20 @@ def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-# Checkpoints: the values, as an unquantized model has them, and beside them what is exact
+# Checkpoints: the values, as in an unquantized model, and in addition the exact codes
 
 
 def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Write the values of a module's quantized parameters as plain tensors; and codes and scales.
 
-    All are copies, of one moment: the values are, and what is beside them is to fit them later too.
-    With ``keep_vars`` the Parameters themselves stay there.
+    All are copies, taken at the same time, so that codes and values still match later. With
+    ``keep_vars`` the Parameters themselves stay there.
     """
     for name, param in module._parameters.items():
         local: Any = getattr(param, "_local_tensor", param)
         if keep_vars or not isinstance(local, QuantizedParameter):
             continue
-        if local is not param:  # a shard: who gathers it wants plain tensors
+        if local is not param:  # a shard: gathering needs plain tensors
             destination[prefix + name] = _sharded(param, local)
             continue
         destination[prefix + name] = local.detach().dequantize()
@@ -166,17 +164,17 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars:
 def load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str] | None = None
 ) -> None:
-    """Take what :func:`save` wrote beside the values; have the values as the parameter casts them.
+    """Load the entries of :func:`save`: the exact codes, or the values as the parameter casts them.
 
-    Codes and scales are taken as they are where the recipe and the layout are those here, and where
-    they stand for the values to the bit: these may have been edited. Else the values are quantized
-    anew. A parameter that does not live quantized gets the values.
+    Codes and scales are used as they are if recipe and layout match, and if they equal the values
+    bit for bit, since the values may have been edited. Otherwise the values are quantized again. A
+    parameter that is not quantized gets the values.
 
     Args:
         module: The module.
-        state_dict: The checkpoint; loses what is beside the values.
-        prefix: What names of the module's parameters begin with.
-        errors: Gets a sentence for each entry that does not fit.
+        state_dict: The checkpoint, from which the additional entries are removed.
+        prefix: The prefix of the module's parameter names.
+        errors: List that receives a sentence for each entry that does not fit.
     """
     for name, param in module._parameters.items():
         where = f"{prefix}{_KEY}{name}."
@@ -184,7 +182,7 @@ def load(
         if not isinstance(param, QuantizedParameter) or not isinstance(values, Tensor):
             continue
         if isinstance(values, QuantizedParameter) or values.shape != param.shape:
-            continue  # torch copies it, or says what is wrong
+            continue  # torch copies it, or raises
         device = values.device if param.is_meta else param.device
         try:
             with torch.no_grad():
@@ -217,10 +215,10 @@ def _taken(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _from_codes(
     op: Any, param: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
 ) -> Any:
-    """Codes and scales of a checkpoint, as the parameter has them; None: others, or not all.
+    """Read codes and scales in the layout of the parameter; None: another layout, or incomplete.
 
     Raises:
-        _Misfit: They say that they are of this recipe and format, and one is not.
+        _Misfit: They claim this recipe and format, but one does not match.
     """
     if not codes or _read(codes.pop("format", None)) != _description(op, param):
         return None
@@ -229,7 +227,7 @@ def _from_codes(
     expected = dict(zip(there.tensor_names, there.tensors(), strict=True)) | state
     for name, given in codes.items():
         _check(name, given, expected)
-    # of the copies, those that are here
+    # only the copies that are here
     parts = [
         None if expected[name] is None or name not in codes else codes[name].detach().to(device)
         for name in there.tensor_names
@@ -244,7 +242,7 @@ def _from_codes(
 
 
 def _read(text: Any) -> Any:
-    """What :func:`_description` gave, from a checkpoint."""
+    """Parse the text of :func:`_description` from a checkpoint."""
     try:
         return json.loads(bytes(text.tolist()))
     except (AttributeError, TypeError, ValueError):
@@ -253,7 +251,7 @@ def _read(text: Any) -> Any:
 
 
 def _check(name: str, given: Any, expected: dict[str, Tensor | None]) -> None:
-    """Refuse an entry of a checkpoint that is not what the parameter has under its name."""
+    """Refuse a checkpoint entry that does not match the parameter's tensor of that name."""
     if name not in expected:
         raise _Misfit(f"{name} is not known here: expected only {', '.join(expected)}")
     want = expected[name]
@@ -267,7 +265,7 @@ def _check(name: str, given: Any, expected: dict[str, Tensor | None]) -> None:
 
 
 def _stands_for(made: QuantizedTensor, values: Tensor) -> bool:
-    """Whether codes stand for values, to the bit, in the dtype of these."""
+    """Return whether codes equal values bit for bit, in the dtype of the values."""
     if not values.is_floating_point() or values.is_meta:
         return False
     usage = ROWWISE if made.usage.rowwise else Usage(False, True)
@@ -277,7 +275,7 @@ def _stands_for(made: QuantizedTensor, values: Tensor) -> bool:
 
 
 def _sharded(param: Any, local: QuantizedParameter) -> Any:
-    """A DTensor of plain values, like one of quantized ones."""
+    """Make a DTensor of plain values like one of quantized values."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""The products of a linear under a recipe, emulated: what quantized tensors stand for, in fp32."""
+"""The emulated products of a linear under a recipe: dequantized values, in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .quantizer import COLUMNWISE, ROWWISE, dequantize
 def quantized_operands(
     ctx: Any, input_: Tensor | QuantizedTensor, names: Sequence[str]
 ) -> tuple[QuantizedTensor, list[QuantizedTensor]]:
-    """The operands as they are quantized; saves them so, or as they were.
+    """Quantize the operands; save them quantized, or as they were.
 
     Args:
         ctx: The context of a linear whose first parameters are its weights.
@@ -24,7 +24,7 @@ def quantized_operands(
     """
     params, wants = ctx.params[: len(names)], ctx.param_requires_grad[: len(names)]
     override, wgrad, dgrad = ctx.backward_override, any(wants), ctx.input_requires_grad
-    quantized = ctx.requires_grad and override is None  # so is the backward
+    quantized = ctx.requires_grad and override is None  # the backward is too
     x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
     usage = Usage(True, quantized and dgrad)
     weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
@@ -44,8 +44,8 @@ def quantized_backward(
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """The gradients of the input and of each weight, from what :func:`quantized_operands` saved.
 
-    Where the recipe has no override, the gradient is quantized too, and the products are exact but
-    for the rounding of their result. Else they are those of plain tensors in the compute dtype.
+    If the recipe has no override, the gradient is quantized too, and the products are exact except
+    for the rounding of their result. Otherwise they use plain tensors in the compute dtype.
 
     Args:
         ctx: The context of the backward.
@@ -82,5 +82,5 @@ def quantized_backward(
 
 
 def _read_by_backward(override: str | None) -> Usage:
-    """Which copies of input and weight the backward reads: its own, or those of the forward."""
+    """The copies of input and weight that the backward reads: its own, or those of the forward."""
     return COLUMNWISE if override is None else ROWWISE

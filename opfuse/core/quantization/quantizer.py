@@ -1,4 +1,4 @@
-"""Quantizers: what casts a tensor down."""
+"""Quantizers, which cast tensors to lower precision."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ BOTH = Usage(True, True)
 
 
 class Quantizer(ABC):
-    """Casts a tensor down, into one of the formats of :mod:`opfuse.core.quantization.formats`.
+    """Casts a tensor into one of the formats of :mod:`opfuse.core.quantization.formats`.
 
-    What it makes owns its scales: they alias no state of the quantizer, which may change before
-    the backward reads them.
+    The result owns its scales: they alias no state of the quantizer, which may change before the
+    backward reads them.
 
     Attributes:
-        state_names: Names of the tensor attributes that last over steps. They go into the op's
+        state_names: Names of the tensor attributes that persist over steps. They go into the op's
             ``state_dict`` and follow it to another device; update them in place.
-        pending_names: Those of them that :meth:`quantize` writes, such as the largest magnitude
-            (amax) seen since the last :meth:`Recipe.update`, which folds them into the others.
-            They hold maxima, and -1 where nothing was recorded. State that is not pending changes
-            in ``update`` only.
+        pending_names: The names among these that :meth:`quantize` writes, such as the largest
+            magnitude (amax) seen since the last :meth:`Recipe.update`, which folds them into the
+            others. They hold maxima, and -1 if nothing was recorded. State that is not pending
+            changes in ``update`` only.
         quantizes: Whether values change; False for one that leaves them as they are, which reports
             do not count.
-        row_multiple: What the rows of a tensor must be a multiple of for a columnwise copy. An op
-            over groups of rows adds rows of zeros to a group up to that; they change nothing.
+        row_multiple: The number of rows must be a multiple of it for a columnwise copy. An op over
+            groups of rows pads each group with rows of zeros, which change nothing.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -44,12 +44,12 @@ class Quantizer(ABC):
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
-        """Quantize ``tensor``; may record what it saw in the pending state.
+        """Quantize ``tensor``; may record statistics in the pending state.
 
         Args:
             tensor: The values, of any shape.
-            usage: Which copies are needed.
-            out: Write into the tensors of this one, and return it.
+            usage: The copies that are needed.
+            out: A quantized tensor to write into and return.
 
         Returns:
             A tensor with the shape and dtype of ``tensor``, at least these copies, and this
@@ -59,14 +59,14 @@ class Quantizer(ABC):
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
 
-        For an input that the backward computes again instead of keeping it. A quantizer without
-        state does the same as before. One with state overrides this; where it does not, its inputs
-        are kept.
+        Used for an input that the backward computes again instead of keeping it. A quantizer
+        without state repeats its cast. One with state must override this; otherwise its inputs are
+        kept.
 
         Args:
             tensor: The same values again.
-            scales: What :meth:`quantize` gave, without its data.
-            usage: Which copies are needed.
+            scales: The result of :meth:`quantize`, without its data.
+            usage: The copies that are needed.
         """
         if self.state_names:
             raise NotImplementedError(f"{type(self).__name__} has state and no requantize")
@@ -95,7 +95,7 @@ class Quantizer(ABC):
         )
 
     def _checked(self, made: QuantizedTensor, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        """What :meth:`quantize` returned, if the next op can take it for this tensor quantized."""
+        """Return the result of :meth:`quantize` after checking that it fits the tensor."""
         who = f"{type(self).__name__}.quantize must return"
         if not isinstance(made, QuantizedTensor):
             raise TypeError(
@@ -121,34 +121,34 @@ class Quantizer(ABC):
         return made
 
     def describe(self) -> str:
-        """What it makes, in a few words for reports, such as ``"E4M3, one scale"``."""
+        """The format in a few words for reports, such as ``"E4M3, one scale"``."""
         return type(self).__name__
 
-    # What is recorded
+    # Records
 
     def discard(self) -> None:
-        """Forget what was recorded since the last update."""
+        """Discard the records since the last update."""
         for name in self.pending_names:
             getattr(self, name).fill_(-1)
 
     def unrecorded(self) -> Quantizer:
-        """One that casts as this one does, from the same state, and records nothing here.
+        """Return a quantizer that casts like this one, from the same state, without recording.
 
-        For calls with grad mode off: what an evaluation sees is not to move the scales.
+        For calls with grad mode off: an evaluation must not advance the scales.
         """
         if not self.pending_names:
             return self
         twin: Quantizer = object.__new__(type(self))
         vars(twin).update(vars(self), _recording=self)
         for name in self.state_names:
-            del vars(twin)[name]  # read from the one it stands for, whatever it is by then
+            del vars(twin)[name]  # always read from the original
         with torch.inference_mode(False):  # it serves other calls too
             for name in self.pending_names:
                 setattr(twin, name, getattr(self, name).clone())
         return twin
 
     def __getattr__(self, name: str) -> object:
-        # only a twin comes here: what it does not have itself, it reads from the one it stands for
+        # only a twin comes here: it reads missing attributes from the original
         recording = vars(self).get("_recording")
         if recording is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -156,12 +156,12 @@ class Quantizer(ABC):
 
 
 def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> ScaledTensor:
-    """A tensor in the format of quantized ones, its values as they are.
+    """Wrap a tensor as a quantized one with unchanged values.
 
     Args:
         tensor: The values.
-        usage: Which copies are needed.
-        quantizer: Who stands for it.
+        usage: The copies that are needed.
+        quantizer: The quantizer to name as its maker.
     """
     values = tensor.detach()
     matrix = values.reshape(-1, values.shape[-1] if values.ndim else 1)
@@ -172,23 +172,23 @@ def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> Scal
 
 
 def place_state(quantizer: Quantizer, device: torch.device) -> None:
-    """Have the state of a quantizer where what it quantizes is."""
+    """Move the state of a quantizer to the device of the tensors it quantizes."""
     for name in quantizer.state_names:
         if getattr(quantizer, name).device != device:
             setattr(quantizer, name, getattr(quantizer, name).to(device))
 
 
 def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Values as a quantizer casts them if it can do so exactly; else as if it had seen them before.
+    """Cast values exactly if the quantizer can; otherwise as if it had already seen them.
 
-    So a scale that follows from earlier maxima clips none. The quantizer itself records these
-    values in place of what it recorded before, and its scale stays until the next update.
+    So a scale computed from earlier maxima clips none. The quantizer itself records these values
+    in place of earlier records, and its scale stays until the next update.
 
     Args:
         quantizer: The quantizer.
-        recipe: Advances the state of a copy of it.
+        recipe: The recipe, which advances the state of a copy of it.
         values: The values.
-        usage: Which copies are needed.
+        usage: The copies that are needed.
     """
     place_state(quantizer, values.device)
     if not quantizer.pending_names:
@@ -207,7 +207,7 @@ def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> 
 
 
 def with_own_state(quantizer: Quantizer) -> Quantizer:
-    """One that casts as another does, whose state begins as that one's and is its own then."""
+    """Return a copy of a quantizer whose state starts equal and is then independent."""
     if not quantizer.state_names:
         return quantizer
     made: Quantizer = object.__new__(type(quantizer))
@@ -219,12 +219,12 @@ def with_own_state(quantizer: Quantizer) -> Quantizer:
 
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Whether two are the same, recording or not."""
+    """Return whether two quantizers are the same, recording or not."""
     return one is not None and other is not None and _original(one) is _original(other)
 
 
 def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Whether two cast into the same codes but for their state, and for what they call a tensor."""
+    """Return whether two quantizers make the same codes, apart from state and tensor names."""
     if one is None or other is None or type(one := _original(one)) is not type(_original(other)):
         return False
     other = _original(other)
@@ -238,7 +238,7 @@ def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether a field of two quantizers is the same, of a role the tensor it names."""
+    """Return whether a field of two quantizers is equal; of a role, only the tensor type."""
     one, other = (getattr(value, "tensor_type", value) for value in (one, other))
     known = isinstance(one, Hashable) and not isinstance(one, Tensor)
     return one is other or (known and type(one) is type(other) and bool(one == other))

@@ -1,4 +1,4 @@
-"""Recipes: which tensors are quantized, and how, as frozen values."""
+"""Recipes: frozen values that describe which tensors are quantized, and how."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class QuantizerRole(NamedTuple):
-    """What a quantized tensor is, so that a recipe can decide how to quantize it.
+    """The role of a quantized tensor, by which a recipe decides how to quantize it.
 
     Attributes:
         module_type: The kind of op, such as ``"linear"``.
         tensor_type: ``"input"``, ``"weight"``, ``"output"`` or ``"grad_output"``.
-        name: A name the model's author gave, or an empty string.
+        name: The name of the op, or an empty string.
     """
 
     module_type: str = ""
@@ -39,8 +39,8 @@ class Recipe:
 
     Attributes:
         backward_override: None: the backward is quantized too. ``"high_precision"``: it uses the
-            original input and weight. ``"dequantized"``: it uses what the forward's quantized
-            copies stand for.
+            original input and weight. ``"dequantized"``: it uses the dequantized copies of the
+            forward.
     """
 
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
@@ -62,27 +62,26 @@ class Recipe:
                 ) from None
 
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
-        """Advance the state of quantizers by one step: fold in what they recorded, and forget that.
+        """Advance the state of quantizers by one step: fold in their records, and clear those.
 
         Called at the exit of the outermost :class:`opfuse.autocast` block of a forward: never
         inside a backward, never after an exception, never with grad mode off. It folds the maxima
         that the forward of this block recorded, and those of the gradients that arrived since the
-        last update. A forward quantizer advances at every update, with 0 where nothing was
-        recorded; that of a gradient only where one arrived on any rank. Nothing is recorded for a
-        weight whose cast is used again (``weights="cached"``): take 0 for "not known", and keep the
-        scale, unless an earlier maximum says otherwise.
+        last update. A forward quantizer advances at every update, with 0 if nothing was recorded;
+        a gradient's quantizer only if one arrived on any rank. Nothing is recorded for a weight
+        whose cast is used again (``weights="cached"``): treat 0 as "unknown", and keep the scale,
+        unless an earlier maximum requires otherwise.
 
-        Also called for the quantizer of a parameter that lives quantized, alone and without a
-        group, whenever values are written there: what it recorded of them is to fit.
+        Also called for the quantizer of a quantized parameter, alone and without a group, whenever
+        values are written there: the new scale must fit the values it recorded.
 
         Args:
-            quantizers: Those of the ops that ran in the block; in a model that was prepared
-                (:func:`opfuse.assign_names`) those of all its ops, in its order. Forward quantizers
-                and quantizers of gradients alike.
+            quantizers: The forward and gradient quantizers of the ops that ran in the block; in a
+                prepared model (:func:`opfuse.assign_names`) those of all its ops, in its order.
             group: The process group over which to take the maxima, in one collective; or None.
 
         Raises:
-            NotImplementedError: The recipe's quantizers have state, and it does not say how.
+            NotImplementedError: The quantizers have state, and the recipe does not override this.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has quantizers with pending state, and no update"
@@ -96,19 +95,19 @@ class Recipe:
             device: The device.
 
         Returns:
-            ``"native"``, ``"emulated"`` (products of what the quantized values stand for, in high
-            precision) or ``"cannot run"``; and why, in a few words.
+            ``"native"``, ``"emulated"`` (products of the dequantized values, in high precision) or
+            ``"cannot run"``; and the reason, in a few words.
         """
         return "emulated", "it brings no products of its own"
 
     def to_json(self, name: str = "") -> str:
-        """The recipe as JSON text, by which a checkpoint knows its quantizer state.
+        """The recipe as JSON text, which identifies its quantizer state in a checkpoint.
 
         Args:
-            name: What the recipe is registered as.
+            name: The name under which the recipe is registered.
 
         Raises:
-            TypeError: A field is not JSON-able; told when the recipe is made.
+            TypeError: A field is not JSON-able; raised when the recipe is created.
         """
         fields = dataclasses.asdict(self)
         for field, value in fields.items():

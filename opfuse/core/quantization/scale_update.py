@@ -1,4 +1,4 @@
-"""When the state of quantizers advances: at the end of the outermost block of a forward."""
+"""Advances the state of quantizers at the end of the outermost block of a forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import quantizer_names
 
 
 class PreparedOps:
-    """The ops of a model that was prepared, in its order; dropped, never copied, with an op."""
+    """The ops of a prepared model, in its order; dropped, never copied, with an op."""
 
     def __init__(self, ops: Iterable[Any] = ()) -> None:
         self._ops = [weakref.ref(op) for op in ops]
@@ -26,12 +26,12 @@ class PreparedOps:
         return PreparedOps, ()
 
     def ops(self) -> list[Any]:
-        """Those that still exist."""
+        """The ops that still exist."""
         return [op for ref in self._ops if (op := ref()) is not None]
 
 
 class Block:
-    """An outermost :class:`opfuse.autocast` block, and what ran in it under recipes with state.
+    """An outermost :class:`opfuse.autocast` block, and the ops that ran under stateful recipes.
 
     Args:
         group: The process group over which maxima are taken, or None.
@@ -44,10 +44,10 @@ class Block:
         self._calibrating: set[Recipe] = set()
 
     def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
-        """Remember what runs, with grad mode on or to calibrate.
+        """Remember the ops that run with grad mode on, or for calibration.
 
         Raises:
-            RuntimeError: The maxima are taken over a group, and nobody prepared the model.
+            RuntimeError: The maxima are taken over a group, and the model is not prepared.
         """
         ran, _ = self._ran.setdefault(recipe, ({}, env))
         self._skips.setdefault(recipe, set()).add(current.skip)
@@ -63,18 +63,18 @@ class Block:
             ran[op] = None
 
     def end(self, *, failed: bool) -> None:
-        """Advance the state of what ran; forget what was recorded if there is no advancing.
+        """Advance the state of the ops that ran, or discard their records.
 
-        There is none after an exception, and with grad mode off unless the block calibrates.
+        It does not advance after an exception, nor with grad mode off unless the block calibrates.
         """
         for recipe, (ran, env) in self._ran.items():
             if in_backward():
-                continue  # a recomputation: who computes again has kept the state
+                continue  # a recomputation, which restores the state itself
             records = torch.is_grad_enabled() or recipe in self._calibrating
             if failed or not records:
                 for op in ran:
                     forward = quantizer_names(op, "forward")
-                    # of a parameter that lives quantized nothing was recorded in this block
+                    # nothing was recorded for quantized parameters in this block
                     apart = [param.quantizer for param in held_by(op).values()]
                     for name, quantizer in op._quantizers.of(recipe).items():
                         if name in forward and all(quantizer is not one for one in apart):
@@ -86,16 +86,16 @@ class Block:
 
 
 def in_backward() -> bool:
-    """Whether autograd is computing gradients in this thread."""
+    """Return whether autograd is computing gradients in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _quantizers(
     recipe: Recipe, ran: Iterable[Any], env: Any, skips: set[tuple[str, ...]]
 ) -> list[Quantizer]:
-    """The quantizers with pending state of what ran; of a prepared model those of all its ops.
+    """The quantizers with pending state of the ops that ran, or of all ops of a prepared model.
 
-    But for what was skipped throughout.
+    Ops that were always skipped are left out.
     """
     ops: dict[Any, None] = {}
     for op in ran:

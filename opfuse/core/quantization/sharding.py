@@ -1,9 +1,9 @@
-"""How FSDP2 gathers a parameter that lives quantized: its codes, or the values they stand for.
+"""How FSDP2 gathers a quantized parameter: its codes, or its dequantized values.
 
-A rank holds a shard: some of the rows, quantized by themselves. Codes and scales of shards are
-those of the whole where no block has rows of two shards. Where one has, or where one scale is for
-the whole tensor, each rank sends its values, and the whole is quantized from these. Shards that are
-cut along another dimension than the first are plain, and nothing here sees them.
+A rank holds a shard: some of the rows, quantized separately. Codes and scales of shards equal those
+of the whole if no block spans two shards. If one does, or if there is one scale for the whole
+tensor, each rank sends its values, and the whole is quantized from these. Shards along another
+dimension than the first are plain, and this module does not see them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _SQUARE = (128, 128)
 def to_gather(
     shard: Any, ranks: int, outer: torch.Size, dtype: torch.dtype | None
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """What a rank sends.
+    """The tensors that a rank sends.
 
     Args:
         shard: Its shard, padded to the rows of the largest.
-        ranks: How many ranks there are.
+        ranks: The number of ranks.
         outer: The shape of the whole.
-        dtype: What FSDP2's policy asks parameters to be, or None.
+        dtype: The parameter dtype of FSDP2's policy, or None.
 
     Returns:
-        Tensors that are put together along their first dimension; and what the receiver needs to
-        know.
+        Tensors to concatenate along their first dimension; and metadata for the receiver.
     """
     there: QuantizedTensor = shard.quantized
     why = _why_values(there, ranks, outer, shard.wanted)
@@ -51,9 +50,9 @@ def gathered(
 
     Args:
         shard: The shard of this rank.
-        outputs: What was gathered.
-        known: What :func:`to_gather` said beside it.
-        dtype: What the codes stand for.
+        outputs: The gathered tensors.
+        known: The metadata from :func:`to_gather`.
+        dtype: The dtype of the dequantized values.
     """
     outer, why = known
     there: QuantizedTensor = shard.quantized
@@ -68,9 +67,9 @@ def gathered(
 def gather_into(
     shard: Any, whole: QuantizedTensor, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype
 ) -> None:
-    """The same into the tensors that :func:`gathered` gave.
+    """Gather again into the tensors of :func:`gathered`.
 
-    A backward gets the rounding of its forward: the scales are those of then.
+    A backward uses the rounding of its forward: the scales are kept.
     """
     outer, why = known
     there: QuantizedTensor = shard.quantized
@@ -86,13 +85,13 @@ def gather_into(
     for name, part in new.items():
         into = getattr(whole, name)
         if into is not None and part is not None and into.data_ptr() != part.data_ptr():
-            # what the forward saved of it is as it was: that the memory was free is FSDP2's affair
+            # the forward's saved tensors must stay valid: FSDP2 manages that the memory was freed
             with torch.autograd._unsafe_preserve_version_counter(into):  # type: ignore[attr-defined]
                 _bytes(into).copy_(_bytes(part))
 
 
 def _cast(shard: Any, values: Tensor) -> QuantizedTensor:
-    """The values of the whole, cast as :func:`settled` does; the shard's quantizer records none."""
+    """Cast the values of the whole as :func:`settled` does; the shard's quantizer records none."""
     return settled(with_own_state(shard.quantizer), shard.recipe, values, shard.wanted)
 
 
@@ -112,7 +111,7 @@ def freed(whole: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _why_values(there: QuantizedTensor, ranks: int, outer: torch.Size, wanted: Any) -> str:
-    """Why the values are gathered, and not the codes; ``""``: the codes are."""
+    """Return why the values are gathered, and not the codes; ``""``: the codes are."""
     rows = there.shape[0] if len(there.shape) else 1
     if not isinstance(there, (MXTensor, BlockScaledTensor)) or len(there.shape) != 2:
         return f"{type(there).__name__} has a scale for more than a shard"

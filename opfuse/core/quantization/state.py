@@ -24,7 +24,7 @@ _DEFAULT_NAMES = {"forward": ("input", "weight"), "backward": ("grad_output",)}
 
 
 def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
-    """The names of an op's quantizers: what its roles say, numbered where several say the same."""
+    """The names of an op's quantizers, from its roles; equal names are numbered."""
     types = [role.tensor_type for role in roles(op, mode)]
     known = _DEFAULT_NAMES[mode]
     types = [name or (known[i] if i < len(known) else f"{mode}{i}") for i, name in enumerate(types)]
@@ -33,7 +33,7 @@ def quantizer_names(op: Any, mode: str) -> tuple[str, ...]:
 
 
 def roles(op: Any, mode: str) -> list[QuantizerRole]:
-    """What each tensor is that an op quantizes in a mode."""
+    """The role of each tensor that an op quantizes in a mode."""
     count = op.num_quantizers(mode)
     roles: list[QuantizerRole] = op.get_quantizer_roles(mode) or [QuantizerRole()] * count
     if len(roles) != count:
@@ -44,10 +44,10 @@ def roles(op: Any, mode: str) -> list[QuantizerRole]:
 
 
 def living_weights(op: Any) -> dict[str, QuantizedParameter]:
-    """The parameters of an op that live quantized, by the names of the quantizers of its weights.
+    """The quantized parameters of an op, by the names of the quantizers of its weights.
 
-    Where a quantizer has no parameter's name, as in an op with several weights, these come first
-    among the parameters, in the same order.
+    If quantizers are not named like parameters, as in an op with several weights, the weights are
+    the first parameters, in the same order.
     """
     held, names = held_by(op), quantizer_names(op, "forward")
     if not held:
@@ -73,7 +73,7 @@ class QuantizerStates:
     def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist.
 
-        That of a parameter that lives quantized is the parameter's.
+        A quantized parameter brings its own quantizer.
         """
         if recipe is None:
             return
@@ -94,12 +94,12 @@ class QuantizerStates:
         self._by_recipe[recipe] = made
         try:
             self._restore(recipe, op)
-        except RuntimeError:  # the next call is to meet it too
+        except RuntimeError:  # the next call must raise it too
             del self._by_recipe[recipe]
             raise
 
     def following(self, op: Any) -> QuantizerStates:
-        """These, with the quantizers that the parameters of ``op`` have now; a copy has its own."""
+        """These, with the current quantizers of the parameters of ``op``; a copy has its own."""
         for recipe in self._by_recipe:
             self.use(op, recipe)
         return self
@@ -109,7 +109,7 @@ class QuantizerStates:
 
         Args:
             recipe: The recipe, or None.
-            recording: Those that record what they see; else :meth:`Quantizer.unrecorded` ones.
+            recording: Whether they record; if not, they are :meth:`Quantizer.unrecorded`.
         """
         quantizers = self.own if recipe is None else self._by_recipe.get(recipe) or self.own
         if recording or quantizers is self.own or not quantizers:
@@ -120,7 +120,7 @@ class QuantizerStates:
         return self._unrecorded[recipe]
 
     def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
-        """Those of :meth:`of` that the scope of the recipe leaves; see :class:`opfuse.autocast`."""
+        """The quantizers of :meth:`of` that the recipe's block does not skip."""
         observer = current.observer
         if recipe is None or matching(op.name, current.skip):
             return self.own
@@ -130,7 +130,7 @@ class QuantizerStates:
         return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
 
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
-        """A quantizer of the recipe in force, or of that of the last call."""
+        """A quantizer of the recipe in force, or of the last call's recipe."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
         recording = current.recording or mode == "backward"
@@ -143,7 +143,7 @@ class QuantizerStates:
         return bool(self._by_recipe)
 
     def check_name(self, op: Any, name: str) -> None:
-        """Refuse another name for an op where quantizers know it by one."""
+        """Refuse to rename an op whose quantizers know it by another name."""
         if self.in_use and name != op.name:
             raise RuntimeError(
                 f"{type(op).__name__} has quantizers that know it as {op.name!r}, not {name!r}: "
@@ -152,11 +152,11 @@ class QuantizerStates:
 
     @property
     def has_state(self) -> bool:
-        """Whether a quantizer has state that lasts over steps."""
+        """Whether a quantizer has state that persists over steps."""
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unrecorded": {}}  # a copy stands for other quantizers
+        return {**vars(self), "_unrecorded": {}}  # a copy has other quantizers
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
@@ -171,7 +171,7 @@ class QuantizerStates:
                 yield f"{key}.{name}", quantizer, name
 
     def _text(self, recipe: Recipe) -> str:
-        """By what a checkpoint knows a recipe: its registered name and its fields."""
+        """The text that identifies a recipe in a checkpoint: its registered name and its fields."""
         return recipe.to_json(self._recipe_names[recipe])
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -196,11 +196,11 @@ class QuantizerStates:
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take the quantizer state out of ``state_dict``.
 
-        What no recipe here matches waits for its recipe.
+        State of recipes that are not in use yet waits for them.
 
         Raises:
-            RuntimeError: It does not say for which recipe, or is not made of tensors; then nothing
-                is taken.
+            RuntimeError: It does not name its recipe, or is not made of tensors; then nothing is
+                taken.
         """
         groups: dict[str, dict[str, Tensor]] = {}
         keys = [key for key in state_dict if key.startswith(prefix + _KEY)]
@@ -263,7 +263,7 @@ def check_state(quantizer: Quantizer) -> None:
 
 @functools.cache
 def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
-    """Tell, once, that scales start anew though a checkpoint has some."""
+    """Warn once that scales start afresh although a checkpoint has some."""
     warnings.warn(
         f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
         f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same "
@@ -273,7 +273,7 @@ def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
 
 
 def _moved(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """A state where ``fn`` moves parameters to; its values and dtype stay."""
+    """Move a state as ``fn`` moves parameters; its values and dtype stay."""
     if value.is_meta:
         return fn(value).to(value.dtype)
     where = fn(torch.empty(0, dtype=value.dtype, device=value.device)).device

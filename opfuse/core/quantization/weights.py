@@ -16,7 +16,7 @@ from .quantizer import Quantizer, same_quantizer
 
 
 class _Entry(NamedTuple):
-    """A cast: of which Parameter in which state, by whom, and what it gave."""
+    """A cast: the Parameter and its state, the quantizer, and the result."""
 
     param: weakref.ref[Tensor]
     version: int
@@ -30,7 +30,7 @@ class WeightCache:
     """The latest cast of each weight of one op; dropped, never copied, with the op.
 
     Only the user knows whether a weight is still the same: fused optimizer steps, ``.data`` and
-    FSDP2 change it and raise no version. So a cast is used again only inside of
+    FSDP2 change it without raising its version. So a cast is used again only inside
     ``autocast(..., weights="cached")``.
     """
 
@@ -41,33 +41,33 @@ class WeightCache:
         return WeightCache, ()
 
     def clear(self) -> None:
-        """Forget every cast."""
+        """Discard every cast."""
         self._entries.clear()
 
     def entries(self) -> dict[str, _Entry]:
-        """The casts as they are now."""
+        """The current casts."""
         return dict(self._entries)
 
     def put_back(self, entries: dict[str, _Entry]) -> None:
-        """Have the casts again that :meth:`entries` gave, as a recomputation does."""
+        """Restore the casts that :meth:`entries` returned, as a recomputation does."""
         self._entries = dict(entries)
 
     def quantized(
         self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage, part: int | None = None
     ) -> QuantizedTensor:
-        """A weight as its quantizer casts it; an earlier cast where the user allows that.
+        """Cast a weight, or reuse an earlier cast if the user allows that.
 
         Args:
-            name: Which weight of the op.
+            name: The name of the weight.
             weight: Its value in this call.
-            quantizer: Casts it.
-            usage: Which copies are needed.
-            part: Which of the matrices that are one parameter; None: it is one.
+            quantizer: The quantizer that casts it.
+            usage: The copies that are needed.
+            part: Index of the matrix in the parameter; None: it is one matrix.
         """
         if isinstance(weight, QuantizedParameter) and part is None:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
         matrix = weight if part is None else weight[part]
-        # what is computed is not known again, and what calibrates casts nothing that could serve so
+        # computed weights are not recognized again, and calibration casts nothing reusable
         if is_compiling() or not _can_be_known_again(weight) or not quantizer.quantizes:
             return quantizer(matrix, usage)
         found = self._entries.get(name)
@@ -91,7 +91,7 @@ class WeightCache:
 
 
 def _can_be_known_again(weight: Tensor) -> bool:
-    """Whether it is a plain Parameter: no subclass, not computed, no inference tensor."""
+    """Return whether it is a plain Parameter: no subclass, not computed, no inference tensor."""
     return (
         type(weight) is nn.Parameter
         and weight.is_leaf
