@@ -1,4 +1,4 @@
-"""The basic ops, and ``Linear``, which stands for two of them."""
+"""The basic ops, and ``Linear``, which combines two of them."""
 
 from ..core.cast import Cast
 from ..core.identity import Identity

@@ -1,4 +1,4 @@
-"""Blocks of rows: on a CPU, formulas of several steps work on as much as a core's cache holds."""
+"""Blocks of rows that fit a core's cache, for formulas of several steps on a CPU."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.compiler import is_dynamo_compiling
 from ..core.precision import wide
 
 BLOCK = 1 << 18
-"""How many numbers a block has.
+"""The number of values in a block.
 
 A few temporaries in fp32 fit a cache, and a call in Python is a small part of it.
 """
 
 LEAST = 1 << 19
-"""How many numbers are worth it."""
+"""The number of values from which blocks pay off."""
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def tracing() -> bool:
-    """Whether something else than torch's kernels runs what is called.
+    """Return whether calls are traced or transformed rather than run by torch's kernels.
 
     Formulas are then better than kernels.
     """
@@ -34,9 +34,9 @@ def tracing() -> bool:
 
 
 def writes_out(*tensors: Tensor) -> bool:
-    """Whether an operation on these may write into an ``out``: eagerly, with no gradient recorded.
+    """Return whether an operation may write into an ``out``: eagerly, with no gradient recorded.
 
-    Neither autograd nor tangents, nor ``torch.compile``, nor a subclass of Tensor follows it there.
+    Autograd, tangents, ``torch.compile`` and subclasses of Tensor do not support it.
     """
     return (
         not tracing()
@@ -48,9 +48,9 @@ def writes_out(*tensors: Tensor) -> bool:
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:
-    """Whether to compute by blocks: a large, dense tensor on a CPU, in an eager pass.
+    """Return whether to compute by blocks: for a large, dense tensor on a CPU, in an eager pass.
 
-    ``others`` are dense too.
+    ``others`` must be dense too.
     """
     return (
         not tracing()
@@ -67,7 +67,7 @@ def in_blocks(x: Tensor, *others: Tensor) -> bool:
 
 
 def blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of rows of tensors with as many rows."""
+    """Blocks of rows of tensors with equally many rows."""
     tensors = [tensor.view(-1, tensor.shape[-1]) for tensor in (x, *others)]
     rows = max(1, BLOCK // x.shape[-1])
     return zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)

@@ -1,4 +1,4 @@
-"""Tensors of the caller that an op writes into: what is looked at before."""
+"""Checks of the caller's tensors that an op writes into."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def check_buffer(
     like: Tensor,
     read: Sequence[Tensor] = (),
 ) -> None:
-    """Refuse a buffer that does not fit what is to be written there.
+    """Refuse a buffer that does not fit the result.
 
     Args:
         op: The op.
-        name: What it calls the buffer.
-        buffer: The tensor, or None, which fits.
-        shape: What goes there.
-        like: A tensor of the same dtype and device.
-        read: What is read before, and may be read again.
+        name: The name of the buffer.
+        buffer: The tensor, or None, which always fits.
+        shape: The shape of the result.
+        like: A tensor with the dtype and device of the result.
+        read: Tensors that are read before, and may be read again.
 
     Raises:
-        TypeError: It is no tensor.
+        TypeError: It is not a tensor.
         ValueError: It has another shape, dtype or device, is not contiguous, requires grad, or
-            shares memory with what is read.
+            shares memory with a tensor that is read.
     """
     if buffer is None:
         return
@@ -49,7 +49,7 @@ def check_buffer(
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether what two plain tensors span in memory overlaps."""
+    """Return whether the memory ranges of two plain tensors overlap."""
     spans = [_span(tensor) for tensor in (one, other) if type(tensor) in (Tensor, nn.Parameter)]
     if len(spans) < 2 or one.device != other.device:
         return False
@@ -58,7 +58,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last one."""
+    """The address of its first byte, and that after its last byte."""
     if not tensor.numel() or tensor.is_meta:
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

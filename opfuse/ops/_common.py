@@ -1,4 +1,4 @@
-"""What several ops share: argument checks, and the base of ops with extra tensors."""
+"""Shared by several ops: argument checks, and the base of ops with extra tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def sum_rows(tensor: Tensor, dims: int) -> Tensor:
 
 
 def whole(value: Any) -> int | None:
-    """The int that ``value`` stands for, also one of numpy's.
+    """Return ``value`` as an int if it is a whole number, numpy's included.
 
-    None means that it is no whole number, or a bool.
+    None: it is not a whole number, or it is a bool.
     """
     if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
         return None
@@ -40,7 +40,7 @@ def whole(value: Any) -> int | None:
 
 
 def check_size(op: object, name: str, value: Any) -> int:
-    """A tensor dimension, as an int.
+    """Return a tensor dimension as an int.
 
     Raises:
         TypeError: It is not a whole number.
@@ -55,7 +55,7 @@ def check_size(op: object, name: str, value: Any) -> int:
 
 
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
-    """The shape that an int or an iterable of ints stands for.
+    """Return the shape given by an int or an iterable of ints.
 
     Raises:
         TypeError: An item is not a whole number.
@@ -68,7 +68,7 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int,
 
 
 def shows(*names: str) -> Callable[[Any], str]:
-    """An ``extra_repr``: those of the attributes that are not None, with their values."""
+    """Make an ``extra_repr`` of the attributes that are not None."""
     return lambda op: ", ".join(
         f"{name}={value}" for name in names if (value := getattr(op, name)) is not None
     )
@@ -77,16 +77,16 @@ def shows(*names: str) -> Callable[[Any], str]:
 class WithLaterArguments(BasicOperation):
     """An op that takes Transformer Engine's arguments for features of a later release.
 
-    A subclass names them in its own signature, and hands them on to this ``__init__``. As there,
-    those of tensor parallelism ask for nothing in a group of one process, nor where none is
-    initialized.
+    A subclass names them in its own signature, and passes them to this ``__init__``. As in
+    Transformer Engine, those of tensor parallelism have no effect in a group of one process, or
+    if no group is initialized.
 
     Args:
         group: The process group for tensor parallelism; None: that of all processes.
-        **given: What the constructor got for them.
+        **given: Their values in the constructor's call.
 
     Raises:
-        NotImplementedError: One asks for something.
+        NotImplementedError: One asks for an unsupported feature.
     """
 
     _later: ClassVar[dict[str, str]] = {
@@ -142,12 +142,12 @@ class ExtraTensorOperation(BasicOperation):
 def check_shapes(
     op: BasicOperation, params: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Refuse parameters that got another shape since the op was made.
+    """Refuse parameters whose shape changed since the op was made.
 
     Args:
         op: The op.
         params: Its parameters.
-        shapes: The shapes that they had, as many.
+        shapes: Their original shapes.
 
     Raises:
         ValueError: One has another shape.

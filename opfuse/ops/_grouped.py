@@ -1,10 +1,10 @@
-"""Products of groups of rows, each with a matrix of its own; for ``GroupedLinear``.
+"""Products of groups of rows, each with its own matrix; for ``GroupedLinear``.
 
 Those under a recipe are in ``_quantized_groups``.
 
-The rows of a tensor are those of its first dimension, the groups stand one behind the other.
+The rows of a tensor are those of its first dimension; the groups follow one another.
 There are three ways: torch's grouped product, which never reads the sizes of the groups on the
-host; a loop over the groups; and the loop inside of custom operators, while ``torch.compile``
+host; a loop over the groups; and the loop inside custom operators, while ``torch.compile``
 traces, or where the sizes have no values yet.
 """
 
@@ -24,12 +24,12 @@ from ._common import sum_rows
 
 
 class Groups(NamedTuple):
-    """How many rows each group has.
+    """The number of rows in each group.
 
     Attributes:
-        sizes: The tensor that says so; on the CPU where it was read.
+        sizes: The tensor of sizes; on the CPU if it was read there.
         counts: The same as ints, for a loop.
-        ends: Where each group ends, as int32, for torch's grouped product.
+        ends: The end of each group, as int32, for torch's grouped product.
     """
 
     sizes: Tensor
@@ -41,10 +41,10 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = 
     """The groups of the rows of ``x``.
 
     Args:
-        x: What is multiplied.
-        sizes: How many rows each group has.
+        x: The tensor to multiply.
+        sizes: Number of rows in each group.
         features: Both sizes of each matrix.
-        looped: Whether torch's grouped product would not do, as where autograd records it.
+        looped: Whether torch's grouped product cannot be used, as when autograd records it.
 
     Raises:
         ValueError: A size is negative, or they do not sum up to the rows of ``x``. Where they are
@@ -73,10 +73,10 @@ def _counts(sizes: Tensor, rows: int) -> list[int]:
 
 
 def _takes(x: Tensor, features: Sequence[int]) -> bool:
-    """Whether torch's grouped product takes such a tensor without reading sizes on the host.
+    """Return whether torch's grouped product takes a tensor without reading sizes on the host.
 
-    That is so for bf16 on compute capability 9 and 10, as of torch 2.13; anywhere else it loops
-    over the groups itself. Rows must be whole numbers of 16 bytes.
+    It does for bf16 on compute capability 9 and 10, as of torch 2.13; otherwise it loops over the
+    groups itself. The size of a row must be a multiple of 16 bytes.
     """
     if x.dtype is not torch.bfloat16 or any(size % 8 or not size for size in features):
         return False
@@ -93,7 +93,7 @@ _has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torc
 def products(
     groups: Groups, x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
 ) -> Tensor:
-    """``x_i @ weight_i.T + bias_i`` for each group; there may be no biases.
+    """``x_i @ weight_i.T + bias_i`` for each group; biases are optional.
 
     The weights may be one tensor, also for :func:`input_grads`.
     """
@@ -116,7 +116,7 @@ def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor] |
 def weight_grads(
     groups: Groups, grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """``dy_i.T @ x_i`` for each group that is wanted; zeros where it has no rows."""
+    """``dy_i.T @ x_i`` for each wanted group; zeros if it has no rows."""
     if groups.ends is not None:
         whole = stacked_grads(groups, grad_output, x, len(wanted))
         return [whole[i] if wants else None for i, wants in enumerate(wanted)]
@@ -126,7 +126,7 @@ def weight_grads(
 
 
 def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) -> Tensor:
-    """The same for all groups in one tensor."""
+    """``dy_i.T @ x_i`` for all groups, in one tensor."""
     if groups.ends is not None:
         dy = _aligned(grad_output)
         return F.grouped_mm(dy.t(), _aligned(x), offs=groups.ends)
@@ -136,9 +136,9 @@ def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) ->
 def row_sums(
     groups: Groups, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
 ) -> list[Tensor | None]:
-    """The sum of the rows of each group that is wanted; zeros where it has no rows.
+    """The sum of the rows of each wanted group; zeros if it has no rows.
 
-    With scales each row is multiplied by its own before.
+    With scales, each row is first multiplied by its own.
     """
     dtype, dy = grad_output.dtype, grad_output
     if scales is not None:
@@ -168,12 +168,12 @@ def scale_grads(groups: Groups, grad_output: Tensor, biases: Sequence[Tensor]) -
 
 
 def _rows_of_groups(groups: Groups, rows: Sequence[Tensor], x: Tensor) -> Tensor:
-    """For each row of ``x`` that of its group, such as its bias."""
+    """For each row of ``x``, the row of its group, such as its bias."""
     return torch.stack(list(rows))[_group_of_rows(groups, x)]
 
 
 def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """What was computed, each at its place among all."""
+    """The computed results, each at its place among all."""
     rest = iter(found)
     return [next(rest) if wants else None for wants in wanted]
 
@@ -191,7 +191,7 @@ def _multiply(ends: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The rows in memory as torch's grouped product wants them: dense, from a multiple of 16."""
+    """The rows as torch's grouped product needs them: dense, at an address that 16 divides."""
     x = x.reshape(-1, x.shape[-1])
     if x.stride() == (x.shape[1], 1) and (is_compiling() or x.data_ptr() % 16 == 0):
         return x
@@ -199,13 +199,13 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
-    """The number of the group that each row is in, shaped as the rows of ``x``."""
+    """The group index of each row, in the shape of the rows of ``x``."""
     sizes = groups.sizes.to(x.device, torch.int64)
     found = torch.repeat_interleave(sizes, output_size=x.shape[0])
     return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
 
 
-# The loop, and the same as operators that torch.compile does not look into
+# The loop, and the same as operators that torch.compile does not trace
 
 
 def _loop(

@@ -28,13 +28,13 @@ class QuantizedGroups:
     """The groups of a call under a recipe.
 
     Args:
-        op: The op: its quantizers are input and weight of each group, and the gradient of each.
+        op: The op, with quantizers for input, weight and gradient of each group.
         ctx: Its context.
-        groups: How many rows each group has.
+        groups: The sizes of the groups.
         stacked: Whether the weights are one parameter.
 
     Raises:
-        RuntimeError: The numbers of rows have no values, as while something traces.
+        RuntimeError: The numbers of rows have no values, as while tracing.
     """
 
     def __init__(self, op: Any, ctx: OperationContext, groups: Groups, *, stacked: bool) -> None:
@@ -51,15 +51,15 @@ class QuantizedGroups:
     def products(
         self, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, list[Any], list[Any]]:
-        """``x_i @ weight_i.T + bias_i`` for each group, of what the quantized tensors stand for.
+        """``x_i @ weight_i.T + bias_i`` for each group, of the dequantized tensors.
 
         Args:
             x: The input.
             biases: One for each group, or none.
-            dtype: What the sums are rounded to.
+            dtype: The dtype to which the sums are rounded.
 
         Returns:
-            The products; and what the backward needs of the inputs and of the weights.
+            The products; and the inputs and weights that the backward needs.
         """
         parts, saved = [], []
         each: Sequence[Tensor | None] = biases or [None] * len(self._groups)
@@ -76,7 +76,7 @@ class QuantizedGroups:
     def grads(
         self, grad_output: Tensor, xs: Sequence[Any], weights: Sequence[Any]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradients of the input and of the weights, from what :meth:`products` gave."""
+        """The gradients of the input and of the weights, from the result of :meth:`products`."""
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
@@ -104,13 +104,13 @@ class QuantizedGroups:
 
 
 class _Group:
-    """What a linear reads of its context, for one group.
+    """The context of one group, as a linear reads it.
 
     Args:
         ctx: The context of the op.
         names: The names of the group's quantizers.
-        index: Which parameter has its weight.
-        part: Which of the matrices in that one; None: it is one matrix.
+        index: Index of the parameter with its weight.
+        part: Index of the matrix in that parameter; None: it is one matrix.
     """
 
     to_save: tuple[Any, ...] | None = None
@@ -130,12 +130,12 @@ class _Group:
         }
 
     def quantized_weight(self, usage: Usage, *, name: str, index: int) -> QuantizedTensor:
-        """See :meth:`OperationContext.quantized_weight`."""
+        """As :meth:`OperationContext.quantized_weight`, for this group."""
         index, part = self._where
         return self._ctx.quantized_weight(usage, name=self._names[1], index=index, part=part)
 
     def padded(self, rows: Tensor) -> Tensor:
-        """The rows, and as many of zeros behind them as the columnwise copies need."""
+        """The rows, padded with as many zero rows as the columnwise copies need."""
         if not (self.requires_grad and any(self.param_requires_grad)) or self.backward_override:
             return rows
         both = self.quantizers["input"], self.quantizers["grad_output"]

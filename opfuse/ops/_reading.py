@@ -1,4 +1,4 @@
-"""Ops over parameters of other modules: what is looked at before an op takes them."""
+"""Checks for ops that read parameters of other modules."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..core.introspection import hook_kinds
 
 
 def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Tensor:
-    """The tensor that an op is going to read.
+    """Return the tensor that an op will read.
 
     Args:
         cls: The op's class.
         module: The module that holds it.
-        name: Its attribute there.
-        dims: How many dimensions it must have; None: any.
+        name: The attribute of that module.
+        dims: Number of dimensions it must have; None: any.
 
     Raises:
-        TypeError: ``module`` is no module, or the attribute no floating-point tensor.
+        TypeError: ``module`` is not a module, or the attribute no floating-point tensor.
         AttributeError: There is no such attribute.
         ValueError: It has another number of dimensions.
     """
@@ -40,15 +40,15 @@ def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Ten
 
 
 def eps_of(cls: type, module: nn.Module, eps: float | None) -> float:
-    """The number that a norm adds: the one given, or else the module's own.
+    """Return the epsilon of a norm: the given one, or the module's own.
 
     Args:
         cls: The op's class.
-        module: The module, which has it as ``eps`` or as ``variance_epsilon``.
-        eps: What the caller gave, or None.
+        module: The module, with an attribute ``eps`` or ``variance_epsilon``.
+        eps: The caller's value, or None.
 
     Raises:
-        ValueError: The module tells none, or two that differ.
+        ValueError: The module has none, or two that differ.
     """
     if eps is not None:
         return eps
@@ -64,16 +64,16 @@ def eps_of(cls: type, module: nn.Module, eps: float | None) -> float:
 
 
 def check_stock(cls: type, module: Any, wanted: type[nn.Module]) -> None:
-    """Refuse a module that computes more than its class in ``torch.nn``, or something else.
+    """Refuse a module that does not compute exactly what its class in ``torch.nn`` does.
 
     Args:
         cls: The op's class.
-        module: What ``cls.of`` was given.
+        module: The argument of ``cls.of``.
         wanted: The class in ``torch.nn``.
 
     Raises:
-        TypeError: It is not of this class, or it has a ``forward``, hooks or computed parameters of
-            its own, which the op would not know.
+        TypeError: It is not of this class, or it has its own ``forward``, hooks or computed
+            parameters, which the op would ignore.
     """
     who = f"{cls.__name__}.of expected a torch.nn.{wanted.__name__}"
     if not isinstance(module, wanted):

@@ -40,9 +40,9 @@ _ALL = (
 )
 _SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
 _SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
-"""Methods that a class may give for speed, and what they must agree with.
+"""Optional methods for speed, and the methods that they must agree with.
 
-The first of those is abstract at first.
+The first of the latter is abstract at first.
 """
 
 _FORMULAS = {*_SHORTCUTS, *(name for names in _SHORTCUTS.values() for name in names)}
@@ -52,33 +52,34 @@ _COMMON = frozenset(vars(PassThrough()))
 
 
 class Activation(BasicOperation):
-    """An elementwise function. A subclass gives :meth:`value` and :meth:`derivative`; that is all.
+    """An elementwise function. A subclass implements only :meth:`value` and :meth:`derivative`.
 
-    Takes and gives a tensor of any shape, in the compute dtype. Half precision is computed in fp32.
+    Accepts any shape, which the output keeps; the output is in the compute dtype. Half precision is
+    computed in fp32.
 
-    A class or a mixin may give other methods for speed, such as :meth:`forward_value`. They stand
-    for its own ``value`` and ``derivative``, and not for those of a subclass: that computes by its
-    own again.
+    A class or a mixin may implement other methods for speed, such as :meth:`forward_value`. They
+    replace the ``value`` and ``derivative`` of that class only: a subclass that overrides these
+    uses its own again.
 
-    Numbers of an op's own, such as ``self.slope``, may be set anew at any time: a backward uses
-    those of its forward. So it is with strings and tuples, and with ``self.training`` where a
-    method reads it, and not with tensors.
+    An op's own numbers, such as ``self.slope``, may change at any time: a backward uses those of
+    its forward. The same holds for strings and tuples, and for ``self.training`` if a method reads
+    it, but not for tensors.
 
     Attributes:
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
         deterministic: Whether the same input always gives the same output, so that it may be
-            computed again. A class that gives any of the methods that compute, and does not say so
-            itself, has False.
+            computed again. False for a class that implements any of the computing methods and does
+            not declare it.
 
     Args:
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
-            named "fp8-current" casts it, whether a recipe is in force or not. The gradient of the
-            input then comes from the cast one, and so does the output where it is computed again:
-            less memory, and less precise. The output of the forward is as without, up to rounding:
+            named "fp8-current" casts it, whether or not a recipe is in force. The gradient of the
+            input is then computed from the cast input, and so is a recomputed output: this saves
+            memory and loses precision. The output of the forward differs only by rounding, since
             other fusions may be taken.
 
     Raises:
-        TypeError: ``cache_quantized_input`` is no bool.
+        TypeError: ``cache_quantized_input`` is not a bool.
         ValueError: In a call with ``cache_quantized_input``, no installed plugin offers
             "fp8-current".
     """
@@ -91,7 +92,7 @@ class Activation(BasicOperation):
     grad_input = "fresh"
     differentiable = True
     casts_input = True
-    _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set anew
+    _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set again
     _caches: bool = False
     _in_parts: ClassVar[bool] = True  # whether the formulas are known to take any rows of an input
     _numbers: tuple[tuple[str, Any], ...] = ()
@@ -138,7 +139,7 @@ class Activation(BasicOperation):
         self._find_numbers()
 
     def _find_numbers(self) -> None:
-        """Look which plain values are the op's own: attributes that no class of the library has."""
+        """Find the op's own plain values: attributes that no class of the library has."""
         foreign = [
             base
             for base in type(self).__mro__
@@ -234,16 +235,16 @@ class Activation(BasicOperation):
         """Its derivative at ``x``, elementwise; ``x`` is fp32 or fp64."""
 
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, for a class that computes them from the same parts; ``x`` is fp32 or fp64."""
+        """Value and derivative, for a class that shares work between them; as :meth:`value`."""
         return self.value(x), self.derivative(x)
 
     def device_functions(self) -> tuple[Any, ...] | None:
         """Triton device functions that compute this op: its value and its derivative.
 
         Each takes one fp32 value, and then the op's numbers in the order of :meth:`numbers_of`. A
-        gated activation with a ``linear_value`` of its own gives four, the last two for that half.
-        None means that there are none. A kernel that takes any activation asks for them by
-        ``opfuse_triton.functions_of(op)``, and declines where there are none.
+        gated activation with its own ``linear_value`` returns four, the last two for that half.
+        None: there are none. A kernel for any activation gets them from
+        ``opfuse_triton.functions_of(op)``, and declines if there are none.
         """
         return None
 
@@ -267,7 +268,7 @@ class Activation(BasicOperation):
         Args:
             grad_output: Gradient of the output, in the dtype of ``x``.
             x: The input.
-            out: Of the shape and dtype of ``x``: where the result may be written. It may be
+            out: Memory for the result, with the shape and dtype of ``x``. It may be
                 ``grad_output`` itself if that has this shape.
 
         Returns:
@@ -295,7 +296,7 @@ class Activation(BasicOperation):
     def operand(self, ctx: Any, input_: Tensor) -> Tensor:
         """The input in ``ctx.dtype``; leaves on ``ctx`` what the backward needs.
 
-        Fusions may call it too. With ``cache_quantized_input`` that is a quantized tensor.
+        Fusions may call it too. With ``cache_quantized_input`` the saved input is quantized.
         """
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
@@ -309,7 +310,7 @@ class Activation(BasicOperation):
 
     @staticmethod
     def saved_input(ctx: Any) -> Tensor | None:
-        """The input that :meth:`operand` left, as a plain tensor; None where it left none.
+        """The input that :meth:`operand` saved, as a plain tensor; None if it saved none.
 
         For the op itself, and for fusions of the backward.
         """
@@ -319,14 +320,14 @@ class Activation(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """The gradient of the input; overwrites ``grad_output`` where it may."""
+        """Compute the gradient of the input; overwrite ``grad_output`` if allowed."""
         x = self.saved_input(ctx)
         if x is None:
             return None, ()
         if grad_output.dtype is not x.dtype:
             grad_output = grad_output.to(x.dtype)
         out = grad_output if ctx.owns_grad_output and not self.gated else None
-        # a forward of its own may have left none
+        # a custom forward may have left none
         op = self.with_numbers(getattr(ctx, "numbers", self._numbers)) if self._numbers else self
         return op.backward_value(grad_output, x, out=out), ()
 
@@ -338,7 +339,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _newest(cls: type, names: set[str]) -> int:
-    """How far up a class's ancestors the first is that gives one of these."""
+    """Return the MRO index of the first class that defines one of these names."""
     return next(
         (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))),
         len(cls.__mro__),
@@ -348,15 +349,15 @@ def _newest(cls: type, names: set[str]) -> int:
 def _backward_kernel(
     kernel: Any, *constants: Any, option: tuple[str, str] | None = None
 ) -> Callable[..., Tensor]:
-    """A ``backward_value`` made of one kernel of torch's.
+    """Make a ``backward_value`` from one kernel of torch.
 
     The kernel computes half precision in fp32 itself.
 
     Args:
-        kernel: With the overloads ``default`` and ``grad_input``.
-        *constants: What it takes after the two tensors.
-        option: The name of a keyword argument that is an attribute of the op, and its value where
-            the op has none.
+        kernel: A kernel with the overloads ``default`` and ``grad_input``.
+        *constants: Its further arguments after the two tensors.
+        option: The name of a keyword argument that is an attribute of the op, and its value if the
+            op has none.
     """
     traced = kernel.default, kernel.grad_input
     eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
@@ -405,7 +406,7 @@ class GELU(Activation):
         self.approximate = approximate
 
     def extra_repr(self) -> str:
-        """The form, where it is not the default."""
+        """The form, if it is not the default."""
         return "" if self.approximate == "tanh" else f"approximate={self.approximate!r}"
 
     def value(self, x: Tensor) -> Tensor:
@@ -425,7 +426,7 @@ class GELU(Activation):
         )
 
     forward_value = value  # torch computes half precision in fp32 itself
-    # the default is for other activations, which take GELU's methods for theirs
+    # the default is for other activations that reuse GELU's methods
     backward_value = _backward_kernel(torch.ops.aten.gelu_backward, option=("approximate", "tanh"))
 
 

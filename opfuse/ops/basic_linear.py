@@ -24,33 +24,32 @@ from ._reading import tensor_of
 class BasicLinear(WithLaterArguments):
     """``y = x @ weight.T``: a linear layer without bias.
 
-    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype. ``weight``
-    has shape ``(out_features, in_features)`` and starts as ``torch.nn.Linear``'s does: uniform
+    Maps ``(..., in_features)`` to ``(..., out_features)``, in the compute dtype. ``weight`` has
+    shape ``(out_features, in_features)`` and is initialized as in ``torch.nn.Linear``: uniform
     within ``1 / sqrt(in_features)`` of zero (Kaiming, He et al. 2015, with slope ``sqrt(5)``).
 
-    Under a quantization recipe, input and weight are quantized, and so are the gradients, as the
-    recipe's ``backward_override`` says. The products are emulated: they multiply what the quantized
-    tensors stand for, sum in fp32, and round once. A fusion may multiply in the hardware.
+    Under a quantization recipe, input and weight are quantized, and so are the gradients, subject
+    to the recipe's ``backward_override``. The products are emulated: they multiply the dequantized
+    tensors, sum in fp32, and round once. A fusion may multiply in hardware.
 
     Args:
         in_features: Size of the last dimension of the input.
         out_features: Size of the last dimension of the output.
         device: Device of the weight; default: torch's.
         dtype: Dtype of the weight; default: torch's.
-        tensor_parallel_mode: None; "column" and "row" in a group of one process, where they ask for
-            nothing; in a larger one they come with a later release.
+        tensor_parallel_mode: None; or "column" or "row" in a group of one process, where they have
+            no effect. Larger groups come with a later release.
         tensor_parallel_group: That group; default: all processes.
         sequence_parallel: False; True as for ``tensor_parallel_mode``.
         rng_state_tracker_function: None; others come with a later release.
         accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of
-            its shape and any floating dtype, as Megatron-LM sets it up, instead of giving it to
-            autograd. It is added as autograd would have got it, rounded to the compute dtype.
-            ``weight.grad`` stays as it is; where the weight has an attribute
+            its shape and any floating dtype, as Megatron-LM sets it up, instead of passing it to
+            autograd. It is added as autograd would have got it, rounded to the compute dtype, and
+            ``weight.grad`` does not change. If the weight has an attribute
             ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its
-            hooks run. Where ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. It
-            is so with every fusion, and in no call of ``torch.autograd.grad``, which gives the
-            gradients it is asked for; second derivatives, functorch and ``torch.compile`` are
-            refused.
+            hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. This
+            holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
+            second derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
     Raises:
@@ -110,25 +109,25 @@ class BasicLinear(WithLaterArguments):
         accumulate_into_main_grad: bool = False,
         name: str = "",
     ) -> BasicLinear:
-        """An op that reads its weight from another module at every call, and has none itself.
+        """Return an op that reads its weight from another module at every call.
 
-        The gradient reaches the Parameter of the module, whatever that is at the time: after
-        ``load_state_dict(assign=True)``, ``to()``, a parametrization, FSDP2. The module is not
-        registered and not called, so neither its hooks nor a ``forward`` of its own (an adapter)
-        run. A module that is put in its place, as PEFT does, is not seen.
+        The gradient reaches the module's current Parameter, even after
+        ``load_state_dict(assign=True)``, ``to()``, a parametrization or FSDP2. The module is
+        neither registered nor called, so its hooks and its own ``forward`` (an adapter) do not run.
+        If the module itself is replaced, as by PEFT, the op does not notice.
 
         Args:
             module: The module that holds the weight.
-            weight: Its attribute there, of shape ``(out_features, in_features)``.
+            weight: The attribute of that module, of shape ``(out_features, in_features)``.
             transposed: The attribute has shape ``(in_features, out_features)``, as in the
                 ``Conv1D`` of GPT-2; the op reads a transposed view.
             accumulate_into_main_grad: As for :class:`BasicLinear`; not with ``transposed``.
-            name: As every constructor takes it, see :attr:`opfuse.FusibleOperation.name`.
+            name: The name of the op, see :attr:`opfuse.FusibleOperation.name`.
 
         Raises:
             AttributeError: The module has no such attribute.
-            TypeError: It is no floating-point tensor, or ``module`` is no module.
-            ValueError: It is no matrix, or both flags are set.
+            TypeError: It is not a floating-point tensor, or ``module`` is not a module.
+            ValueError: It is not a matrix, or both flags are set.
         """
         if transposed and accumulate_into_main_grad:
             raise ValueError(
@@ -145,7 +144,7 @@ class BasicLinear(WithLaterArguments):
         return op
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, unless another module holds it or it is on the meta device."""
+        """Draw the weight again, unless another module holds it or it is on the meta device."""
         if not self._sources and self.weight.numel() and not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -163,14 +162,14 @@ class BasicLinear(WithLaterArguments):
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The input's; None where the op quantizes the input itself.
+        """The quantizer of the input; None if the op quantizes the input itself.
 
-        It does so where the backward needs the input as it came.
+        It does so if the backward needs the unquantized input.
         """
         recipe = current.recipe
         if recipe is not None and recipe.backward_override == "high_precision":
             return None
-        return BasicOperation.get_input_quantizer(self)  # ParallelLinear has it too
+        return BasicOperation.get_input_quantizer(self)  # ParallelLinear shares this method
 
     # The operation itself
 
@@ -178,18 +177,18 @@ class BasicLinear(WithLaterArguments):
     def quantized_operands(
         ctx: OperationContext, input_: Tensor | QuantizedTensor
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Input and weight of the product as the recipe's quantizers cast them, for the forward.
+        """Input and weight of the product, as the recipe's quantizers cast them for the forward.
 
-        Leaves on ``ctx`` what the backward needs: without a ``backward_override`` the columnwise
+        Leaves on ``ctx`` what the backward needs: without a ``backward_override``, the columnwise
         copies of both. For the op itself, and for fusions of the forward that multiply quantized
-        tensors, where ``ctx.quantizers`` has some.
+        tensors, if ``ctx.quantizers`` is not empty.
         """
         x, (weight,) = quantized_operands(ctx, input_, ("weight",))
         return x, weight
 
     @staticmethod
     def operands(ctx: OperationContext, input_: Tensor | QuantizedTensor) -> tuple[Tensor, Tensor]:
-        """Input and weight of the product in ``ctx.dtype``; under a recipe what they stand for.
+        """Input and weight of the product in ``ctx.dtype``; under a recipe, dequantized.
 
         Leaves on ``ctx`` what the backward needs. For the op itself, and for fusions of the forward
         that multiply in another way.
@@ -214,10 +213,10 @@ class BasicLinear(WithLaterArguments):
 
     @staticmethod
     def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, Tensor | None]:
-        """Input and weight that the forward left, in ``ctx.dtype``; None where it left none.
+        """Input and weight that the forward saved, in ``ctx.dtype``; None if it saved none.
 
-        For the op itself, and for fusions of the backward that multiply in another way, not under a
-        recipe. A weight that was saved as it is, since ``ctx.saves_params``, is cast here.
+        For the op itself, and for fusions of the backward that multiply in another way without a
+        recipe. A weight that was saved as it is, under ``ctx.saves_params``, is cast here.
         """
         x, w = ctx.saved_tensors  # type: ignore[misc]
         if ctx.saves_params and w is not None:
@@ -228,7 +227,7 @@ class BasicLinear(WithLaterArguments):
                    next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
 
-        The weight is saved as it is where ``ctx.saves_params``.
+        The weight is saved as it is if ``ctx.saves_params``.
         """
         if not ctx.quantizers:
             return F.linear(*BasicLinear.operands(ctx, input_))
@@ -255,16 +254,16 @@ class BasicLinear(WithLaterArguments):
     ) -> tuple[Any, ...]:
         """Add the weight's gradient to its ``main_grad``.
 
-        Gives zeros where hooks must run on ``.grad``, else None.
+        Returns zeros if hooks must run on ``.grad``, and None otherwise.
         """
         return (accumulate_main_grad(self, params[0], grads[0]),)
 
 
 def _can_be_saved(weight: Tensor) -> bool:
-    """Whether a weight is a Parameter, whose version tells when an optimizer changes it.
+    """Return whether a weight is a Parameter, whose version shows changes by an optimizer.
 
-    One that is computed, sharded or of another class is not; nor is one made in inference mode. It
-    is asked at every call, since FSDP2 and ``torch.func.functional_call`` replace weights.
+    A weight that is computed, sharded, of another class or made in inference mode is not. This is
+    checked at every call, since FSDP2 and ``torch.func.functional_call`` replace weights.
     """
     if type(weight) is not nn.Parameter:
         return False
@@ -274,7 +273,7 @@ def _can_be_saved(weight: Tensor) -> bool:
 def kept_weights(
     ctx: OperationContext, weights: Sequence[Tensor], casts: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """What a linear saves of its weights: each as it is where ``ctx.saves_params``, or its cast."""
+    """The weights that a linear saves: each as it is if ``ctx.saves_params``, or its cast."""
     if not ctx.saves_params:
         return casts
     pairs = zip(weights, casts, strict=True)
@@ -285,7 +284,7 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
     """Add the gradient of a weight to its ``main_grad``; see :meth:`BasicLinear.accumulate_grads`.
 
     Returns:
-        What autograd gets: zeros where hooks must run on ``.grad``, else None.
+        The gradient for autograd: zeros if hooks must run on ``.grad``, and None otherwise.
     """
     if grad is None:
         return None
@@ -301,7 +300,7 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
 
 
 def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
-    """Where the gradient of a weight is accumulated; Megatron-FSDP tells at every call."""
+    """The tensor that accumulates a weight's gradient; Megatron-FSDP provides it at every call."""
     who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
     wanted = f"a tensor of shape {tuple(weight.shape)}"
     if not isinstance(weight, nn.Parameter):

@@ -18,7 +18,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossNumbers(NamedTuple):
-    """The numbers of a :class:`CrossEntropy`, as its arguments call them.
+    """The numbers of a :class:`CrossEntropy`, named like its arguments.
 
     The backward uses those of its forward.
     """
@@ -50,9 +50,9 @@ class CrossEntropy(ExtraTensorOperation):
         output_dtype: The dtype of the loss; None: as above.
 
     Raises:
-        TypeError: An argument of the wrong type; in a call, targets that are no integers.
+        TypeError: An argument of the wrong type; in a call, targets that are not integers.
         ValueError: An argument out of range; in a call, targets of another shape.
-        IndexError: In a call, a target that is no class; on a GPU the device reports it later.
+        IndexError: In a call, a target that is not a class; on a GPU the device reports it later.
     """
 
     num_extra_inputs = 1
@@ -89,7 +89,7 @@ class CrossEntropy(ExtraTensorOperation):
     extra_repr = shows(*LossNumbers._fields, "output_dtype")
 
     def numbers_of(self) -> LossNumbers:
-        """The numbers as they are now."""
+        """The current numbers."""
         return LossNumbers(*[getattr(self, name) for name in LossNumbers._fields])
 
     def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
@@ -184,7 +184,7 @@ def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     ignored, smoothing, z_loss, *_ = numbers
     z = _capped(widen(logits), numbers.softcap)
     log_p = z.log_softmax(-1)
-    # it refuses what is no class, without a look from the host
+    # it refuses targets that are not classes, without a sync with the host
     losses = F.nll_loss(log_p, targets, ignore_index=ignored, reduction="none")
     if smoothing:
         losses = losses * (1 - smoothing) - log_p.mean(-1) * smoothing
@@ -194,7 +194,7 @@ def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
 
 
 def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
-    """What the reduction makes of the losses of rows; ``targets`` have the shape of no reduction.
+    """Reduce the losses of rows; ``targets`` have the shape of the unreduced output.
 
     Args:
         losses: ``(rows,)``, 0 where a row is ignored.
@@ -208,7 +208,7 @@ def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
 
 
 def counts(targets: Tensor, numbers: LossNumbers) -> Tensor:
-    """Which rows have a loss; asked of int64, since to others ``ignore_index`` may be a class."""
+    """The rows that have a loss; in int64, since other dtypes may wrap ``ignore_index``."""
     return targets.long() != numbers.ignore_index
 
 
@@ -267,7 +267,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _rows_at_once(logits: Tensor) -> int | None:
-    """How many rows of logits to take at once, so that what is between fits a cache; None: all."""
+    """The number of rows to process at once, so that temporaries fit a cache; None: all."""
     if not logits.is_cpu or logits.numel() <= _blocks.LEAST or _blocks.tracing():
         return None
     return max(1, _blocks.BLOCK // logits.shape[-1])

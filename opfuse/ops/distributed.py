@@ -15,7 +15,7 @@ from ._common import shows
 
 
 class _Collective(BasicOperation):
-    """What the collectives share: the process group, and that nothing is saved."""
+    """The base of the collectives: it has a process group, and saves nothing."""
 
     saved_names = ()
     grad_input = "same"
@@ -36,13 +36,13 @@ class _Collective(BasicOperation):
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
                    next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
-        """What the processes make of their inputs; saves nothing."""
+        """Run the collective on the input; save nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """What the processes make of their gradients."""
+        """Run the adjoint collective on the gradient."""
         return grad_output if self.process_group_size == 1 else self._back(grad_output), ()
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class _Collective(BasicOperation):
 class AllGather(_Collective):
     """Joins the tensors of all processes along dimension 0, in rank order.
 
-    Takes ``(n, ...)`` and gives ``(size * n, ...)``; every process must give the same shape. The
+    Takes ``(n, ...)`` and returns ``(size * n, ...)``; every process must give the same shape. The
     backward is a reduce-scatter.
 
     Args:
@@ -91,7 +91,7 @@ class AllGather(_Collective):
 class ReduceScatter(_Collective):
     """Adds the tensors of all processes and gives each its part along dimension 0, in rank order.
 
-    Takes ``(size * n, ...)`` and gives ``(n, ...)``. The backward is an all-gather.
+    Takes ``(size * n, ...)`` and returns ``(n, ...)``. The backward is an all-gather.
 
     Args:
         process_group: The processes; default: all.
@@ -108,8 +108,8 @@ class ReduceScatter(_Collective):
 class AllReduce(_Collective):
     """Adds the tensors of all processes; every process gets the sum.
 
-    Takes and gives any shape. What follows is the same on every process, and so is its gradient:
-    the backward passes the gradient on as it is.
+    Any shape is accepted and kept. What follows is the same on every process, and so is its
+    gradient: the backward passes the gradient on unchanged.
 
     Args:
         process_group: The processes; default: all.

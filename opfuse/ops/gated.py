@@ -21,19 +21,19 @@ from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 class GatedActivation(Activation):
     """``value(a) * linear_value(b)`` over the two halves ``a, b`` of the features (Shazeer 2020).
 
-    Takes ``(..., 2 n)`` and gives ``(..., n)``. The **first** half is the gate, which is activated;
-    in ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features
+    Maps ``(..., 2 n)`` to ``(..., n)``. The **first** half is the gate, which is activated; in
+    ``torch.nn.functional.glu`` it is the second. With ``glu_interleave_size=k`` the features
     alternate instead: ``k`` of the gate, ``k`` of the linear half, and so on.
 
-    Half precision is computed in fp32. But where torch has kernels for the gate (GEGLU, ReGLU,
-    SReGLU, SwiGLU), bfloat16 is rounded after each factor, as those do.
+    Half precision is computed in fp32. But if torch has kernels for the gate (GEGLU, ReGLU,
+    SReGLU, SwiGLU), bfloat16 is rounded after each factor, as in those kernels.
 
-    A subclass gives :meth:`value` and :meth:`derivative` of the gate, and may give
+    A subclass implements :meth:`value` and :meth:`derivative` of the gate, and optionally
     :meth:`linear_value` and :meth:`linear_derivative` of the other half.
 
     Args:
         cache_quantized_input: As for :class:`Activation`.
-        glu_interleave_size: How many features of each half alternate; None: the halves are
+        glu_interleave_size: Number of features of each half that alternate; None: the halves are
             contiguous. Fixed.
 
     Raises:
@@ -65,7 +65,7 @@ class GatedActivation(Activation):
         self.glu_interleave_size = size
 
     def linear_value(self, b: Tensor) -> Tensor:
-        """What the gate multiplies; ``b`` is fp32 or fp64."""
+        """The factor of the gate; ``b`` is fp32 or fp64."""
         return b
 
     def linear_derivative(self, b: Tensor) -> Tensor | None:
@@ -183,7 +183,7 @@ class GatedActivation(Activation):
     def _computed_in(self, x: Tensor) -> torch.dtype:
         """The dtype to compute in: fp32 for half precision.
 
-        But bfloat16 stays where all there is are torch's kernels and products.
+        But bfloat16 stays if torch's kernels and products compute everything.
         """
         dtype = x.dtype
         if self._rounds and dtype is torch.bfloat16 and (is_dynamo_compiling() or not tracing()):
@@ -240,7 +240,7 @@ class GEGLU(_InHalves):
     """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
 
     deterministic = True
-    approximate = "tanh"  # what GELU's methods look for
+    approximate = "tanh"  # read by GELU's methods
     _fixed = (*_InHalves._fixed, "approximate")
     value = GELU.value
     derivative = GELU.derivative

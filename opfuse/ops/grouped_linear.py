@@ -53,23 +53,23 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     ``torch.nn.Linear`` does.
 
     On CUDA devices of compute capability 9 and 10 in bf16, with both sizes multiples of 8, the
-    split sizes are not read on the host: the products are ``torch.nn.functional.grouped_mm``. Split
-    sizes that do not sum up to the rows are found by the device then, which stops with an error.
-    Anywhere else a loop runs over the groups, for which the host reads the split sizes once per
-    call. While ``torch.compile`` traces, that loop is inside of custom operators.
+    split sizes are not read on the host: the products are ``torch.nn.functional.grouped_mm``. The
+    device then detects split sizes that do not sum up to the rows, and stops with an error.
+    Otherwise a loop runs over the groups, for which the host reads the split sizes once per
+    call. While ``torch.compile`` traces, that loop is inside custom operators.
 
     Under a quantization recipe each group is a :class:`BasicLinear` of its own, with three
     quantizers of its own: ``"input0"``, ``"weight0"``, ``"grad_output0"``, and so on; with one
-    group they have no number. The op casts each group by itself and multiplies group by group, and
-    the host reads the split sizes; ``torch.compile`` breaks its graph there. Biases are added
-    before a product is rounded; scaled ones, and their gradients, take no part. A format may want a
-    multiple of some rows (:attr:`opfuse.Quantizer.row_multiple`): a group that has fewer is filled
-    with rows of zeros for the cast, which changes no other number.
+    group they have no number. The op casts and multiplies each group separately, and the host reads
+    the split sizes; ``torch.compile`` breaks its graph there. Biases are added before a product is
+    rounded; scaled biases and their gradients are not quantized. A format may require a multiple of
+    some number of rows (:attr:`opfuse.Quantizer.row_multiple`): a smaller group is padded with rows
+    of zeros for the cast, which changes no other number.
 
-    A call takes two tensors of the caller to write into, as keyword arguments or in ``op_kwargs``:
-    ``output`` for the output, which is its memory then, and ``grad_input`` for the gradient of the
-    input. Each is contiguous, has shape, dtype and device of what goes there, and does not require
-    grad; ``output`` may share no memory with what the call reads. Their names are
+    A call accepts two tensors to write into, as keyword arguments or in ``op_kwargs``: ``output``
+    for the output, and ``grad_input`` for the gradient of the input. Each must be contiguous, have
+    the shape, dtype and device of the result, and not require grad; ``output`` must not share
+    memory with tensors that the call reads. Their names are
     ``OUTPUT_BUFFER_KEY`` and ``GRAD_INPUT_BUFFER_KEY`` of this module.
 
     Args:
@@ -88,8 +88,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         scale_bias: Whether the biases are scaled, see above. Without biases it changes nothing.
 
     Raises:
-        TypeError: A size is not a whole number; in a call, ``split_sizes`` that are no integers, or
-            a buffer that is no tensor.
+        TypeError: A size is not a whole number; in a call, ``split_sizes`` that are not integers,
+            or a buffer that is not a tensor.
         ValueError: A size is negative, or there is no group; in a call, ``split_sizes`` or
             ``scales`` of another shape, split sizes that do not sum up to the rows, an input of
             fewer than two dimensions, a parameter of another shape than when the op was made, or a
@@ -158,14 +158,14 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     @classmethod
     def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
-        """An op without biases whose weights are one parameter of another module, read anew always.
+        """Return an op without biases that reads all weights from one parameter of another module.
 
-        That is how mixtures of experts keep them. There is one parameter then, ``weight``, and one
+        Mixtures of experts keep them so. The op then has one parameter, ``weight``, and one
         gradient for all groups. See :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the weights.
-            weight: Its attribute there, of shape ``(num_groups, out_features, in_features)``.
+            weight: Its attribute, of shape ``(num_groups, out_features, in_features)``.
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
@@ -182,7 +182,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         return op
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew; nothing is drawn on the meta device."""
+        """Draw the parameters again; nothing is drawn on the meta device."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for name, param in self.named_parameters():
             if not param.numel():
@@ -214,7 +214,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         return ("input", "split_sizes", *one, *weights, *inputs, *scaled)
 
     def extra_repr(self) -> str:
-        """The sizes, and what is done with biases."""
+        """The sizes, and how biases are used."""
         known = shows("num_groups", "in_features", "out_features", "has_bias")(self)
         return f"{known}, scale_bias=True" if self.scales_bias else known
 
@@ -281,7 +281,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     def _quantized_products(
         self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Sequence[Any]]:
-        """The same under a recipe."""
+        """The quantized products, and what the backward needs, as :meth:`_products`."""
         parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
         y, of_x, of_weights = parts.products(x, biases, dtype)
         return y, (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
@@ -289,7 +289,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     def _saved_to_scale(
         self, ctx: Any, biases: Sequence[Tensor], scales: Tensor | None = None
     ) -> Sequence[Tensor | None]:
-        """What the gradients of scaled biases, and of their scales, need."""
+        """The tensors that the gradients of scaled biases, and of their scales, need."""
         if scales is None:
             return ()
         wanted = scales.requires_grad or is_compiling()  # traced ones do not tell
@@ -373,7 +373,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     @property
     def _count(self) -> int:
-        """How many parameters the weights are; those of the biases follow."""
+        """The number of weight parameters; those of the biases follow."""
         return 1 if self._is_one else self.num_groups
 
     @property

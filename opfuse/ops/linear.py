@@ -21,7 +21,7 @@ from .basic_linear import BasicLinear
 class Bias(WithLaterArguments):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
-    Takes and gives ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
+    Takes and returns ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
 
     Args:
         size: Size of the last dimension.
@@ -58,11 +58,11 @@ class Bias(WithLaterArguments):
 
     @classmethod
     def reading(cls, module: nn.Module, bias: str = "bias", *, name: str = "") -> Bias:
-        """An op that reads its bias from another module; see :meth:`BasicLinear.reading`.
+        """Return an op that reads its bias from another module; see :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the bias.
-            bias: Its attribute there, of shape ``(size,)``.
+            bias: The attribute of that module, of shape ``(size,)``.
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
@@ -168,10 +168,10 @@ class Linear(FusedOperation):
     def of(
         cls, module: nn.Linear, *, accumulate_into_main_grad: bool = False, name: str = ""
     ) -> Linear:
-        """A ``Linear`` with the very Parameters of a ``torch.nn.Linear``, with bias or without.
+        """Return a ``Linear`` that shares the Parameters of a ``torch.nn.Linear``.
 
-        Both modules hold the same Parameter objects then; where one of them is to get others, as by
-        ``load_state_dict(assign=True)``, take :meth:`BasicLinear.reading`.
+        Both modules then hold the same Parameter objects. If one of them will get new ones, as by
+        ``load_state_dict(assign=True)``, use :meth:`BasicLinear.reading`.
 
         Args:
             module: The module, which has no hooks, no parametrization and no forward of its own.
@@ -179,7 +179,7 @@ class Linear(FusedOperation):
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
-            TypeError: ``module`` is no such module.
+            TypeError: ``module`` is not such a module.
         """
         check_stock(cls, module, nn.Linear)
         op = cls(
@@ -213,7 +213,7 @@ class Linear(FusedOperation):
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as ``torch.nn.Linear`` does.
+        """Draw the parameters again, as ``torch.nn.Linear`` does.
 
         On the meta device nothing is drawn.
         """

@@ -19,7 +19,7 @@ from ._reading import check_stock, eps_of, tensor_of
 
 
 class _Norm(BasicOperation):
-    """What LayerNorm and RMSNorm share: the shape, the parameters, and their arguments."""
+    """The base of LayerNorm and RMSNorm: the shape, the parameters, and their arguments."""
 
     context_names = ("zero_centered_gamma",)
     real_numbers = ("eps",)
@@ -92,7 +92,7 @@ class _Norm(BasicOperation):
 
 
 def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor | None:
-    """What the normalized values are multiplied by; None: they are not."""
+    """The factor of the normalized values; None: there is none."""
     if weight is None:
         return None
     weight = cast(weight, dtype)
@@ -102,7 +102,7 @@ def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Te
 class LayerNorm(_Norm):
     """``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under
+    Takes ``(..., *normalized_shape)`` and returns the same shape, in the dtype of the input, under
     autocast in fp32; mean and (biased) variance are over ``normalized_shape``, in fp32 for half
     precision. ``weight`` and ``bias`` have shape ``normalized_shape``, any floating dtype, and
     start at 1 and 0.
@@ -163,7 +163,7 @@ class LayerNorm(_Norm):
         zero_centered_gamma: bool = False,
         name: str = "",
     ) -> LayerNorm:
-        """An op that reads its parameters from another module; see :meth:`BasicLinear.reading`.
+        """Return an op that reads its parameters elsewhere; see :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the parameters.
@@ -200,7 +200,7 @@ class LayerNorm(_Norm):
 
     @classmethod
     def of(cls, module: nn.LayerNorm, *, name: str = "") -> LayerNorm:
-        """A ``LayerNorm`` with the very Parameters of a ``torch.nn.LayerNorm``, if it has some.
+        """Return a ``LayerNorm`` that shares the Parameters of a ``torch.nn.LayerNorm``, if any.
 
         See :meth:`Linear.of`.
 
@@ -209,7 +209,7 @@ class LayerNorm(_Norm):
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
-            TypeError: ``module`` is no such module.
+            TypeError: ``module`` is not such a module.
         """
         check_stock(cls, module, nn.LayerNorm)
         op = cls(
@@ -331,7 +331,7 @@ def _layer_norm_backward_by_blocks(
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` (Zhang and Sennrich 2019).
 
-    Takes ``(..., *normalized_shape)`` and gives the same shape, in the dtype of the input, under
+    Takes ``(..., *normalized_shape)`` and returns the same shape, in the dtype of the input, under
     autocast in fp32; the mean is over ``normalized_shape``, in fp32 for half precision. ``weight``
     has shape ``normalized_shape``, any floating dtype, and starts at 1.
 
@@ -362,21 +362,21 @@ class RMSNorm(_Norm):
         zero_centered_gamma: bool = False,
         name: str = "",
     ) -> RMSNorm:
-        """An op that reads its weight from another module; see :meth:`BasicLinear.reading`.
+        """Return an op that reads its weight from another module; see :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the weight.
-            weight: Its attribute there, whose shape is ``normalized_shape``.
-            eps: Added to the mean square, a number of the op from now on; None: the ``eps`` or
-                ``variance_epsilon`` that the module has now. An ``eps`` of None, as that of
-                ``torch.nn.RMSNorm``, is no number: pass one.
-            zero_centered_gamma: As for :class:`RMSNorm`; the module does not tell. Gemma's norms
-                need it.
+            weight: The attribute of that module, whose shape is ``normalized_shape``.
+            eps: Added to the mean square, fixed from now on; None: the current ``eps`` or
+                ``variance_epsilon`` of the module. If that is None, as by default in
+                ``torch.nn.RMSNorm``, pass a number.
+            zero_centered_gamma: As for :class:`RMSNorm`; it cannot be read from the module. Gemma's
+                norms need it.
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
-            ValueError: The module tells no ``eps``, or two.
+            ValueError: The module has no ``eps``, or two.
         """
         shape = tuple(tensor_of(cls, module, weight).shape)
         number = eps_of(cls, module, eps)
@@ -387,7 +387,7 @@ class RMSNorm(_Norm):
 
     @classmethod
     def of(cls, module: nn.RMSNorm, *, eps: float | None = None, name: str = "") -> RMSNorm:
-        """An ``RMSNorm`` with the very Parameter of a ``torch.nn.RMSNorm``, if it has one.
+        """Return an ``RMSNorm`` that shares the Parameter of a ``torch.nn.RMSNorm``, if any.
 
         See :meth:`Linear.of`.
 
@@ -397,7 +397,7 @@ class RMSNorm(_Norm):
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
-            TypeError: ``module`` is no such module.
+            TypeError: ``module`` is not such a module.
             ValueError: The ``eps`` of the module is None, and none is given.
         """
         check_stock(cls, module, nn.RMSNorm)
@@ -458,7 +458,7 @@ class RMSNorm(_Norm):
 class L2Normalization(BasicOperation):
     """``y = x / sqrt(sum(x^2) + eps)`` over the last dimension.
 
-    Takes and gives ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in
+    Takes and returns ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in
     fp32 for half precision.
 
     Args:

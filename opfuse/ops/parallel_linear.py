@@ -32,7 +32,7 @@ Modules = Mapping[str, nn.Module] | Sequence[nn.Module]
 class ParallelLinear(BasicOperation):
     """``y = concat(x @ w.T + b for w, b in linears)``: several linear layers of one input.
 
-    Takes ``(..., in_features)`` and gives ``(..., out_features)``, in the compute dtype, where
+    Takes ``(..., in_features)`` and returns ``(..., out_features)``, in the compute dtype, where
     ``out_features`` is the sum of those of the linears. Each product is written to its place in one
     buffer, and the input is kept once. So gate and up are one op before a ``SwiGLU``, and query,
     key and value one op before a split, while each keeps its own Parameters and their names::
@@ -40,13 +40,13 @@ class ParallelLinear(BasicOperation):
         ParallelLinear({"gate_proj": Linear(64, 256), "up_proj": Linear(64, 256)})
 
     has the state dict ``gate_proj.weight``, ``gate_proj.bias``, ``up_proj.weight``,
-    ``up_proj.bias``. The linears are its submodules, but it does not call them: one with hooks or a
-    ``forward`` of its own is refused. They may have biases or not, each for itself. All parameters
-    have one dtype, that of the input, except under ``torch.autocast``.
+    ``up_proj.bias``. The linears are its submodules, but it does not call them: one with hooks or
+    its own ``forward`` is refused. Each may have a bias or not. All parameters have one dtype, that
+    of the input, except under ``torch.autocast``.
 
-    Under a quantization recipe the input is quantized once, each weight by itself, and the gradient
-    of the output as a whole. With biases the op casts that gradient itself, since the gradients of
-    the biases come from what was not cast. See :class:`BasicLinear` for the products.
+    Under a quantization recipe the input is quantized once, each weight separately, and the
+    gradient of the output as a whole. With biases the op casts that gradient itself, since the
+    gradients of biases need the uncast one. See :class:`BasicLinear` for the products.
 
     Attributes:
         sizes: ``out_features`` of each linear.
@@ -121,7 +121,7 @@ class ParallelLinear(BasicOperation):
         transposed: bool = False,
         name: str = "",
     ) -> ParallelLinear:
-        """An op that reads its parameters from other modules; see :meth:`BasicLinear.reading`.
+        """Return an op that reads its parameters elsewhere; see :meth:`BasicLinear.reading`.
 
         Args:
             modules: The modules that hold the parameters, by name or in a sequence.
@@ -134,7 +134,7 @@ class ParallelLinear(BasicOperation):
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`; or no module has an
                 attribute ``bias``, unless that is "bias".
-            ValueError: A weight is no matrix or does not fit, or a bias does not fit its weight.
+            ValueError: A weight is not a matrix or does not fit, or a bias does not fit its weight.
         """
         sources, linears, absent, named = {}, {}, [], _named(modules)
         if bias not in (None, "bias") and not any(hasattr(m, bias) for m in named.values()):
@@ -179,7 +179,7 @@ class ParallelLinear(BasicOperation):
         return module, leaf
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as each linear does, if the op holds them."""
+        """Draw the parameters again, as each linear does, if the op holds them."""
         for linear in self.children():
             linear.reset_parameters()  # type: ignore[operator]
 
@@ -201,7 +201,7 @@ class ParallelLinear(BasicOperation):
     get_input_quantizer = BasicLinear.get_input_quantizer
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The gradient's; None where the op quantizes it itself, since there are biases."""
+        """The quantizer of the gradient; None if there are biases: the op then casts it itself."""
         return None if any(self.biased) else super().get_grad_output_quantizer()
 
     # The operation itself
@@ -224,9 +224,8 @@ class ParallelLinear(BasicOperation):
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
         """Input, weights and biases in ``ctx.dtype``; a bias that is not there is None.
 
-        Under a recipe the first two are what their quantized values stand for. Leaves on ``ctx``
-        what the backward needs. For the op itself, and for fusions of the forward that multiply in
-        another way.
+        Under a recipe the first two are dequantized. Leaves on ``ctx`` what the backward needs. For
+        the op itself, and for fusions of the forward that multiply in another way.
 
         Raises:
             ValueError: A weight or a bias has another shape than when the op was made.
@@ -272,7 +271,7 @@ class ParallelLinear(BasicOperation):
     def product(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor:
-        """The products side by side, out of what :meth:`operands` gives."""
+        """The products side by side, from the result of :meth:`operands`."""
         if not writes_out(x, *weights, *[bias for bias in biases if bias is not None]):
             pairs = zip(weights, biases, strict=True)  # autograd and tracers do not follow an out
             return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
@@ -314,8 +313,8 @@ class ParallelLinear(BasicOperation):
 
         Args:
             ctx: The context.
-            parts: See :meth:`parts_of`.
-            of_weight: Makes the gradient of a weight out of its part.
+            parts: The result of :meth:`parts_of`.
+            of_weight: Computes the gradient of a weight from its part.
         """
         wants = zip(parts, ctx.param_requires_grad, strict=False)
         grads = [of_weight(dy) if wanted else None for dy, wanted in wants]
@@ -355,7 +354,7 @@ def _named(modules: Modules) -> dict[str, nn.Module]:
 
 
 def _check_linear(name: str, linear: nn.Module) -> None:
-    """Refuse a linear that does more than its parameters tell; asked at every call."""
+    """Refuse a linear that does more than its parameters show; checked at every call."""
     if type(linear) not in _LINEARS and op_class(linear) not in _LINEARS:
         who = "ParallelLinear expected a torch.nn.Linear, ops.Linear or ops.BasicLinear"
         raise TypeError(f"{who} as {name}, got {type(linear).__name__}")
@@ -366,7 +365,7 @@ def _check_linear(name: str, linear: nn.Module) -> None:
 
 
 def _check_new(name: str, linear: nn.Module) -> None:
-    """Refuse a linear that the op cannot stand for."""
+    """Refuse a linear that the op cannot replace."""
     _check_linear(name, linear)
     if isinstance(linear, BasicLinear) and linear._sources:
         remedy = "ParallelLinear.reading takes that module"

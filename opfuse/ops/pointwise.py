@@ -1,4 +1,4 @@
-"""Ops with nothing to compute or little: ConstantScale and Reshape."""
+"""Ops with little or no computation: ConstantScale and Reshape."""
 
 from __future__ import annotations
 

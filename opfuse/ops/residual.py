@@ -13,7 +13,7 @@ from ._common import ExtraTensorOperation, shows
 
 
 class _JoinOrFork(ExtraTensorOperation):
-    """What both ops share: nothing is saved, and they may work in place."""
+    """The base of both ops: they save nothing, and may work in place."""
 
     saved_names = ()
     feature_ratio = 1
@@ -89,7 +89,7 @@ class MakeExtraOutput(_JoinOrFork):
     Both outputs share the memory of the input.
 
     Args:
-        in_place: Let the backward add into an incoming gradient that nobody else holds, instead of
+        in_place: Let the backward add into an incoming gradient that has no other owner, instead of
             allocating.
     """
 

@@ -13,7 +13,7 @@ from ._common import ExtraTensorOperation, check_size, shows
 
 
 class Rotation(NamedTuple):
-    """How a :class:`RoPE` rotates; the backward does as its forward did."""
+    """How a :class:`RoPE` rotates; the backward uses that of its forward."""
 
     base: float
     interleaved: bool
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 class _Rotary(ExtraTensorOperation):
-    """What both ops share: they rotate pairs of features, and the backward rotates them back."""
+    """The base of both ops: they rotate pairs of features, and the backward rotates them back."""
 
     keeps_rows = True
     grad_input = "fresh"
@@ -48,7 +48,7 @@ class _Rotary(ExtraTensorOperation):
 
     @property
     def rotation(self) -> Rotation:
-        """How it rotates, as a forward leaves it."""
+        """The rotation, as a forward leaves it for the backward."""
         return Rotation(getattr(self, "base", 0.0), self.interleaved, self.rotary_dim)
 
 
@@ -62,13 +62,13 @@ class RoPE(_Rotary):
 
     Args:
         head_dim: Size of the last dimension.
-        base: Of the wave lengths.
-        interleaved: Pairs are neighbours ``(2 i, 2 i + 1)``, as in GPT-J; else they are
+        base: Base of the wavelengths.
+        interleaved: Pairs are neighbours ``(2 i, 2 i + 1)``, as in GPT-J; if False, they are
             ``(i, i + rotary_dim / 2)``, as in Llama and GPT-NeoX.
-        rotary_dim: How many features are rotated, the first ones; None: all.
+        rotary_dim: Number of leading features that are rotated; None: all.
 
     Raises:
-        TypeError: An argument of the wrong type; in a call, positions that are no integers.
+        TypeError: An argument of the wrong type; in a call, positions that are not integers.
         ValueError: An argument out of range; in a call, positions of another shape.
     """
 
@@ -187,7 +187,7 @@ class ApplyRoPE(_Rotary):
 def _check_fits(
     op: object, name: str, shape: torch.Size, wanted: torch.Size, input_: Tensor
 ) -> None:
-    """Refuse what is not broadcast to the dimensions before the heads."""
+    """Refuse shapes that do not broadcast to the dimensions before the heads."""
     pairs = zip(reversed(shape), reversed(wanted), strict=False)
     fits = len(shape) <= len(wanted) and all(a in (1, b) for a, b in pairs)
     if input_.ndim < 2 or not fits:
@@ -221,8 +221,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
     Args:
         x: ``(..., heads, head_dim)``.
         cos: ``(..., rotary_dim / 2)``, without the heads, in fp32 or wider.
-        sin: Likewise.
-        rotation: Which features are a pair.
+        sin: As ``cos``.
+        rotation: The pairing of features.
     """
     count, dtype = rotation.rotary_dim, torch.promote_types(wide(x.dtype), cos.dtype)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

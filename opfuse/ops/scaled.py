@@ -28,8 +28,8 @@ class ScaledActivation(ExtraTensorOperation):
         activation: The activation; it holds the constants.
         activation_recompute_in_mlp: In Transformer Engine, that a fused MLP computes this op's
             output again in the backward instead of keeping it, and that nothing else may run the
-            op. Here it is an attribute that fusions may read, and changes neither what is computed
-            nor, by itself, what is kept. False for a gated activation, as there.
+            op. Here it is an attribute that fusions may read; by itself it changes neither results
+            nor memory. It must be False for a gated activation, as in Transformer Engine.
 
     Raises:
         TypeError: ``activation`` is not an activation, or ``activation_recompute_in_mlp`` no bool.
@@ -69,7 +69,7 @@ class ScaledActivation(ExtraTensorOperation):
         self.feature_ratio = activation.feature_ratio
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Refuse an activation whose call has come to do more than its formulas."""
+        """Refuse an activation whose call now does more than its formulas."""
         if why := why_apart(self.activation):
             self._refuse(self.activation, why)
         for name in ("op_forward", "op_backward"):
@@ -116,7 +116,7 @@ class ScaledActivation(ExtraTensorOperation):
     def wants_gradient(self, scales: Tensor) -> bool:
         """Whether the gradient of ``scales`` is needed.
 
-        Traced ones do not tell. If you trace, you may answer instead.
+        Traced tensors do not know. A tracer may override the answer.
         """
         return scales.requires_grad or torch.compiler.is_compiling()
 
@@ -149,7 +149,7 @@ class ScaledSwiGLU(ScaledActivation):
         activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
-        TypeError: ``activation_recompute_in_mlp`` is no bool.
+        TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ScaledSiTUGLU(ScaledActivation):
 
     Raises:
         ValueError: As for :class:`SiTUGLU`.
-        TypeError: ``activation_recompute_in_mlp`` is no bool.
+        TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ScaledClampedQGeGLU(ScaledActivation):
 
     Raises:
         ValueError: As for :class:`ClampedSwiGLU`.
-        TypeError: ``activation_recompute_in_mlp`` is no bool.
+        TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class ScaledSReLU(ScaledActivation):
         activation_recompute_in_mlp: As for :class:`ScaledActivation`.
 
     Raises:
-        TypeError: ``activation_recompute_in_mlp`` is no bool.
+        TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:

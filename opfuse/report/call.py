@@ -14,18 +14,17 @@ class Call:
 
     Attributes:
         path: Dotted name of the Sequential, or of the op called alone; ``""`` for the model itself
-            and for what is not one of its submodules.
-        owner: Its class; ``""`` for what is not a submodule of the model.
+            and for objects that are not its submodules.
+        owner: Its class; ``""`` if it is not a submodule of the model.
         ops: Classes of the ops as the user wrote them.
-        plan: What ran.
+        plan: The plan that ran.
         grad_enabled: Whether grad mode was on.
-        unfused: Why nothing at all could be fused in this call, or ``""``.
-        cut: Which module hooks keep this run of ops apart from its neighbours, or ``""``.
-        notes: What its fused ops say about themselves (their ``notes``), such as time spent
-            compiling; not compared.
-        saved_bytes: How many bytes each step of the forward leaves for the backward, parameters
-            apart and each storage once; empty without a backward; not compared.
-        quantized: What a recipe does to it; not compared, since its ops have names.
+        unfused: The reason why nothing could be fused in this call, or ``""``.
+        cut: The module hooks that separate this run of ops from its neighbours, or ``""``.
+        notes: The ``notes`` of its fused ops, such as time spent compiling; not compared.
+        saved_bytes: Bytes that each step of the forward keeps for the backward, without parameters
+            and with each storage once; empty without a backward; not compared.
+        quantized: The effect of a recipe; not compared, since its ops have names.
     """
 
     path: str

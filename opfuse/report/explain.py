@@ -1,4 +1,4 @@
-"""What was planned, and why, as text and as JSON-able data."""
+"""Reports of plans and their reasons, as text and as JSON-able data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Explanation:
 
     @property
     def details(self) -> str:
-        """The long report: every step in order, every candidate refused, what fused ops say."""
+        """The long report: every step in order, every refused candidate, notes of fused ops."""
         return "\n".join(self._chains(full=True))
 
     def _chains(self, *, full: bool) -> list[str]:
@@ -109,12 +109,12 @@ class Explanation:
 
         Returns:
             ``forward`` and ``backward``: the steps, calls in call order and the steps of a call in
-            the order
-            they run, each with path, call, op, basic_ops, fusion, distribution, version (these
-            three are None for a step that is not fused), casts (the edge of each, and what casts),
-            note, fallback; those of the forward with saved_bytes, None without a backward.
-            ``refused``: the candidates not taken,
-            each with path, fusion, pass, basic_ops, reason, distribution; once for all calls alike.
+            the order they run, each with path, call, op, basic_ops, fusion, distribution, version
+            (these three are None for a step that is not fused), casts (each with its edge and
+            quantizer), note, fallback; those of the forward with saved_bytes, None without a
+            backward.
+            ``refused``: the candidates not taken, each with path, fusion, pass, basic_ops, reason,
+            distribution; once for equal calls.
             ``own_forward``: converted modules that ran their own forward, each with path, class,
             reason.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
@@ -147,7 +147,7 @@ class Explanation:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the ops, and beside them what each pass fuses, into an SVG file.
+        """Draw the ops, and next to them the fusions of each pass, into an SVG file.
 
         Args:
             path: The file, whose name ends with ``.svg``; one that exists is replaced.
@@ -227,7 +227,7 @@ def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _why_unfused() -> str:
-    """Why nothing can be fused in this thread now; ``""`` if there are fusions on offer."""
+    """Return why nothing can be fused in this thread now; ``""`` if there are fusions on offer."""
     if _functorch_active():
         return "functorch transforms run the ops one by one"
     if dict(current.options).get("double_backward"):
@@ -302,11 +302,11 @@ def _notes(fuser: OperationFuser, plan: FusionPlan) -> tuple[str, ...]:
 
 
 def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run the forward pass once and tell what was fused, by which plugin, and why not.
+    """Run the forward pass once and report what was fused, by which plugin, and why not.
 
     The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in
     force here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are
-    as before. Whatever else a forward pass changes it changes here too: buffers (running
+    as before. Other effects of a forward pass remain: buffers (running
     statistics), the state of quantizers, Python's and NumPy's random numbers. Calls made in other
     threads are not seen.
 

@@ -1,4 +1,4 @@
-"""Which tensors a plan quantizes, where, by whom, and which products read them."""
+"""The tensors that a plan quantizes, with place and quantizer, and the products that read them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class QuantizedRow:
     Attributes:
         op: The class of the op that reads it, and its name.
         tensor: ``"input"``, ``"weight"`` or ``"grad_output"``.
-        format: What it is cast to, as its quantizer says.
-        usage: Which copies are made: ``"rowwise"``, ``"columnwise"`` or both.
+        format: The format it is cast to, as described by its quantizer.
+        usage: The copies that are made: ``"rowwise"``, ``"columnwise"`` or both.
         quantizer: The class of the quantizer.
-        where: Which step casts it.
+        where: The step that casts it.
     """
 
     op: str
@@ -37,12 +37,12 @@ class QuantizedRow:
 
 
 class Quantized(NamedTuple):
-    """What a recipe does to a chain.
+    """The effect of a recipe on a chain.
 
     Attributes:
         recipe: The recipe; ``""`` without one.
-        products: How many matrix products the linear ops compute, in both passes.
-        quantized: How many of them have quantized operands.
+        products: Number of matrix products of the linear ops, in both passes.
+        quantized: Number of these that have quantized operands.
         tensors: The tensors.
     """
 
@@ -60,7 +60,7 @@ class Quantized(NamedTuple):
         return Quantized(recipe, *counts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON-able data."""
+        """Return the same as JSON-able data."""
         return self._asdict() | {"tensors": [dataclasses.asdict(row) for row in self.tensors]}
 
     def lines(self, *, full: bool) -> list[str]:
@@ -82,7 +82,7 @@ class Quantized(NamedTuple):
 
 
 def quantized_by(program: Any) -> Quantized:
-    """What the recipe of a program does to its chain."""
+    """The effect of a program's recipe on its chain."""
     recipe = program.env.recipe
     if recipe is None:
         return Quantized()

@@ -1,4 +1,4 @@
-"""Whether the ranks of a process group fuse alike."""
+"""Checks that the ranks of a process group fuse alike."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..core.settings import current
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> None:
-    """Compare with the other ranks of a group what this process fuses, and by what.
+    """Check that this process fuses the same as the other ranks of a group.
 
     Ranks that fuse differently still compute the same up to rounding, but not the same bits, and
-    not in the same time. What is compared: versions of torch and of the plugins in use, the
-    selection, the options, the tuning tables, and the plans of what both have run. Every rank of
-    the group must call it.
+    not in the same time. The check compares the versions of torch and of the plugins in use, the
+    selection, the options, the tuning tables, and the plans of chains that both have run. Every
+    rank of the group must call it.
 
     Args:
         group: The process group; None: all ranks.

@@ -52,7 +52,7 @@ def title_of(call: Call, numbers: list[int], calls: Sequence[Call], most: int) -
 
 
 def why_none(plan: FusionPlan, unfused: str) -> str:
-    """Why no step of a plan is fused; ``""`` if one is."""
+    """Return why no step of a plan is fused; ``""`` if one is."""
     if any(step.fusion for step in (*plan.forward, *plan.backward)):
         return ""
     reason = "every candidate was refused" if plan.refused else unfused
@@ -76,7 +76,7 @@ def describe_passes(
         unfused: Why there is no candidate, if there is none.
         indent: What each line begins with.
         full: Every step in order and every candidate refused; if not, the steps, those alike once.
-        saved_bytes: How many bytes each step of the forward keeps, if there is a backward.
+        saved_bytes: Bytes that each step of the forward keeps, if there is a backward.
     """
     lines = wrap(why_none(plan, unfused), indent)
     title = "forward"

@@ -1,4 +1,4 @@
-"""What quantization does to tensors: largest magnitudes, what is lost, and how often."""
+"""Statistics of quantized tensors: largest magnitudes, underflow, saturation and errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BEYOND = 1 + 1 / 32  # a quotient of scales may be off in its last bits
 
 
 class WatchedQuantizer(Quantizer):
-    """Casts as another one, and shows a report what became of the values.
+    """Casts like another quantizer, and records the effect in a report.
 
     Args:
-        quantizer: The other one.
+        quantizer: The other quantizer.
         watch: The report.
-        name: What the tensor is called there.
+        name: The name of the tensor in the report.
     """
 
     def __init__(self, quantizer: Quantizer, watch: watch_quantization, name: str) -> None:
@@ -38,42 +38,42 @@ class WatchedQuantizer(Quantizer):
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
-        """See :meth:`Quantizer.quantize`."""
+        """Quantize by the other quantizer, and record the result."""
         made = self._inner.quantize(tensor, usage, out)
         with torch.no_grad():
             self._watch._add(self._name, self._inner, tensor.detach(), made)
         return made
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
-        """See :meth:`Quantizer.requantize`."""
+        """Requantize by the other quantizer, and record the result."""
         return self._inner.requantize(tensor, scales, usage)
 
     @property
     def requantizes(self) -> bool:
-        """See :attr:`Quantizer.requantizes`."""
+        """Whether the other quantizer can requantize."""
         return self._inner.requantizes
 
     def unrecorded(self) -> Quantizer:
-        """One that does not move the scales; the report sees what it casts."""
+        """A quantizer that does not advance the scales; the report still sees its casts."""
         return WatchedQuantizer(self._inner.unrecorded(), self._watch, self._name)
 
     def describe(self) -> str:
-        """See :meth:`Quantizer.describe`."""
+        """The description of the other quantizer."""
         return self._inner.describe()
 
 
 @dataclasses.dataclass
 class TensorRecord:
-    """What became of one tensor of one op, in all casts together.
+    """The effect of quantization on one tensor of one op, over all casts.
 
     Attributes:
-        format: What it was cast to, as its quantizer says.
-        casts: How many casts there were; one that is used again counts once.
-        values: How many values these had.
-        amax: The largest magnitude, of the numbers that are finite.
-        underflow: How many values that are not 0 became 0.
-        saturated: How many finite values are beyond the largest that their scale can stand for.
-        not_finite: How many values are infinite or NaN.
+        format: The format it was cast to, as described by its quantizer.
+        casts: Number of casts; one that is used again counts once.
+        values: Number of values in these casts.
+        amax: The largest finite magnitude.
+        underflow: Number of nonzero values that became 0.
+        saturated: Number of finite values beyond the largest that their scale can represent.
+        not_finite: Number of values that are infinite or NaN.
         error: The root of the mean squared error, divided by that of the mean squared value, over
             the finite values.
     """
@@ -89,12 +89,12 @@ class TensorRecord:
 
     @property
     def error(self) -> float:
-        """See the class."""
+        """The relative error; see the class."""
         lost, all_ = self._squares
         return (lost / all_) ** 0.5 if all_ else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON-able data."""
+        """Return the same as JSON-able data."""
         return {
             name: getattr(self, name)
             for name in (*(f.name for f in dataclasses.fields(self) if f.name[0] != "_"), "error")
@@ -116,7 +116,7 @@ class watch_quantization(Setting, Observer):
     The results are the same bits as those of the separate ops without it: in the block each cast is
     a step of its own, which no fusion takes. It is slow, and waits for the device at each cast.
     Call :func:`opfuse.assign_names` before, so that tensors are called by the names of their ops.
-    Code that ``torch.compile`` compiled is not seen, and tracing inside of the block is an error.
+    Code that ``torch.compile`` compiled is not seen, and tracing inside the block is an error.
 
     Attributes:
         tensors: A :class:`TensorRecord` by name: that of the op, or its class, and ``input``,
@@ -142,7 +142,7 @@ class watch_quantization(Setting, Observer):
         return self
 
     def wrap(self, quantizer: Quantizer, op: Any, tensor: str) -> Quantizer:
-        """What stands for a quantizer of an op."""
+        """The quantizer that replaces a quantizer of an op."""
         if self._around is not None:
             quantizer = self._around.wrap(quantizer, op, tensor)
         if current.environment is not None and current.environment.compiling:
@@ -175,7 +175,7 @@ class watch_quantization(Setting, Observer):
         record._squares = (record._squares[0] + squares[0], record._squares[1] + squares[1])
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The records as JSON-able data, by name."""
+        """The records by name, as JSON-able data."""
         return {name: record.to_dict() for name, record in self.tensors.items()}
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ def _as_cast(x: Tensor, made: QuantizedTensor, usage: Usage) -> tuple[Tensor, Qu
 
 
 def _limit(made: QuantizedTensor, usage: Usage) -> Tensor:
-    """The largest magnitude that each place of a quantized tensor can stand for."""
+    """The largest magnitude that each element of a quantized tensor can represent."""
     largest = []
     for name, tensor in zip(made.tensor_names, made.tensors(), strict=True):
         if tensor is not None and name in made.data_names:

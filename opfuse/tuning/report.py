@@ -113,7 +113,7 @@ class TuningReport:
         return "\n".join([str(self), *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON-able data."""
+        """Return the same as JSON-able data."""
         rows = [
             dataclasses.asdict(result) | {"shape": result.shape._asdict()}
             for result in self.results

@@ -56,7 +56,7 @@ def difference(
     roundings: float = 1,
     atol: float | None = None,
 ) -> str | None:
-    """What is wrong with ``got``, as a sentence, or None.
+    """Describe what is wrong with ``got``, as a sentence, or None.
 
     Args:
         got: The tensor to judge.
@@ -65,7 +65,7 @@ def difference(
             allowed.
         dtype: The dtype it was computed in; default: that of ``got``.
         gemm: Whether it comes out of a matrix product.
-        roundings: How many roundings the relative tolerance is for.
+        roundings: Number of roundings that the relative tolerance covers.
         atol: The absolute tolerance; default: that of the dtype.
     """
     if got.shape != expected.shape:

@@ -269,7 +269,7 @@ class Trial:
         return ""
 
     def _problem(self, got: Tensor, truth: Tensor, rounded: Tensor) -> str | None:
-        """What is wrong with a tensor, by the tolerances of the conformance kit."""
+        """Describe what is wrong with a tensor, by the tolerances of the conformance kit."""
         env = self._separate.env
         dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
         product = any(op.out_features is not None for op in self._separate.chain.ops)

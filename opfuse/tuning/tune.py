@@ -40,11 +40,11 @@ def tune(
     """Measure on this machine which fusions are right and not slower for a model.
 
     The forward pass runs in the caller's grad and autocast mode, with the plugins, options and
-    recipe in force: once, and once more for each level of converted modules that give way. Each
-    fusion that fits is then compared with the separate ops, at the shapes that came by: values and
+    recipe in force: once, and again for each level of converted modules whose own forward is
+    faster. Each fusion that fits is then compared with the separate ops at these shapes: values and
     gradients first, within the tolerances of the dtype, then time in turns, and the bytes kept for
     the backward. What is alike is measured once. The results go into the table of this device, see
-    :mod:`opfuse.core.tuning_table`, and plans are made anew by them.
+    :mod:`opfuse.core.tuning_table`, and plans are then made again with them.
 
     Parameters, buffers, gradients and the state of quantizers stay as they are, and so do the
     random number generators of PyTorch, Python and NumPy, and what forwards set or write into: the
@@ -71,7 +71,7 @@ def tune(
         programs.
 
     Raises:
-        ValueError: The table's file is there, and is no table.
+        ValueError: The table's file is there, and is not a table.
         OSError: The table cannot be written.
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
@@ -85,7 +85,7 @@ def tune(
     again = True
     with torch.random.fork_rng(devices), unchanged(model):
         try:
-            while again:  # what is inside of those that give way runs by itself
+            while again:  # what is inside those that give way runs by itself
                 recorder.hear(model, inputs, kwargs)
                 report = _measured(recorder, report, progress)
                 slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
@@ -106,7 +106,7 @@ def _measured(
     jobs: list[Any] = [*found, *wholes]
     paths = {job.device: tables.path_for(job.device) for job in jobs}
     for existing in filter(None, paths.values()):
-        tables.read_rows(existing)  # refuses a file that is no table before it measures
+        tables.read_rows(existing)  # refuses a file that is not a table before it measures
         check_writable(existing)
     buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
     done = len(before.results)

@@ -38,7 +38,7 @@ def unchanged(model: Any) -> Iterator[None]:
     attributes. The generators of Python and NumPy are as they were.
 
     All tensors are copied, so memory for a second model is needed. A copy is written back only
-    where values differ. What is not restored: attributes of classes, globals, what is inside of
+    where values differ. What is not restored: attributes of classes, globals, what is inside
     objects in objects, objects of PyTorch's or Python's own classes, sparse tensors, and
     attributes that opfuse's ops set.
 

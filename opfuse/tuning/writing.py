@@ -31,7 +31,7 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     unless the same number of rows was measured again.
 
     Raises:
-        ValueError: The file is there, and is no tuning table.
+        ValueError: The file is there, and is not a tuning table.
         OSError: It cannot be written.
     """
     new: dict[str, dict[str, Any]] = {}
