@@ -1,4 +1,4 @@
-"""From a module to the chain that stands for its forward, by reading what its author wrote."""
+"""Builds the chain that replaces a module's forward, by reading the author's code."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ def by_reading(
     known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
     facts: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Conversion | str:
-    """What stands for the largest part of a module's forward that ops can compute.
+    """Convert the largest part of a module's forward that ops can compute.
 
     Its forward is read by :mod:`opfuse_convert.grammar`. It runs as its author wrote it, apart from
-    the statements that the chain stands for.
+    the statements that the chain replaces.
 
     Args:
         module: The module.
-        known: Functions that somebody else reads, see :class:`opfuse_convert.grammar.Reader`.
-        facts: What is known of arguments by name; default: those that have a plain value as default
-            have that.
+        known: Functions with readers of their own, see :class:`opfuse_convert.grammar.Reader`.
+        facts: Known arguments by name; default: the plain default values.
     """
     if "forward" in vars(module):
         return "its forward was replaced"

@@ -1,4 +1,4 @@
-"""Whether a converted module's chain or its own operations run, by what was measured here."""
+"""Chooses between a converted module's chain and its own operations, by measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST = 64
 
 
 def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
-    """Why a chain does not compute what a module would, in its dtypes; ``""``: it does.
+    """Return why a chain does not compute what a module would, in its dtypes; ``""``: it does.
 
     Outside of autocast it does if parameters, input and extra inputs have one dtype. Under autocast
     it adds tensors of two dtypes as PyTorch does, a residual in fp32 and a product in bf16, say.
@@ -63,7 +63,7 @@ def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
 
 
 def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
-    """What is wrong with the widths and dtypes that flow through a chain, or ``""``."""
+    """Describe what is wrong with the widths and dtypes that flow through a chain, or ``""``."""
     width, given = x.shape[-1], iter(extras)
     known: dict[Any, Any] = {}
     flowing, lower = x.dtype, torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
@@ -183,7 +183,7 @@ class MeasuredChoice:
         self._known: dict[Any, str] = {}
 
     def refusal(self, module: nn.Module, params: Any, chain: Any, x: Any, *extras: Any) -> str:
-        """Why the module's own operations are to run, or ``""``; see :func:`fits`."""
+        """Return why the module's own operations are to run, or ``""``; see :func:`fits`."""
         if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
             return fits(params, chain, x, *extras)
         kind, rows = x.device.type, x.shape[:-1]

@@ -78,7 +78,7 @@ class ConvertedForward(ReplacedForward):
         self._title = title_of(self._converter.name, module)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module's forward by way of the chain, or NotImplemented."""
+        """The module's forward through the chain, or NotImplemented."""
         if self.off or (is_dynamo_compiling() and _refused_in_graph(self, module)):
             return NotImplemented
         if self._guard is None and not self._made(module):
@@ -107,7 +107,7 @@ class ConvertedForward(ReplacedForward):
         return result
 
     def at_site(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
-        """What some statements of a rewritten forward compute, by way of the chain, or None."""
+        """What some statements of a rewritten forward compute, through the chain, or None."""
         made: Any = self._conversion
         if self.off or made is None or made.call is not site or self._guard is None:
             return None
@@ -123,7 +123,7 @@ class ConvertedForward(ReplacedForward):
         return site.results(entering, made.chain(*given))
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
-        """Why the chain must not run for these values, or ``""``; what is known first."""
+        """Return why the chain must not run for these values, or ``""``; what is known first."""
         why = self._refusal(module, *given)
         if why and current.recorder is None:
             return why
@@ -166,7 +166,7 @@ class ConvertedForward(ReplacedForward):
         return new  # type: ignore[no-any-return]
 
     def _refusal(self, module: nn.Module, x: Any, *extras: Any) -> str:
-        """Why the module's own operations are to run in the chain's place, or ``""``."""
+        """Return why the module's own operations are to run in the chain's place, or ``""``."""
         made: Any = self._conversion
         if is_dynamo_compiling():
             why = self.why_not_in_graph(module, x, *extras)
@@ -200,7 +200,7 @@ class ConvertedForward(ReplacedForward):
         return plain and is_known_in_graphs(self._title, manager.generation)
 
     def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
-        """Why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
+        """Return why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
         made: Any = self._conversion
         why = fits(self._guard.parameters(), made.chain, x, *extras)  # type: ignore[union-attr]
         if why or _chains_in_graphs(current.values):
@@ -321,7 +321,7 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
 
 
 def _unfit(cls: type) -> str:
-    """Why no subclass of a class may be made, or ``""``."""
+    """Return why no subclass of a class may be made, or ``""``."""
     if issubclass(cls, torch.jit.ScriptModule):
         return "it is compiled by torch.jit"
     if issubclass(cls, nn.modules.lazy.LazyModuleMixin):

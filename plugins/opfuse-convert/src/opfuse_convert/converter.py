@@ -1,4 +1,4 @@
-"""What a plugin says about modules that chains can stand for."""
+"""The declarations of a plugin about modules whose forwards chains can replace."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from .grammar import Place
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What stands for the forward of one module.
+    """The replacement of the forward of one module.
 
     Args:
         chain: An :class:`opfuse.Sequential`. Its ops read the parameters of the module's children
             (``BasicLinear.reading`` and the like), so that both have the same.
-        reads: Dotted names, below the module, of the children that the chain stands for. It does
-            not call them: where one of them has hooks, was replaced or has another ``forward``,
-            the module's own forward runs. ``""`` is the module itself.
-        call: ``call(module, chain, *args, **kwargs)`` is the module's forward by way of the chain:
+        reads: Dotted names, below the module, of the children that the chain replaces. It does not
+            call them: if one of them has hooks, was replaced or has another ``forward``, the
+            module's own forward runs. ``""`` is the module itself.
+        call: ``call(module, chain, *args, **kwargs)`` is the module's forward through the chain:
             it takes and returns what that does, or returns ``NotImplemented``, before it changes
             anything, to let the original run. There ``chain(x, *extras)`` runs the chain.
         separate: ``separate(module, x, *extras)`` computes in the module's own operations what the
             chain computes. With it, ``chain(x, *extras)`` runs these instead where the dtypes are
             not those of the parameters, and where ``opfuse tune`` found them to be faster.
         constants: ``(name, attribute)`` pairs of children (``""``: the module) whose value the
-            chain has taken over, such as the ``eps`` of a norm. Where one changes, the module's own
+            chain has copied, such as the ``eps`` of a norm. If one changes, the module's own
             forward runs.
-        probed: Whether something in it was recognised by its values, not by its class. It is
+        probed: Whether something in it was recognised by its values, not by its class. It is then
             compared with the module before it is used.
-        places: Where else things were looked up whose values the chain depends on, as
-            :class:`opfuse_convert.grammar.Reader` notes them. Where one changes, the module's own
-            forward runs.
+        places: Further places whose values the chain depends on, as recorded by
+            :class:`opfuse_convert.grammar.Reader`. If one changes, the module's own forward runs.
 
     Raises:
-        TypeError: ``chain`` is no :class:`opfuse.Sequential`, or ``call`` is no function.
+        TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
     """
 
     chain: nn.Sequential
@@ -61,7 +60,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
-    """The declaration that chains can stand for modules of a kind.
+    """The declaration that chains can replace the forwards of modules of a kind.
 
     Args:
         target: The modules: a class (exactly that; classes that torch derives for parametrization
@@ -71,7 +70,7 @@ class Converter:
         build: ``build(module, env)`` gives a :class:`Conversion`, or a sentence that says why not.
             ``env`` (:class:`opfuse.Environment`) has the device and dtype of the module's
             parameters.
-        name: What reports call it; default: the name of ``build``.
+        name: The name in reports; default: the name of ``build``.
         priority: Converters of higher priority are asked first; default 0, those of the core -100.
 
     Raises:

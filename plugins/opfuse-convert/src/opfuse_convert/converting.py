@@ -33,37 +33,36 @@ def convert(
     skip: str | Sequence[str] = (),
     verify: bool | None = None,
 ) -> ConversionReport:
-    """Let chains stand for the modules of a model that opfuse knows how to compute, in place.
+    """Replace the forwards of modules that opfuse can compute by chains, in place.
 
-    Modules, Parameters, state dict and classes by ``isinstance`` stay what they are: only the class
-    of a converted module changes, to a subclass of the same name whose ``forward`` runs the chain.
-    It looks at every call whether the module is still as it was: the same parts, without hooks,
-    with parameters that the chain can read. Else the module's own ``forward`` runs, and
-    :func:`converted` says why. So it does under ``torch.export`` and ``torch.fx``, and under
-    ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the chain to be faster.
+    Modules, Parameters, the state dict and ``isinstance`` results stay the same: only the class of
+    a converted module changes, to a subclass of the same name whose ``forward`` runs the chain. At
+    every call it checks that the module is unchanged: the same parts, without hooks, with
+    parameters that the chain can read. Otherwise the module's own ``forward`` runs, and
+    :func:`converted` says why. The own ``forward`` also runs under ``torch.export`` and
+    ``torch.fx``, and under ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the
+    chain to be faster.
 
-    What a module computes is read out of the source of its ``forward``; its class need not be
-    known. Only the statements that a chain stands for are replaced, everything else is the author's
-    own code. Activations and norms of unknown classes are recognised by what they give for numbers
-    of all magnitudes. Plugins bring converters for what cannot be read (hook
-    ``opfuse_converters``).
+    The computation of a module is read from the source of its ``forward``; its class need not be
+    known. Only the statements that a chain covers are replaced; the rest is the author's own code.
+    Activations and norms of unknown classes are recognised by their results for numbers of all
+    magnitudes. Plugins add converters for code that cannot be read (hook ``opfuse_converters``).
 
     Args:
         model: The model, or any part of one.
-        *inputs: Its inputs; a dict as the last one has those by name. (For a model that takes a
-            dict itself give an empty one behind it.) If there are some, the report says what is
-            fused, and how many bytes the forward keeps for the backward, before and after.
-        only: Convert modules whose dotted names match one of these patterns, and what is below
-            them.
-        skip: Leave those alone, likewise.
-        verify: Compare each chain with the module it is for, output and gradients, on random
-            numbers. Default: where something was recognised by its values.
+        *inputs: Its inputs; a dict as the last one contains inputs by name. (If the model itself
+            takes a dict last, add an empty one.) With inputs, the report says what is fused, and
+            how many bytes the forward keeps for the backward, before and after.
+        only: Convert only modules whose dotted names match one of these patterns, and those below.
+        skip: Do not convert modules that match one of these patterns, nor those below.
+        verify: Compare output and gradients of each chain with those of its module, on random
+            numbers. Default: only if something was recognised by its values.
 
     Returns:
         The report: ``print`` it, or call ``to_dict()``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: A pattern matches no module.
     """
     if not isinstance(model, nn.Module):
@@ -88,19 +87,19 @@ def count_convertible(model: nn.Module) -> int:
 
 
 class Candidates:
-    """What could be converted in a model, and what not; nothing of it is changed.
+    """The modules of a model that could be converted, and the others; the model is not changed.
 
     Args:
-        model: As for :func:`convert`, and all that follow.
-        only: See ``model``.
-        skip: See ``model``.
-        verify: See ``model``.
+        model: The model.
+        only: As for :func:`convert`.
+        skip: As for :func:`convert`.
+        verify: As for :func:`convert`.
 
     Attributes:
         made: The conversions by module.
         by: The converter of each, and the distribution and version of its plugin.
         converted: A row of the report for each.
-        left: A row for each of the others that somebody may wonder about.
+        left: A row for each other module that is worth a note.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Candidates:
                     standing: Any = replaced_forward(module)
                     if standing is None or standing.is_out_of_date:
                         self._look_at(name, module, asked)
-        # what is inside of a chain needs no row
+        # what is inside a chain needs no row
         reads = {
             f"{row.path}.{read}".lstrip(".")
             for row, conversion in zip(self.converted, self.made.values(), strict=True)
@@ -196,7 +195,7 @@ def _matching(names: Iterable[str], patterns: Any, what: str) -> list[str]:
 
     Raises:
         ValueError: One does not.
-        TypeError: One is no string.
+        TypeError: One is not a string.
     """
     several = isinstance(patterns, (list, tuple, set, frozenset))
     given = [*patterns] if several else [patterns] if patterns is not None else []
@@ -228,14 +227,14 @@ def converted(model: nn.Module) -> dict[str, str]:
         model: The model.
 
     Returns:
-        For each why its own forward ran at its latest call, as a sentence; ``""`` if its chain ran,
-        or it was not called. Empty: nothing is converted.
+        For each, a sentence that says why its own forward ran at its latest call; ``""`` if its
+        chain ran, or it was not called. Empty: nothing is converted.
     """
     return {name: replaced.fallback for name, _, replaced in replaced_forwards(model)}
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Take the chains off the modules of a model again, in place.
+    """Remove the chains from the modules of a model, in place.
 
     Only the layer that :func:`convert` put on their classes goes; one that torch put around it
     since, such as FSDP's, stays.

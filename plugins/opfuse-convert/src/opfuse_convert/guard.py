@@ -1,4 +1,4 @@
-"""Whether a module is still as it was when it was converted: asked at every call."""
+"""Checks at every call that a module is still as it was when it was converted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class Guard:
-    """What must not have changed for a chain to stand for a module.
+    """The state of a module that must not change for its chain to run.
 
     Args:
         module: The module.
-        reads: Dotted names of the children that the chain stands for; ``""``: the module itself.
-        constants: Pairs of such a name and an attribute whose value the chain has taken over.
-        places: What else was looked up.
+        reads: Dotted names of the children that the chain replaces; ``""``: the module itself.
+        constants: Pairs of such a name and an attribute whose value the chain has copied.
+        places: The other places that were looked up.
 
     Attributes:
         module: The module.
@@ -61,7 +61,7 @@ class Guard:
         return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
 
     def why_not(self) -> str:
-        """What has changed, as a sentence; ``""``: nothing."""
+        """Describe what has changed, as a sentence; ``""``: nothing."""
         if self._hooked and _hooked_everywhere():
             return "there are hooks on every module"
         for name, of, cls, written in self._classes:
@@ -189,7 +189,7 @@ def calm(module: nn.Module) -> Iterator[None]:
 
 
 def unreadable(module: nn.Module, reads: Sequence[str]) -> str:
-    """Why a chain cannot read the parameters of a module's children; ``""``: it can."""
+    """Return why a chain cannot read the parameters of a module's children; ``""``: it can."""
     for name in reads:
         child = module.get_submodule(name)
         if (cls := op_class(child)).__module__.startswith("torch.nn.") and is_patched(cls):

@@ -29,7 +29,7 @@ class Watch:
         self._ask = functools.partial(_ask, change)  # one object: a graph asks once
 
     def refusal(self) -> str:
-        """Why the graph that Dynamo traces must not have the chain, or ``""``."""
+        """Return why the graph that Dynamo traces must not have the chain, or ``""``."""
         if why := self._change():
             return why
         try:

@@ -134,7 +134,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def without_layer(cls: type) -> type:
     """A class without the layer of a conversion.
 
-    The classes that torch, or who else, derived from the layer are derived anew.
+    The classes that torch, or who else, derived from the layer are derived again.
 
     Raises:
         RuntimeError: One of them has methods that name their class, which only its author can move.

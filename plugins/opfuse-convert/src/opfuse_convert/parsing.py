@@ -1,4 +1,4 @@
-"""From the graph of a forward to the longest chain of ops that is in it."""
+"""Finds the longest chain of ops in the graph of a forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEEP_INPUT = ops.ReLU, ops.SReLU
 
 @dataclasses.dataclass(frozen=True)
 class RegionPart:
-    """Part of a chain: what follows from one value.
+    """Part of a chain: the ops that apply to one value.
 
     Attributes:
         ops: In order.
@@ -37,7 +37,7 @@ class RegionPart:
         constants: ``(name, attribute)`` pairs that it has taken over.
         dropouts: Dropout ops, each with the name of the module whose mode it has, and whether that
             has its ``p`` too.
-        weight: How many modules and functions it stands for.
+        weight: Number of modules and functions that it replaces.
         probed: Whether one was recognised by its values.
     """
 
@@ -53,7 +53,7 @@ class RegionPart:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A part of a graph that a chain stands for.
+    """A part of a graph that a chain replaces.
 
     Attributes:
         start: The node whose value enters.

@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
         ops: What computes it, in order; none for the identity.
         constants: Attributes of the module whose values the ops have taken over.
         probed: Whether it was recognised by its values.
-        places: Where its forward looks things up.
+        places: Where its forward looks up values.
     """
 
     ops: Sequence[BasicOperation]
@@ -174,7 +174,7 @@ _TAKE_FACTS = _ARITHMETIC | {
 
 
 def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
-    """Where the forward of a module looks things up, and what it computes of one tensor.
+    """Where the forward of a module looks up values, and what it computes of one tensor.
 
     Raises:
         Unreadable: It does something beyond the grammar, or takes more than one tensor.

@@ -1,4 +1,4 @@
-"""What :func:`opfuse.convert` did, as text and as JSON-able data."""
+"""The report of :func:`opfuse.convert`, as text and as JSON-able data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .sharded import shard_again
 
 
 class Converted(NamedTuple):
-    """A module that a chain stands for.
+    """A module whose forward a chain replaces.
 
     Attributes:
         path: Its dotted name.
         cls: Its class.
         ops: The ops of the chain.
-        converter: Who recognised it.
+        converter: The converter that recognised it.
         distribution: The converter's plugin; None: the core.
     """
 
@@ -38,7 +38,7 @@ class Converted(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that was left as it is, and why."""
+    """A module that was not converted, and the reason."""
 
     path: str
     cls: str
@@ -46,12 +46,12 @@ class Left(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one forward kept and ran.
+    """The memory and the fusions of one forward.
 
     Attributes:
         saved: Bytes kept for the backward, apart from parameters.
         fused: How often each fusion ran in it, by its name and its plugin's.
-        in_graphs: How many chains of each class graphs of ``torch.compile`` would have.
+        in_graphs: Number of chains of each class in graphs of ``torch.compile``.
     """
 
     saved: int
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConversionReport:
-    """What was converted, what not, and why; ``str()`` has a line for each class of modules.
+    """The converted modules, the others, and the reasons; ``str()`` has a line for each class.
 
     Attributes:
         converted: A row for each converted module.
@@ -101,7 +101,7 @@ class ConversionReport:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON-able data."""
+        """Return the same as JSON-able data."""
         return {
             "converted": [row._asdict() | {"ops": list(row.ops)} for row in self.converted],
             "left": [row._asdict() for row in self.left],
@@ -162,7 +162,7 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
         with torch.random.fork_rng(), recorder:
             saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
         graphs.apart = [] if nothing_in_graphs() else recorder.apart
-        while graphs.apart:  # what is inside of these is asked for itself
+        while graphs.apart:  # what is inside these is asked for itself
             for standing in graphs.apart:
                 standing.off = True
             off, graphs = off + graphs.apart, _Fused()

@@ -1,4 +1,4 @@
-"""The place in a rewritten forward at which a chain may stand for some statements."""
+"""The place in a rewritten forward at which a chain may replace some statements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Site:
 
     Args:
         span: The statements that it is for.
-        taken: How many of the values that enter the chain takes.
+        taken: Number of the entering values that the chain takes.
         dropouts: See :func:`~opfuse_convert.building.follow`.
         origin: The class of the module, its forward, and what that depends on.
         again: What stands for the module with other facts about arguments.
@@ -63,7 +63,7 @@ class Site:
         return None if standing is None else standing.at_site(self, module, values)
 
     def refusal(self, values: Sequence[Any]) -> str:
-        """Why the chain cannot stand for the statements with these values, or ``""``."""
+        """Return why the chain cannot stand for the statements with these values, or ``""``."""
         for (name, wanted), value in zip(self.assumed, values, strict=False):
             if value is wanted or (wanted is NOT_NONE and value is not None):
                 continue
@@ -106,7 +106,7 @@ class Site:
         return entering, entering[: self._taken]
 
     def results(self, entering: Sequence[Any], output: Any) -> tuple[Any, ...]:
-        """What the names are set to, given what came in and what the chain gave."""
+        """What the names are set to, given what came in and the output of the chain."""
         return tuple([_had(of, entering, output) for of in self._results])
 
 

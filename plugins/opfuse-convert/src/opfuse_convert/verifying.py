@@ -31,7 +31,7 @@ def compare(
         module: The module.
         chain: The chain.
         original: ``original(x, *extras)``.
-        converted: The same by way of the chain.
+        converted: The same through the chain.
         extras: The extra inputs: ``"integer"`` is zeros of the rows' shape, others are as ``x``.
     """
     features = next((op.in_features for op in chain if getattr(op, "in_features", None)), None)

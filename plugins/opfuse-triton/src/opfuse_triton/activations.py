@@ -82,7 +82,7 @@ def functions_of(op: Any) -> DeviceFunctions | None:
 
     None is the answer for what is no activation; for an op that overrides a formula and brings no
     functions; for one with passes, or a split of its features, of its own; and for one of your
-    classes with a plain value that is no real number, such as a string.
+    classes with a plain value that is not a real number, such as a string.
 
     Args:
         op: An op.

@@ -1,4 +1,4 @@
-"""Cases: what of a plugin's kernels is compiled, checked and counted without a GPU."""
+"""Cases: the kernels of a plugin that are compiled, checked and counted without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Operand:
         role: ``"full"``: the fusion has to read or write it once. ``"vector"``: a weight or a
             statistic, small enough that every program may read it again. ``"partial"``: partial
             sums, which another kernel adds up.
-        output: Whether ``run`` gives it, where it otherwise takes it.
+        output: Whether ``run`` returns it rather than takes it.
     """
 
     shape: tuple[int, ...]

@@ -97,8 +97,8 @@ class Kernel:
         """Launch the kernel on the device of its tensors, on the current stream.
 
         Args:
-            grid: How many programs run, in one to three dimensions, or a function of the
-                configuration that gives it.
+            grid: Number of programs, in one to three dimensions, or a function of the configuration
+                that returns it.
             *args: Tensors and numbers, in the order of the kernel's parameters.
             config: The configuration, or one of :meth:`candidates`; None: :meth:`pick`.
             **constants: ``tl.constexpr`` arguments that the configuration does not have.

@@ -59,7 +59,7 @@ class _Form:
     Attributes:
         key: Called as ``key(config, *args, *constants)``. The device comes last, the integers
             before it.
-        integers: How many integers there are.
+        integers: Number of integers.
         exact: What is launched for a key.
         alike: What is launched for a key with what its integers are to Triton.
     """

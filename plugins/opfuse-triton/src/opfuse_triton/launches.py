@@ -48,7 +48,7 @@ class Launch:
         args: Its tensors and numbers, in the order of its parameters.
         constants: The ``tl.constexpr`` arguments that the caller gave, by name.
         config: The configuration, with the other constants.
-        grid: How many programs run, in one to three dimensions.
+        grid: Number of programs, in one to three dimensions.
         target: What the configuration was picked for.
     """
 

@@ -18,7 +18,7 @@ class LaunchWork(NamedTuple):
     """What a launch does.
 
     Attributes:
-        programs: How many programs run.
+        programs: Number of programs.
         warps: Warps per program.
         dram: Bytes that have to come from memory or go there.
         average: Bytes that a program moves on average.

@@ -31,8 +31,8 @@ class Resources:
         spilled: Bytes per thread of local memory, where registers are spilled to.
         shared: Bytes of shared memory per program.
         warps: Warps per program; a warp of an AMD GPU has 64 threads.
-        matrix: How many matrix instructions it has, of each kind in :data:`MATRIX_INSTRUCTIONS`.
-        tma: How many instructions move a tile between global and shared memory (NVIDIA's TMA).
+        matrix: Number of matrix instructions, of each kind in :data:`MATRIX_INSTRUCTIONS`.
+        tma: Number of instructions that move a tile to or from shared memory (NVIDIA's TMA).
     """
 
     registers: int

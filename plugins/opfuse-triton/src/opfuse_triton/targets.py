@@ -21,7 +21,7 @@ class Target:
     Attributes:
         backend: ``"cuda"`` or ``"hip"``.
         arch: The capability as a number, such as 90, or the name of the architecture: ``"gfx942"``.
-        multiprocessors: How many multiprocessors (compute units) it has.
+        multiprocessors: Number of multiprocessors (compute units) it has.
         shared_memory: Bytes of shared memory that one program may have.
         bandwidth: Bytes per second of its memory, reads and writes together.
         flops: Floating-point operations per second of a matrix product in bf16, without sparsity.

@@ -1,4 +1,4 @@
-"""What of Python a graph may stand for, read from source; it knows nothing of who asks."""
+"""Reads Python source into graphs, as far as it is in the grammar; independent of its callers."""
 
 from . import table
 from .frame import Frame

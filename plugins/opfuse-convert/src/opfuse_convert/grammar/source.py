@@ -134,7 +134,7 @@ def _compiled(
 
 @functools.lru_cache(maxsize=256)
 def _imported(path: str) -> tuple[str, ...]:
-    """The names that a file imports outside of its functions and classes."""
+    """The names that a file imports outside its functions and classes."""
     names: dict[str, None] = {}
     try:
         waiting: list[Any] = [*ast.parse("".join(linecache.getlines(path))).body]

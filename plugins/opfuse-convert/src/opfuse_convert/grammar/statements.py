@@ -48,7 +48,7 @@ def stores(node: ast.AST) -> frozenset[str]:
 
 
 def read_later(node: ast.AST) -> frozenset[str]:
-    """The names that functions inside of a statement read whenever they are called."""
+    """The names that functions inside a statement read whenever they are called."""
     kinds = ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp
     return frozenset().union(*[loads(n) for n in ast.walk(node) if isinstance(n, kinds)])
 

@@ -227,7 +227,7 @@ class Stretch:
         return Span(self._block.body, self._block.parts, *at, *rest)
 
     def _assumed(self, span: Sequence[Read], before: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What names have to be that are no values of the graph; None: that cannot be asked."""
+        """What names have to be that are not values of the graph; None: that cannot be asked."""
         found: dict[str, Any] = {}
         bound: set[str] = set()
         for read in span:
