@@ -29,9 +29,9 @@ def differ(
         original: The one that is right, but for rounding.
         converted: The other one.
         given: The arguments of both.
-        wanted: What is to have gradients.
-        exact: See :func:`in_fp64`; None: what ``original`` gives is taken for exact.
-        dtype: What was computed in; None: the dtypes of the results.
+        wanted: The tensors that get gradients.
+        exact: The result of :func:`in_fp64`; None: that of ``original`` counts as exact.
+        dtype: The compute dtype; None: the dtypes of the results.
     """
     outputs = as_tuple(original(*given)), as_tuple(converted(*given))
     flat = [*outputs[0], *outputs[1]]
@@ -67,21 +67,21 @@ class _Own(nn.Module):
         self.of, self._own = module, own
 
     def forward(self, *given: Tensor) -> Any:
-        """What they give."""
+        """Run the operations."""
         return self._own(self.of, *given)
 
 
 def in_fp64(
     module: nn.Module, own: Callable[..., Any], given: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> Exact:
-    """What tells the outputs and gradients of a module's operations in fp64.
+    """Return a function for outputs and gradients of a module's operations in fp64.
 
     Args:
         module: The module.
         own: ``own(module, *given)``.
         given: Its arguments.
-        wanted: What is to have gradients: some of the arguments and of the module's parameters.
-            The others, and buffers, are widened all the same: operations take one dtype.
+        wanted: The arguments and parameters that get gradients. The others, and buffers, are
+            widened too: operations take one dtype.
     """
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {f"of.{name}": tensor for name, tensor in held.items() if tensor.is_floating_point()}
@@ -114,7 +114,7 @@ def gradients(
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """What a chain or a function gave, as a tuple."""
+    """Return a result as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 

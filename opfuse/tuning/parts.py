@@ -28,7 +28,7 @@ Names = Sequence[tuple[str, ...]]
 
 
 def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names) -> list[Step]:
-    """Every candidate of a program's chain, whatever anybody guesses about its speed.
+    """Every candidate of a program's chain, whatever its estimated speed.
 
     Args:
         program: The program.
@@ -63,7 +63,7 @@ def compiled(way: Callable[..., Any]) -> Callable[..., Any]:
 def extent(step: Step) -> range:
     """The basic ops that must run to compare a candidate with the separate ops.
 
-    They are its own; and where it ends with a cast, the op for whose sake that is there.
+    They are its own and, if it ends with a cast, the op that asked for it.
     """
     forward_reader = step.passes != "backward" and step.end % 2
     backward_reader = step.passes == "backward" and step.begin % 2 == 0
@@ -83,8 +83,8 @@ def part_program(
     """A program of part of a chain, with one fusion or none; its quantizers record nothing.
 
     Args:
-        program: Of the whole chain.
-        of: Which of the basic ops.
+        program: The program of the whole chain.
+        of: The range of basic ops.
         kwargs: Names of the keyword arguments given to each op of the chain.
         step: The candidate, or None: the ops run separately.
         configuration: For the candidate, see ``FusedOperation.configurations``.

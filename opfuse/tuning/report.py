@@ -1,4 +1,4 @@
-"""What was measured, as text and as data."""
+"""The measurements, as text and as data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..report.text import as_bytes, wrap
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One candidate that was measured.
+    """One measured candidate.
 
     Attributes:
         fusion: Its name.
-        distribution: Who gave it; None: registered in code.
+        distribution: Its distribution; None: registered in code.
         passes: ``"forward"``, ``"backward"`` or ``"joint"``.
         basic_ops: The classes of its ops.
-        shape: What of the input the result is for.
-        found: What was measured.
+        shape: The shape of the input.
+        found: The measurement.
         refusal: Why it is not used here, or ``""``.
     """
 
@@ -53,8 +53,7 @@ class TuningReport:
     Attributes:
         results: In the order in which they were measured.
         path: The file that was written; None: there are no tables.
-        unmeasured: What could not be measured, and why, since the separate ops do not run by
-            themselves.
+        unmeasured: The candidates that could not be measured since the separate ops fail, and why.
     """
 
     results: Sequence[Result]
@@ -62,18 +61,18 @@ class TuningReport:
     unmeasured: Sequence[str] = ()
 
     def joined(self, other: TuningReport) -> TuningReport:
-        """With what was measured later."""
+        """Return a report with later results added."""
         both = [*self.results, *other.results], self.path or other.path
         return TuningReport(*both, (*self.unmeasured, *other.unmeasured))
 
     @property
     def wrong(self) -> list[Result]:
-        """Those that are wrong."""
+        """The wrong results."""
         return [result for result in self.results if result.found.wrong]
 
     @property
     def slower(self) -> list[Result]:
-        """Those that are right, and not used since they are slower."""
+        """The right ones that are not used since they are slower."""
         return [r for r in self.results if r.refusal and not r.found.wrong]
 
     def __str__(self) -> str:

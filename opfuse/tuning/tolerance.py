@@ -105,7 +105,7 @@ ENOUGH = 256
 
 
 def skew(got: Tensor, expected: Tensor, rounded: Tensor) -> str | None:
-    """What is wrong with the errors of half precision taken together, as a sentence, or None.
+    """Describe what is wrong with all errors of half precision together, or return None.
 
     Each may be as small as the dtype's tolerance, and yet all be of one sign, as where a kernel
     truncates, or those of small numbers as large as those of large ones. Errors are measured in
@@ -168,10 +168,10 @@ def assert_close(
     """Hold a result against the truth in fp64, at the tolerance of its dtype; for tests of kernels.
 
     Args:
-        got: What a kernel gave.
+        got: The result of a kernel.
         expected: The same from fp64 arithmetic on the same values.
         gemm: Whether it comes out of a matrix product.
-        what: What it is, for the message.
+        what: Its name in the message.
 
     Raises:
         AssertionError: They differ by more than the dtype allows, or in shape, NaN or inf.

@@ -32,7 +32,7 @@ class Call:
     """One call of a chain, kept to be made again.
 
     Attributes:
-        program: What ran.
+        program: The program that ran.
         input: The chain's input.
         extras: The extra inputs that the caller gave.
         kwargs: Keyword arguments per basic op.
@@ -54,14 +54,14 @@ class Call:
 
 
 class Run(NamedTuple):
-    """What a forward and its backward gave."""
+    """The results of a forward and its backward."""
 
     outputs: Sequence[Tensor]
     grads: Sequence[Tensor | None]
     names: Sequence[str]
 
     def tensors(self) -> list[tuple[str, Tensor | None]]:
-        """All of it, each with what it is."""
+        """All tensors with their names."""
         outputs = [
             ("the output" if not i else f"output {i}", y) for i, y in enumerate(self.outputs)
         ]
@@ -102,7 +102,7 @@ class Trial:
 
     @property
     def shape(self) -> Shape:
-        """What of the input an entry is for."""
+        """The shape of the input, for the entry."""
         return Shape(*rows_of(Shape._fields, self._leaves[0]))
 
     def _arriving(self) -> tuple[Tensor, list[Tensor]]:
@@ -133,10 +133,10 @@ class Trial:
         """Compare the candidate with the separate ops, in the fastest of its configurations.
 
         Returns:
-            What was found; if it is wrong, or raises, that alone.
+            The measurement; only the error if the candidate is wrong or raises.
 
         Raises:
-            Exception: What the separate ops raise here, or that memory is short.
+            Exception: The separate ops raise, or memory is short.
         """
         with torch.set_grad_enabled(self._separate.requires_grad):
             self._seeded(self._separate)
@@ -180,7 +180,7 @@ class Trial:
                     timing = compare(self._timed(plain), self._timed(program), self._device)
                     if timing.speed - timing.noise > speed:
                         best, speed = (program, dict(configuration)), timing.speed
-            self._changed()  # what one leaves behind is not to be the next one's fault
+            self._changed()  # so that the next one is not blamed for it
         return best
 
     @functools.cached_property
@@ -194,7 +194,7 @@ class Trial:
         return self._separate.env.device
 
     def _timed(self, program: Program) -> Callable[[], object]:
-        """What is timed: the pass, or the passes, that the fusion is for.
+        """The function to time: the passes that the fusion is for.
 
         ``torch.compile`` divides the work of both passes anew, so there it is always both.
         """
@@ -229,7 +229,7 @@ class Trial:
         return saved_bytes(lambda: _forward(program, self._leaves, self._kwargs), params)
 
     def _recomputable(self, fused: Program) -> int:
-        """What the op behind need not keep, since the fused op computes it again.
+        """The bytes that the next op need not keep, since the fused op computes them again.
 
         At the end of a chain too: the entry is for other chains as well, where an op follows.
         """
@@ -291,7 +291,7 @@ class Trial:
         return f"changes {changed[0]}, which it does not own" if changed else ""
 
     def _exact(self) -> list[Any] | None:
-        """The same in fp64; None where there is no such thing."""
+        """The results in fp64; None if the ops do not support it."""
         if self._separate.env.recipe is not None:
             return None
         leaves = [
@@ -386,7 +386,7 @@ def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[T
 
 
 def _function(program: Program) -> Callable[..., Any]:
-    """What runs a program, compiled if it is for that; kept on the program."""
+    """The function that runs a program, compiled if needed; cached on the program."""
     function: Any = vars(program).get("_function")
     if function is None:
 

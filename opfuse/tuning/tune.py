@@ -101,7 +101,7 @@ def tune(
 def _measured(
     recorder: _Candidates, before: TuningReport, progress: Progress | None
 ) -> TuningReport:
-    """Measure what a call brought up, and add it to the tables and to a report."""
+    """Measure the candidates of a call, and add them to the tables and to a report."""
     found, wholes = recorder.found, recorder.wholes
     jobs: list[Any] = [*found, *wholes]
     paths = {job.device: tables.path_for(job.device) for job in jobs}
@@ -134,7 +134,7 @@ def _measured(
 
 
 def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
-    """Write what was measured into the tables, and report it."""
+    """Write the measurements into the tables, and report them."""
     measured = [job for job in found if job.measured]
     _write(measured, paths)
     unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
@@ -153,7 +153,7 @@ def _write(measured: Any, paths: dict[torch.device, Path | None]) -> None:
 def _with_wholes(
     report: TuningReport, wholes: list[Whole], paths: dict[torch.device, Path | None]
 ) -> TuningReport:
-    """Write what was measured of converted modules, and report that too."""
+    """Write and report the measurements of converted modules too."""
     measured = [whole for whole in wholes if whole.found is not None]
     _write(measured, paths)
     prefer = dict(current.options).get("prefer", "speed")
@@ -218,7 +218,7 @@ class _Candidates(Recorder):
         self._seen: set[Any] = set()
 
     def hear(self, model: Any, inputs: Any, kwargs: Any) -> None:
-        """Make a call, and keep what is new in it."""
+        """Make a call, and keep its new candidates."""
         self.found, self.wholes = [], []
         # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
         with self, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):

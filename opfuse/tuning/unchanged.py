@@ -1,4 +1,4 @@
-"""A model as it was before its forward ran: what a measurement is not to leave behind."""
+"""Restores a model after a measurement to its state before the forward."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CONTAINERS = (
     *(list, set, collections.deque),
 )
 _STRANGERS = {"torch", "triton", *sys.stdlib_module_names}
-"""Whose objects are left alone: their attributes are not a model's to set back."""
+"""Packages whose objects are not restored: their attributes are not a model's."""
 _MODULE, _OBJECT, _OP = "module", "object", "op"
-"""Whose attribute something is: of an object, no other objects count, of an op no containers."""
+"""The owner of an attribute: of an object, other objects do not count, of an op no containers."""
 
 
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """A block after which a model is as it was.
+    """Restore a model at the end of a ``with`` block.
 
     That is: parameters, buffers, gradients, the attributes of modules, and the tensors, arrays and
     random number generators in them. Lists, tuples, dicts, sets and deques among the attributes
@@ -58,7 +58,7 @@ def unchanged(model: Any) -> Iterator[None]:
 
 
 class _Kept:
-    """What can be reached from an object, and how each part of it is restored."""
+    """The objects reachable from an object, and how each is restored."""
 
     def __init__(self, owner: Any) -> None:
         self._seen: dict[int, Any] = {}  # alive, or ids come again
@@ -101,7 +101,7 @@ class _Kept:
             self._seen[id(value)] = value
 
     def _members(self, value: Any) -> Iterable[Any]:
-        """What is in a container, which is restored too."""
+        """The content of a container, which is restored too."""
         if isinstance(value, tuple):
             return value
         content = dict(value) if isinstance(value, dict) else list(value)
@@ -136,7 +136,7 @@ def _refill(value: Any, content: Any) -> None:
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """What restores a tensor, an array or a generator; None for anything else."""
+    """The function that restores a tensor, an array or a generator; None for anything else."""
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, torch.Generator):
@@ -164,7 +164,7 @@ def _restoring(value: Any) -> Callable[[], object] | None:
 
 
 def _tensor(tensor: Tensor) -> Callable[[], object]:
-    """What restores the values of a tensor, its memory, its gradient, and whether it needs one.
+    """The function that restores a tensor's values, memory, gradient and ``requires_grad``.
 
     One of a class of its own, such as a DTensor, is restored in its parts: no rank waits for
     another. One without values, on the meta device or not yet made, has none to restore.

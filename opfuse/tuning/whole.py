@@ -33,8 +33,8 @@ class Whole:
         given: The chain's input and extra inputs.
         autocast: The dtype of autocast; None: it is off.
         compiled: Whether it is measured under ``torch.compile``.
-        subject: What the entry is of.
-        found: What was measured.
+        subject: The subject of the entry.
+        found: The measurement.
     """
 
     replaced: ReplacedForward
@@ -60,12 +60,12 @@ class Whole:
 
     @property
     def shape(self) -> Shape:
-        """What of the input the entry is for."""
+        """The shape of the input, for the entry."""
         return shape_of(self.given[0])
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device on which it runs."""
         return self.given[0].device
 
     def measure(self) -> None:
@@ -134,12 +134,12 @@ class Whole:
 
     @property
     def gives_way(self) -> bool:
-        """Whether the module's own operations run, by what was measured."""
+        """Whether the measurements favour the module's own operations."""
         return self.found is not None and self.replaced.gives_way(self.found, self.compiled)
 
     @property
     def title(self) -> str:
-        """What progress and reports call it."""
+        """Its name in progress and reports."""
         return f"conversion of {op_class(self.module).__name__}"
 
     def row(self) -> dict[str, Any]:

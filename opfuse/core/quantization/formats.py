@@ -164,7 +164,7 @@ class ScaledTensor(QuantizedTensor):
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
-        quantizer: Who made it, or None.
+        quantizer: The quantizer that made it, or None.
         rowwise_data: The values in the logical shape.
         columnwise_data: The values transposed, ``(columns, rows)``.
         scale_inv: The factor of every value: float32, of one element.
@@ -279,7 +279,7 @@ class BlockScaledTensor(_TwoCopies):
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
-        quantizer: Who made it, or None.
+        quantizer: The quantizer that made it, or None.
         rowwise_data: fp8 values in the logical shape.
         rowwise_scale_inv: float32. Blocks of 1 x 128: ``(ceil(columns / 128), rows)``. Blocks of
             128 x 128: ``(ceil(rows / 128), ceil(columns / 128))``, with the last dimension rounded
@@ -321,7 +321,7 @@ class MXTensor(_TwoCopies):
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
-        quantizer: Who made it, or None.
+        quantizer: The quantizer that made it, or None.
         rowwise_data: e4m3fn or e5m2 values in the logical shape.
         rowwise_scale_inv: float8_e8m0fnu, ``(rows, columns / 32)``.
         columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows)``.
@@ -355,7 +355,7 @@ class NVFP4Tensor(_TwoCopies):
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
-        quantizer: Who made it, or None.
+        quantizer: The quantizer that made it, or None.
         rowwise_data: float4_e2m1fn_x2, the logical shape with half the columns.
         rowwise_scale_inv: float8_e4m3fn, ``(rows, columns / 16)``.
         columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows / 2)``.
