@@ -214,7 +214,7 @@ class ConvertedForward(ReplacedForward):
         return made.separate(module, *given)
 
     def subject(self, module: nn.Module, x: Any, compiled: bool) -> dict[str, Any]:
-        """See :func:`opfuse_convert.choosing.subject`."""
+        """The subject of an entry, from :func:`opfuse_convert.choosing.subject`."""
         return subject(*self.choice.of, module, self.chain, Kind.of(x, compiled))
 
     def gives_way(self, found: Measurement, compiled: bool) -> bool:
@@ -301,7 +301,7 @@ def _compared(module: nn.Module, made: Conversion) -> str:
 
 
 def built(converter: Converter, module: nn.Module) -> Conversion | str:
-    """What a converter makes of a module."""
+    """Build the conversion of a module by a converter."""
     if why := _unfit(type(module)):
         return why
     param = next(module.parameters(), None)

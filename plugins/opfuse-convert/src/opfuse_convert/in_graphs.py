@@ -1,4 +1,4 @@
-"""What a graph of ``torch.compile`` that has a chain depends on, beside what its trace reads."""
+"""Guards for graphs of ``torch.compile`` with a chain, in addition to those of the trace."""
 
 from __future__ import annotations
 

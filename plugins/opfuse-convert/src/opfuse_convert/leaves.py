@@ -1,4 +1,4 @@
-"""Which ops compute what a module without children of interest computes."""
+"""Finds the ops that compute a module without children of interest."""
 
 from __future__ import annotations
 

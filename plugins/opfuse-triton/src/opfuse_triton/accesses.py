@@ -1,4 +1,4 @@
-"""Which global accesses a compiled kernel makes: to which operand, and how wide.
+"""The global accesses of a compiled kernel: their operands and widths.
 
 Triton's LLVM IR is read, of NVIDIA and AMD targets alike. There every value has one definition, so
 an address is followed from the access back to the parameter that it was computed from. On NVIDIA

@@ -1,4 +1,4 @@
-"""What a kernel takes to compute an activation: device functions, and the op's numbers."""
+"""The inputs of a kernel for an activation: device functions, and the op's numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeviceFunctions:
     Attributes:
         value: The activation, or that of the gate.
         derivative: Its derivative.
-        linear_value: What the gate multiplies, of the other half; None: the op is not gated.
+        linear_value: The factor from the other half; None: the op is not gated.
         linear_derivative: Its derivative; None: the op is not gated.
         names: Which numbers of the op they take, in this order.
     """

@@ -15,14 +15,14 @@ REGISTERS = 256 * 1024
 
 
 class LaunchWork(NamedTuple):
-    """What a launch does.
+    """The work of a launch.
 
     Attributes:
         programs: Number of programs.
         warps: Warps per program.
         dram: Bytes that have to come from memory or go there.
         average: Bytes that a program moves on average.
-        longest: Bytes that the program moves that moves most.
+        longest: Bytes that the busiest program moves.
         in_flight: Bytes that a program loads before it has to wait.
         flops: Floating-point operations of matrix products.
     """

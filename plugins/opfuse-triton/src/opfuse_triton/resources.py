@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a GPU: registers, shared memory, matrix instructions."""
+"""The resources of a compiled kernel: registers, shared memory, matrix instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MATRIX_INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes.
+    """The resources of one compiled kernel.
 
     Attributes:
         registers: Registers per thread.
@@ -45,7 +45,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the programs on one multiprocessor share.
+    """The resources that the programs on one multiprocessor share.
 
     The numbers are those of the CUDA programming guide's table of compute capabilities, and of
     AMD's guides to the instruction sets of CDNA 3 and 4.

@@ -1,4 +1,4 @@
-"""What the check says, as text of 100 columns."""
+"""The results of the check, as text of 100 columns."""
 
 from __future__ import annotations
 

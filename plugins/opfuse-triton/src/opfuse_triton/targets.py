@@ -75,9 +75,9 @@ def target(chosen: Target | int | str) -> Iterator[Target]:
 
 
 def current_target(device: torch.device | int) -> Target:
-    """What kernels are compiled for on a device, or the target that :func:`target` pretends.
+    """The target of kernels on a device, or the one set by :func:`target`.
 
-    A CPU stands for an H100 while Triton interprets: tile sizes are then those for one.
+    A CPU counts as an H100 while Triton interprets: tile sizes are then those for one.
 
     Args:
         device: The device, or the index of a GPU.

@@ -65,7 +65,7 @@ class Frame:
     # Statements
 
     def block(self, body: Sequence[ast.stmt]) -> Any:
-        """Read statements; what they return, or :data:`MISSING`."""
+        """Read statements; return their result, or :data:`MISSING`."""
         for statement in body:
             result = self.statement(statement)
             if result is not MISSING:
@@ -73,7 +73,7 @@ class Frame:
         return MISSING
 
     def statement(self, node: ast.stmt) -> Any:
-        """Read one statement; what it returns, or :data:`MISSING`."""
+        """Read one statement; return its result, or :data:`MISSING`."""
         if isinstance(node, ast.Return):
             return None if node.value is None else self.expression(node.value)
         if isinstance(node, ast.Assign):
@@ -114,7 +114,7 @@ class Frame:
         del self.names[target.id]
 
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
-        """What a value has in it, taken apart into so many."""
+        """Unpack a value into a number of parts."""
         if isinstance(value, tuple) and type(value) is tuple and len(value) == count:
             return value
         if isinstance(value, fx.Node) and _pieces(value) == count:
@@ -144,7 +144,7 @@ class Frame:
         return MISSING
 
     def items(self, value: Any) -> Sequence[Any]:
-        """What a loop goes through."""
+        """The items of a loop."""
         if isinstance(value, Held):
             members: Sequence[Any] = self.reader.members(value)
             return members
@@ -155,7 +155,7 @@ class Frame:
     # Expressions
 
     def expression(self, node: ast.expr) -> Any:
-        """What an expression gives."""
+        """Return the value of an expression."""
         read = getattr(self, f"_of_{type(node).__name__.lower()}", None)
         if read is None:
             raise Unreadable(f"it has an expression beyond the grammar ({_kind(node)})")

@@ -1,4 +1,4 @@
-"""What a reading depends on: where each value was found, so that it can be asked for again."""
+"""The places where a reading found its values, so that they can be checked again."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .source import Unreadable
 from .table import is_plain, is_same
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
-"""Stands for what is not there."""
+"""Marks a missing value."""
 
 
 _GETTERS = [cls.__getattribute__ for cls in (object, types.ModuleType, types.SimpleNamespace)]
 
 
 class Place(NamedTuple):
-    """Where something was looked up.
+    """A place where a value was looked up.
 
     Attributes:
-        where: A dictionary, or what has ``get`` like one.
+        where: A dictionary, or an object with ``get``.
         name: The name in it.
-        value: What was there; :data:`MISSING`: nothing.
-        what: What people call it.
+        value: The value found; :data:`MISSING`: nothing.
+        what: Its name in messages.
     """
 
     where: Any
@@ -41,17 +41,17 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[type, int, str]:
-        """What two places have in common that are one."""
+        """The key that equal places share."""
         of = self.where.of if isinstance(self.where, (Attributes, Keys)) else self.where
         return type(self.where), id(of), self.name
 
     @property
     def is_same(self) -> bool:
-        """Whether the same is there now."""
+        """Return whether the same value is there now."""
         return is_same(self.where.get(self.name, MISSING), self.value)
 
     def change(self) -> str:
-        """What is another one now, as a sentence; ``""``: nothing."""
+        """Describe a changed value, as a sentence; ``""``: it is the same."""
         now = self.where.get(self.name, MISSING)
         if is_same(now, self.value):
             return ""

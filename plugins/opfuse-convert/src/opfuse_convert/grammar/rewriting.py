@@ -1,4 +1,4 @@
-"""A function in which a chain stands for some of the statements; all others are as written."""
+"""Rewrites a function so that a chain replaces some statements; the others stay as written."""
 
 from __future__ import annotations
 

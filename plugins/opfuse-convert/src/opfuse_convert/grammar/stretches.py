@@ -1,4 +1,4 @@
-"""What can be read of a function that is not all in the grammar: stretches of its statements."""
+"""Reads stretches of statements of a function that is not entirely in the grammar."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .statements import TEMP, Flattener, Loop
 from .values import Callee, Held, Thing
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "some value"})()
-"""Stands for a local name that has a value, of which nothing is known."""
+"""Marks a local name whose value is unknown."""
 
 NOT_NONE: Any = type("NotNone", (), {"__repr__": lambda self: "another value"})()
-"""Stands for one that is known not to be None."""
+"""Marks one that is known not to be None."""
 
 
 class Read(NamedTuple):
@@ -45,7 +45,7 @@ class Read(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Statements for which something else can stand.
+    """Statements that can be replaced.
 
     Attributes:
         body: The list of statements that these are in.
@@ -260,7 +260,7 @@ class Stretch:
 
 
 def result_of(value: Any, given: Any, known: Mapping[Any, Any], entering: list[str]) -> Any:
-    """How a value is had behind a chain: a pair of what it is and its number, or of itself.
+    """How to get a value after a chain: a pair of its kind and its number, or its value.
 
     ``"chain"``: an output of the chain; ``"in"``: a value that came in; ``"is"``: an object;
     ``"tuple"``: these. None: it cannot be had.
@@ -282,7 +282,7 @@ def result_of(value: Any, given: Any, known: Mapping[Any, Any], entering: list[s
 
 
 def object_of(value: Any) -> Any:
-    """The object that a value stands for; :data:`MISSING`: it may be another one each time."""
+    """The object that a value represents; :data:`MISSING`: it may differ each time."""
     if table.is_plain(value) or isinstance(value, types.ModuleType):
         return value
     if isinstance(value, Held):
@@ -386,7 +386,7 @@ class Survey:
             before = stretch.left(None)
             for inner in statements.blocks(step):
                 if isinstance(step, ast.If) and stretch.taken(step) not in (None, inner):
-                    continue  # whoever comes there has another chain in mind
+                    continue  # another chain covers it
                 self._inside(step, inner, before, lives[number + 1], loop, always)
             if isinstance(step, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
                 break

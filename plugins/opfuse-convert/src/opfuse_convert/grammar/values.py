@@ -1,4 +1,4 @@
-"""What stands for a value while a function is read, beside nodes and plain values."""
+"""Representations of values while a function is read, other than nodes and plain values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mode(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """All that is in a value, where nobody asks how much that is."""
+    """The content of a value whose length does not matter."""
 
     of: fx.Node
 
