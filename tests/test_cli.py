@@ -456,3 +456,10 @@ def test_convert_shows_what_it_would_do(models):
         refused = call("convert", f"{models}:plain", option, "nothing")
         assert refused.exit_code and "matches no module" in refused.stderr
     assert "converted: nothing" in call("convert", f"{models}:needs_input", "--verify").stdout
+
+
+def test_the_command_of_a_package_that_is_not_installed_says_which(monkeypatch):
+    monkeypatch.setattr(cli, "_entry_points", lambda: ())
+    result = CliRunner().invoke(cli.main, ["convert", "a:b"])
+    assert result.exit_code == 2 and "needs the package opfuse-convert" in result.output
+    assert "No such command 'nothing'" in CliRunner().invoke(cli.main, ["nothing"]).output

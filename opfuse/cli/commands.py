@@ -43,6 +43,9 @@ class _Commands(click.Group):
             if entry.name == name:
                 with told(f"the command {name} of {entry.value} cannot be loaded:"):
                     return entry.load()  # type: ignore[no-any-return]
+        if name == "convert":
+            needs = "needs the package opfuse-convert, which is not installed"
+            raise UserError(f"opfuse convert {needs}: python -m pip install opfuse-convert")
         return None
 
 
