@@ -32,22 +32,22 @@ opfuse calls hooks while planning, never during a forward or backward pass. \
 It calls each plugin on its own: if one
 raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
 An implementation may take fewer arguments than
-the hook has. opfuse refuses a function that is named like a hook and is none, and lists the hooks.
+the hook has. opfuse refuses a function whose name begins like a hook's and is not one, and lists the hooks.
 
 The examples build on each other, and begin with `import opfuse`.
 """
 
 CONTRACTS = """# The contracts
 
-A fusion replaces ops in one pass while the other pass stays as it is, \
-or is replaced by somebody else's fusion. That
+A fusion replaces ops in one pass. The other pass stays as it is, \
+or another plugin's fusion replaces it. That
 works because each op publishes what its forward leaves for its backward, by name and in order:
 
-- A **forward** fusion leaves exactly this in the context of each op that it stands for, \
-with None where no gradient
-  needs the entry, and nothing at all where `ctx.requires_grad` is false.
+- A **forward** fusion leaves exactly this in the context of each op that it replaces. \
+An entry that no gradient needs is
+  None. Where `ctx.requires_grad` is false it leaves nothing.
 - A **backward** fusion may rely on exactly this.
-- A **joint** fusion replaces both passes and may keep what it likes.
+- A **joint** fusion replaces both passes and may keep anything between them.
 
 | Op | `saved_tensors` | Other attributes | Gradient of the input | Extra tensors |
 |---|---|---|---|---|
@@ -141,13 +141,13 @@ GRAMMAR = """# What is read of a forward
 
 `opfuse.convert` reads the source of a `forward`. {text}
 
-Whatever is not in here stays your own code. \
-It runs where you wrote it, and reads what it reads at that time.
-What a chain stands for lies between two such statements. \
-What was looked up for it is asked again at each call, where the
-chain begins: every link of `F.silu`, the parts of a `ModuleList` in their order, \
+Everything else stays your own code. \
+It runs where you wrote it, and reads its values when it runs.
+A chain replaces statements between two such places. \
+Each call checks again, where the chain begins, everything that was looked
+up for it: every link of `F.silu`, the parts of a `ModuleList` in their order, \
 a number in a config, the code and defaults
-of a helper. Where one is another one now, your statements run.
+of a helper. If one of them has changed, your statements run.
 
 Source counts only if compiling it gives the very code of the function. \
 So a function that was given to `exec` is left alone,

@@ -1,7 +1,7 @@
 """Reads what a function computes, as long as all it does is in the grammar.
 
-The grammar is small. What is in it, a graph can stand for, while what was looked up on the way is
-as it was:
+The grammar is small. A graph can replace what is in it, as long as everything that was looked up
+on the way stays as it was:
 
 - local names, also those that are deleted, tuples, and taking tuples apart;
 - calls of a module's children, those in a list of modules by number or in a loop;
