@@ -32,7 +32,8 @@ opfuse calls hooks while planning, never during a forward or backward pass. \
 It calls each plugin on its own: if one
 raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
 An implementation may take fewer arguments than
-the hook has. opfuse refuses a function whose name begins like a hook's and is not one, and lists the hooks.
+the hook has. \
+opfuse refuses a function whose name begins like a hook's and is not one, and lists the hooks.
 
 The examples build on each other, and begin with `import opfuse`.
 """
