@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from dataclasses import fields
+from typing import ClassVar
 
 import pytest
 import recipe_ranks
@@ -143,7 +145,7 @@ def test_an_op_that_asks_for_its_quantizers_records_nothing_in_an_evaluation():
     assert quantizers["input"].seen.item() == -1 and quantizers["grad_output"].updates.item() == 1
 
 
-def test_between_calls_an_op_gives_the_quantizers_of_the_last_call():
+def test_between_calls_an_op_gives_the_quantizers_of_the_last_recipe():
     op, x, other = AsksItself(), torch.randn(4, 8, requires_grad=True), Rounding(levels=4)
     assert op.get_quantizer("forward", 0) is None
     chain = opfuse.Sequential(op, ops.Linear(8, 8))
@@ -174,7 +176,48 @@ def test_without_a_recipe_an_op_has_no_quantizer_in_its_forward(planned):
     with opfuse.autocast(RECIPE):
         assert not torch.equal(chain(x), x)
     assert torch.equal(chain(x), x)
-    assert op.get_quantizer("forward", 0) is None
+    assert op.get_quantizer("forward", 0) is not None
+
+
+class FusedAsks(opfuse.FusedOperation):
+    """A fused op as in te.ops: it takes a quantizer from an op of the library."""
+
+    meanwhile: ClassVar = staticmethod(lambda: None)
+    asked: ClassVar = []
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        self.meanwhile()
+        self.asked.append(self.basic_ops[0].get_quantizer("forward", 0))
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_an_op_that_runs_under_a_recipe_elsewhere_has_no_quantizer_here(in_a_thread, monkeypatch):
+    linear, x = ops.BasicLinear(8, 8), torch.randn(4, 8)
+    here, there = opfuse.Sequential(linear), opfuse.Sequential(ops.Identity(), linear)
+
+    def elsewhere():
+        with opfuse.plugins.using("rounding"), opfuse.autocast(RECIPE), torch.no_grad():
+            there(x)
+
+    def meanwhile():
+        monkeypatch.undo()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    handle = opfuse.register_forward_fusion(opfuse.Fusion([ops.BasicLinear], FusedAsks))
+    try:
+        here(x)  # its plan is made
+        FusedAsks.asked.clear()
+        if in_a_thread:
+            monkeypatch.setattr(FusedAsks, "meanwhile", staticmethod(meanwhile))
+        else:
+            elsewhere()
+        here(x)
+    finally:
+        handle.unregister()
+    assert [quantizer is None for quantizer in FusedAsks.asked] == [False, True]
 
 
 @pytest.mark.parametrize("weights", ["fresh", "cached"])

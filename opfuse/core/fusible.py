@@ -8,7 +8,7 @@ import numbers
 import threading
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -457,12 +457,14 @@ class Engine(NamedTuple):
         new_quantizer: ``new_quantizer(recipe, role, env)``, from the plugin that serves a recipe.
         cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
         recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
+        loops: The code that plans or runs a forward, and the code that runs a backward.
     """
 
     make_fuser: Callable[..., Any]
     new_quantizer: Callable[..., Quantizer]
     cache_quantizers: Callable[..., dict[str, Quantizer]]
     recipe_name: Callable[..., str]
+    loops: tuple[frozenset[CodeType], frozenset[CodeType]]
 
 
 def bind_engine(engine: Engine) -> None:

@@ -306,7 +306,7 @@ class BasicOperation(FusibleOperation):
     def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The current recipe's quantizer for a tensor of ``mode``; None without a recipe.
 
-        In a backward, and between calls, it belongs to the recipe of the op's last call, if any.
+        In a backward, and between calls, it is that of the recipe that the op last ran under.
         """
         return self._quantizers.get(self, mode, index)
 

@@ -26,7 +26,7 @@ from .checks import (
     check_tensors,
     refuse_arguments,
 )
-from .execute import Kwargs, Pipeline, apply_eager, run_differentiable, run_forward
+from .execute import Kwargs, Pipeline, apply_eager, run_backward, run_differentiable, run_forward
 from .partition import Cut, cut, run_cut
 from .planner import Key, make_program, rows_of
 from .program import Program
@@ -241,8 +241,6 @@ class OperationFuser:
         """Run a program that needs more than its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
-        for op in () if program.compiling else program.asking:
-            op._quantizers.latest = program.recipe
         if program.recipe is not None:
             _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -320,8 +318,6 @@ class OperationFuser:
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
     ) -> Program | Cut:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
-        for op in self._chain.ops:
-            op._quantizers.latest = key.settings.recipe
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
@@ -379,6 +375,8 @@ def _begin_under_recipe(program: Program) -> None:
     if not program.compiling:
         check_checkpoint(program)
         current.recording = program.recorded  # for ops that request their quantizers themselves
+        for op in program.chain.ops:
+            op._quantizers.latest = program.recipe
     if records and current.block is not None:
         current.block.add(program.recipe, program.chain.ops, program.env)
 
@@ -482,4 +480,8 @@ def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     return found
 
 
-bind_engine(Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name))
+_FORWARD = frozenset({run_forward.__code__, make_program.__code__})
+_BACKWARD = frozenset({run_backward.__code__})
+bind_engine(
+    Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name, (_FORWARD, _BACKWARD))
+)

@@ -15,10 +15,9 @@ from ..fusible import declared, numbers_of
 from ..fusion import Fusion
 from ..introspection import op_class
 from ..op import BasicOperation, FusedOperation
-from ..op_context import OperationContext, of_library
+from ..op_context import OperationContext
 from ..quantization import Quantizer
 from ..quantization import parameter_state as held
-from ..quantization.state import MODES
 from .chain import Chain
 from .edges import Edges, Needs, View
 from .measured import Measurements
@@ -97,7 +96,6 @@ class Program:
         without_params: The ops with a backward and without parameters, which must return no
             parameter gradients.
         accumulating: As ``params``, for the ops that store the gradients of their parameters.
-        asking: The ops that may request their quantizers themselves.
         called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
         leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
@@ -159,9 +157,7 @@ class Program:
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before, self.advances = _called_before(chain, contexts), _advances(contexts)
-        self.asking = [op for op in chain.ops if _may_ask(op)]
-        special = env.recipe, self.double_backward, self.called_before, self.asking, autocast
-        self.is_plain = not any(special)
+        self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
         """A copy for one call that reports what it leaves for the backward to ``watcher``."""
@@ -328,11 +324,6 @@ def _untraced(chain: Chain, edges: Edges) -> bool:
     """Return whether an op reads sizes on the host to quantize, which cannot be traced."""
     pairs = zip(chain.ops, edges.quantizers, strict=True)
     return any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
-
-
-def _may_ask(op: BasicOperation) -> bool:
-    """Return whether an op may request its quantizers in its passes instead of taking them."""
-    return not of_library(type(op)) and any(map(op.num_quantizers, MODES))
 
 
 def _advances(contexts: Sequence[dict[str, Any]]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -58,6 +60,19 @@ def living_weights(op: Any) -> dict[str, QuantizedParameter]:
     return {name: param for name, param in found.items() if param is not None}
 
 
+def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> bool:
+    """Return whether this is called while the engine plans or runs a forward.
+
+    The stack tells. The op cannot: it may serve another chain, or another thread, under a recipe.
+    """
+    frame: FrameType | None = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code in forward or frame.f_code in backward:
+            return frame.f_code in forward
+        frame = frame.f_back
+    return False
+
+
 class QuantizerStates:
     """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
 
@@ -68,7 +83,7 @@ class QuantizerStates:
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
-        self.latest: Recipe | None = None  # that of the last call
+        self.latest: Recipe | None = None  # that of the last call under one
 
     def use(self, op: Any, recipe: Recipe | None) -> None:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist.
@@ -130,11 +145,12 @@ class QuantizerStates:
         return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
 
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
-        """A quantizer of the recipe in force, or of the last call's recipe."""
+        """A quantizer of the recipe in force, or of the last one outside of any forward."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
         recording = current.recording or mode == "backward"
-        quantizers = self.serving(op, current.recipe or self.latest, recording)
+        recipe = current.recipe or (None if _in_forward(*op.engine.loops) else self.latest)
+        quantizers = self.serving(op, recipe, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     @property
