@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from . import ops
@@ -27,8 +27,6 @@ from .core.quantization import Quantizer, QuantizerRole, Recipe
 from .core.sequential import Sequential
 
 if TYPE_CHECKING:
-    from opfuse_convert import convert, converted, revert
-
     from .core.assign_names import assign_names
     from .report.explain import explain
     from .report.ranks import check_ranks
@@ -61,8 +59,6 @@ __all__ = [
     "autocast",
     "check_ranks",
     "checkpoint_contexts",
-    "convert",
-    "converted",
     "explain",
     "has_same_math",
     "hookimpl",
@@ -73,13 +69,12 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
-    "revert",
     "tune",
     "watch_quantization",
 ]
 # fmt: on
 
-_AT_FIRST_USE = {
+_AT_FIRST_USE = {  # those of opfuse-convert are not in __all__: it need not be installed
     "assign_names": "opfuse.core.assign_names",
     "check_ranks": "opfuse.report.ranks",
     "convert": "opfuse_convert",
@@ -105,6 +100,12 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{what}: python -m pip install opfuse-convert") from None
     value = globals()[name] = getattr(module, name)
     return value
+
+
+def __dir__() -> list[str]:
+    there = importlib.util.find_spec("opfuse_convert") is not None
+    names = [name for name, where in _AT_FIRST_USE.items() if there or where != "opfuse_convert"]
+    return sorted({*globals(), *names, "report", "testing", "tuning"})
 
 
 plugins.manager.discover()  # reads metadata, imports no plugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -37,6 +38,23 @@ def test_importing_opfuse_loads_the_core_and_the_ops():
     assert len(loaded) <= 75
 
 
+def test_names_of_a_package_that_is_not_installed_are_not_offered():
+    hide = "import sys; sys.modules['opfuse_convert'] = None; import importlib.util as u; find = u.find_spec; "
+    hide += (
+        "u.find_spec = lambda name, *of: None if name == 'opfuse_convert' else find(name, *of); "
+    )
+    code = (
+        hide
+        + "from opfuse import *; import opfuse; print({'explain', 'tune'} <= {*dir(opfuse)}, 'convert' in dir(opfuse))"
+    )
+    assert python(code) == "True False"
+    assert {"convert", "converted", "revert"} <= {*dir(opfuse)} or not importlib.util.find_spec(
+        "opfuse_convert"
+    )
+    said = hide + "import opfuse\ntry: opfuse.convert\nexcept ImportError as error: print(error)"
+    assert "opfuse.convert needs the package opfuse-convert, which is not installed" in python(said)
+
+
 def test_import_adds_little_to_torch():
     code = "import sys, torch; before = set(sys.modules); import opfuse; print(*set(sys.modules) - before)"
     added = {name.partition(".")[0] for name in python(code).split()} - set(sys.stdlib_module_names)
@@ -50,7 +68,7 @@ def test_public_names():
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
     checkpoint_contexts plugins assign_names ops has_same_math tune check_ranks TuningWarning
-    quantized_model_init watch_quantization convert converted revert"""
+    quantized_model_init watch_quantization"""
     assert set(names.split()) == set(opfuse.__all__)
 
 
