@@ -715,3 +715,47 @@ def test_an_op_whose_backward_returns_a_bare_tensor_is_named():
         TypeError, match="BareOp: op_backward must return a tuple of .*, got Tensor"
     ):
         opfuse.Sequential(BareOp())(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+class InRows(opfuse.FusedOperation):
+    """Computes a matrix, as kernels do, and gives it in the shape of the input."""
+
+    saves = False
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        rows = input_.reshape(-1, input_.shape[-1]).exp()
+        basic_op_ctxs[0].save_for_backward(rows if self.saves else rows.clone())
+        return rows.view(input_.shape), [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        (rows,) = basic_op_ctxs[0].saved_tensors
+        return grad_output * rows.view(grad_output.shape), [()], [()]
+
+
+@pytest.mark.parametrize("channel", [False, True])
+def test_an_output_in_the_shape_of_the_input_can_be_written_to(register, channel):
+    register(joint_fusions=[opfuse.Fusion([ops.SiLU], InRows)])
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    twice = [fork, ops.AddExtraInput().set_extra_input_channel(0, "x")] if channel else []
+    x, factor = torch.randn(2, 3, 4, requires_grad=True), 1 + channel
+    y = opfuse.Sequential(*twice, ops.SiLU())(x)
+    y += 1
+    y.sum().backward()
+    torch.testing.assert_close(y, (factor * x).exp() + 1)
+    torch.testing.assert_close(x.grad, factor * (factor * x).exp())
+
+
+def test_an_output_that_the_backward_reads_cannot_be_written_to(register, monkeypatch):
+    monkeypatch.setattr(InRows, "saves", True)
+    register(joint_fusions=[opfuse.Fusion([ops.SiLU], InRows)])
+    y = opfuse.Sequential(ops.SiLU())(torch.randn(2, 3, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        y += 1
+
+
+def test_a_view_of_the_input_stays_one():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    y = opfuse.Sequential(ops.Reshape((-1, 4)))(x)
+    assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        y += 1

@@ -53,6 +53,7 @@ def run_forward(
     except IndexError:
         ctxs = program.pool.new()
     params = held.plain(tensors, program.dequantized) if program.dequantized else tensors
+    entered = x
     for index, first, last in program.params:
         ctxs[index].params = params[first:last]
     extras = ForwardExtras(program, tensors, func_ctx is not None) if program.has_extras else None
@@ -88,7 +89,7 @@ def run_forward(
             extras.keep(step, outputs, x)  # type: ignore[union-attr]
     if program.recipe is not None:
         x = leaving(x, None if program.compiling else program.recipe)
-    leave(func_ctx, program, ctxs, x, tensors, extras)
+    x = leave(func_ctx, program, ctxs, x, (entered, *tensors), extras)
     if not program.compiling:
         program.pool.give_back(ctxs)
     return x if extras is None else extras.with_outputs(x, func_ctx)

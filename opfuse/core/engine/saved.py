@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..quantization import QuantizedTensor, Usage
@@ -22,7 +23,7 @@ def leave(
     x: Any,
     tensors: Sequence[Tensor],
     extras: ForwardExtras | None,
-) -> None:
+) -> Any:
     """Move what the ops saved from their contexts to the backward, if there is one.
 
     Args:
@@ -30,8 +31,11 @@ def leave(
         program: The program that ran.
         ctxs: The contexts of its forward.
         x: The chain's output.
-        tensors: The parameters, then the extra inputs.
+        tensors: The chain's input, then the parameters, then the extra inputs.
         extras: The extra tensors of the pass, or None.
+
+    Returns:
+        The output; see :func:`_unbound`.
     """
     saved: list[Any] = []
     for index, start, stop in program.saved.ranges:
@@ -49,9 +53,9 @@ def leave(
             refuse_saved(program, index, ctx)
         ctx.params = ()
     if func_ctx is None:
-        return
+        return x
     if program.leaves_more:
-        _leave_more(func_ctx, program, ctxs, tensors, saved)
+        _leave_more(func_ctx, program, ctxs, tensors[1:], saved)
     if program.saves_quantized:
         func_ctx.quantized = unpacked(saved)
     if extras is not None:
@@ -61,6 +65,22 @@ def leave(
     func_ctx.program = program
     if not program.compiling:
         func_ctx.materialize_grads = False  # as set_materialize_grads does
+        if x._is_view() and not program.chain.public_outputs:
+            return _unbound(x, (*tensors, *saved))
+    return x
+
+
+def _unbound(output: Tensor, others: Sequence[Any]) -> Tensor:
+    """Return an output that is a view as a tensor of its own, unless its memory is somebody else's.
+
+    PyTorch refuses to write in place into a view that a Function returns. A fused op often gives
+    its matrix in the shape of the input, which is such a view, where the separate ops give none.
+    """
+    memory = output.untyped_storage()._cdata
+    tensors = [each for each in others if isinstance(each, Tensor)]
+    if type(output) is not Tensor or memory in [t.untyped_storage()._cdata for t in tensors]:
+        return output
+    return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
 
 
 def _leave_more(
