@@ -3,10 +3,11 @@
 import fuzz_convert
 import pytest
 
-pytestmark = pytest.mark.alone
+ONCE = [pytest.param(part, marks=pytest.mark.alone) for part in range(1, 4)]
+"""Only one part runs with every plugin, too: a fused op's output may be another kind of tensor."""
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *ONCE])
 def test_converted_and_original_are_the_same(part):
     tally = fuzz_convert.fuzz(2026, range(150 * part, 150 * part + 150))
     print(tally)
