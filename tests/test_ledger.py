@@ -50,21 +50,6 @@ def twice_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def descriptor_kernel(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [BM, BN])
-    y = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BM, BN])
-    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
-    y.store(at, x.load(at) * 2)
-
-
-@triton.jit
-def atomic_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.atomic_add(y_ptr + i % 8, tl.load(x_ptr + i, mask=i < n), mask=i < n)
-    tl.atomic_cas(y_ptr + 8, 0.0, 1.0)
-
-
-@triton.jit
 def broadcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK)[None, :]
     tl.store(y_ptr + rows * BLOCK + columns, tl.load(x_ptr + rows * 0 + columns))
@@ -103,14 +88,14 @@ def test_what_is_read_twice_counts_twice():
 @interpreted
 def test_descriptors_are_counted_to_the_edge():
     x, y = torch.randn(10, 24), torch.empty(10, 24)
-    _, read, written = counted(descriptor_kernel, (2, 2), x, y, 10, 24, BM=8, BN=16)
+    _, read, written = counted(toys.descriptor_kernel, (2, 2), x, y, 10, 24, BM=8, BN=16)
     assert torch.equal(y, 2 * x) and (read, written) == ([960, 0], [0, 960])
 
 
 @interpreted
 def test_atomics_read_and_write():
     x, y = torch.ones(100), torch.zeros(9)
-    launch, read, written = counted(atomic_kernel, (2,), x, y, 100, BLOCK=64)
+    launch, read, written = counted(toys.atomic_kernel, (2,), x, y, 100, BLOCK=64)
     # per program 8 different addresses of the sums, and one that is exchanged
     assert (read, written) == ([400, 2 * 36], [0, 2 * 36])
     assert y.tolist() == [13.0] * 4 + [12.0] * 4 + [1.0]

@@ -8,6 +8,21 @@ from triton.language.extra.libdevice import rsqrt
 
 
 @triton.jit
+def descriptor_kernel(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [BM, BN])
+    y = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BM, BN])
+    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
+    y.store(at, x.load(at) * 2)
+
+
+@triton.jit
+def atomic_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(y_ptr + i % 8, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+    tl.atomic_cas(y_ptr + 8, 0.0, 1.0)
+
+
+@triton.jit
 def scale_kernel(x_ptr, s_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n)

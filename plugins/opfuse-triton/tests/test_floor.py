@@ -12,7 +12,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 import triton
-import triton.language as tl
 import triton_toys as toys
 from opfuse_triton import Config, Kernel, KernelCase, Operand
 from opfuse_triton.floor import assert_floor, count_bytes
@@ -30,23 +29,8 @@ loops = pytest.mark.skipif(
 SMALL = {"rows": 3, "features": 1000}
 
 
-@triton.jit
-def histogram_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.atomic_add(y_ptr + i % 8, tl.load(x_ptr + i, mask=i < n), mask=i < n)
-    tl.atomic_cas(y_ptr + 8, 0.0, 1.0)
-
-
-@triton.jit
-def descriptor_kernel(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    x = tl.make_tensor_descriptor(x_ptr, [M, N], [N, 1], [BM, BN])
-    y = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BM, BN])
-    at = [tl.program_id(0) * BM, tl.program_id(1) * BN]
-    y.store(at, x.load(at) * 2)
-
-
-HISTOGRAM = Kernel(histogram_kernel, [Config({"BLOCK": 64})])
-DOUBLE = Kernel(descriptor_kernel, [Config({"BM": 8, "BN": 16})])
+HISTOGRAM = Kernel(toys.atomic_kernel, [Config({"BLOCK": 64})])
+DOUBLE = Kernel(toys.descriptor_kernel, [Config({"BM": 8, "BN": 16})])
 
 
 def run_histogram(x):
