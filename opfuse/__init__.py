@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops
 from .core import plugins
-from .core.context_managers import autocast, checkpoint_contexts, options, quantized_model_init
+from .core.context_managers import autocast, checkpoint_contexts, options
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
@@ -65,7 +65,6 @@ __all__ = [
     "ops",
     "options",
     "plugins",
-    "quantized_model_init",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
@@ -74,12 +73,13 @@ __all__ = [
 ]
 # fmt: on
 
-_AT_FIRST_USE = {  # those of opfuse-convert are not in __all__: it need not be installed
+_AT_FIRST_USE = {  # those of other packages are not in __all__: they need not be installed
     "assign_names": "opfuse.core.assign_names",
     "check_ranks": "opfuse.report.ranks",
     "convert": "opfuse_convert",
     "converted": "opfuse_convert",
     "explain": "opfuse.report.explain",
+    "quantized_model_init": "opfuse_quantized",
     "revert": "opfuse_convert",
     "tune": "opfuse.tuning",
     "watch_quantization": "opfuse.report.watching",
@@ -94,17 +94,21 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(_AT_FIRST_USE[name])
     except ModuleNotFoundError as error:
-        if error.name != "opfuse_convert":
+        if error.name != _AT_FIRST_USE[name] or error.name.startswith("opfuse."):
             raise
-        what = f"opfuse.{name} needs the package opfuse-convert, which is not installed"
-        raise ImportError(f"{what}: python -m pip install opfuse-convert") from None
+        package = error.name.replace("_", "-")
+        what = f"opfuse.{name} needs the package {package}, which is not installed"
+        raise ImportError(f"{what}: python -m pip install {package}") from None
     value = globals()[name] = getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    there = importlib.util.find_spec("opfuse_convert") is not None
-    names = [name for name, where in _AT_FIRST_USE.items() if there or where != "opfuse_convert"]
+    names = [
+        name
+        for name, where in _AT_FIRST_USE.items()
+        if where.startswith("opfuse.") or importlib.util.find_spec(where) is not None
+    ]
     return sorted({*globals(), *names, "report", "testing", "tuning"})
 
 

@@ -13,10 +13,9 @@ from .engine.program import Program
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.observer import CALIBRATING
-from .quantization.parameter_state import ModelInit
 from .quantization.scale_update import Block
 from .quantization.state import quantizer_names
-from .recipes import DEFAULT_RECIPE, check_offered, recipe_of, why_off
+from .recipes import DEFAULT_RECIPE, offered
 from .settings import Recorder, Setting, Settings, checkpoint_frames, current
 
 _CORE_OPTIONS: dict[str, type] = {
@@ -148,7 +147,7 @@ class autocast(Setting):
             raise ValueError(f"autocast: weights must be 'fresh' or 'cached', got {weights!r}")
         if recipe is None:
             recipe = DEFAULT_RECIPE
-        in_force = _offered(recipe) if enabled or calibrating else None
+        in_force = offered(recipe) if enabled or calibrating else None
         observer = CALIBRATING if calibrating and not enabled else None
         super().__init__(recipe=in_force, skip=patterns, observer=observer)
         self._weights, self._group = weights, amax_reduction_group
@@ -185,84 +184,6 @@ class autocast(Setting):
         current.recipe_depth, current.weights, current.block = self._outside.pop()
         if current.block is None:
             block.end(failed=exc_info[0] is not None)
-
-
-class quantized_model_init:
-    """Store the weights of linears that are built in a ``with`` block quantized.
-
-    Each such parameter is a :class:`opfuse.core.quantization.QuantizedParameter`: it is stored as a
-    quantizer of the recipe casts it, in the copies that products read, and nowhere in high
-    precision. Under ``autocast`` of the same recipe it is used without a cast; without a recipe it
-    is dequantized in every call; under another recipe the call is refused. An optimizer step
-    computes in the dtype that the weight was built with, and quantizes the result. A small update
-    may be rounded away, so let the optimizer keep its own weights.
-
-    A weight gets both copies with grad mode on, and only the one for the forward with it off. The
-    role that a recipe sees has the name that the op's constructor got. Nothing is quantized on the
-    meta device, nor are parameters that an op reads from another module.
-
-    Args:
-        enabled: False turns it off inside an enclosing block. A value other than a bool is taken as
-            the recipe.
-        recipe: The recipe, or its name, as for :class:`opfuse.autocast`. None: ``"fp8-delayed"``.
-        preserve_high_precision_init_val: Keep the original values on the CPU. The parameters then
-            have ``get_high_precision_init_val()``, for the weights of an optimizer, and
-            ``clear_high_precision_init_val()``, which frees them.
-
-    Raises:
-        TypeError: The recipe is neither a :class:`Recipe` nor a name, or is given twice;
-            ``preserve_...`` is not a bool.
-        ValueError: A recipe that no installed plugin offers; a weight whose shape the recipe cannot
-            quantize.
-    """
-
-    def __init__(
-        self,
-        enabled: bool | Recipe | str = True,
-        recipe: Recipe | str | None = None,
-        preserve_high_precision_init_val: bool = False,
-    ) -> None:
-        if not isinstance(enabled, bool):
-            if recipe is not None:
-                raise TypeError(f"quantized_model_init: got two recipes, {enabled!r}, {recipe!r}")
-            recipe, enabled = enabled, True
-        if not isinstance(preserve_high_precision_init_val, bool):
-            raise TypeError(
-                f"quantized_model_init: preserve_high_precision_init_val expected a bool, got "
-                f"{preserve_high_precision_init_val!r}"
-            )
-        self._asked = None
-        if enabled:
-            found = _offered(DEFAULT_RECIPE if recipe is None else recipe, type(self).__name__)
-            self._asked = ModelInit(found, preserve_high_precision_init_val)
-        self._outside: list[Any] = []
-
-    def __enter__(self) -> None:
-        asked = self._asked
-        if asked is not None and why_off(asked.recipe, current.selection):
-            asked = None  # the plugin is off; the user was warned
-        self._outside.append(current.model_init)
-        current.model_init = asked
-
-    def __exit__(self, *exc_info: object) -> None:
-        current.model_init = self._outside.pop()
-
-
-def _offered(recipe: Any, who: str = "autocast") -> Recipe:
-    """Return the recipe as a value; refuse it if no installed plugin offers it."""
-    if isinstance(recipe, str):
-        if is_compiling():
-            raise TypeError(
-                f"{who}: inside of torch.compile give the recipe itself, not its name {recipe!r}"
-            )
-        return recipe_of(recipe)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"{who}: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
-        )
-    if not is_compiling():
-        check_offered(recipe)
-    return recipe
 
 
 class _Forward(Recorder):

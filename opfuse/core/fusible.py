@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs, of_library
-from .quantization import Quantizer
-from .quantization import parameter_state as held
+from .quantization import Quantizer, parameter
 from .quantization.names import remember
 from .settings import current
 
@@ -289,10 +288,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        held.save(self, destination, prefix, keep_vars)
+        parameter.save(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        held.load(self, state_dict, prefix, args[-1])
+        parameter.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -29,9 +29,9 @@ from .op_context import (
     summed,
 )
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
-from .quantization.parameter_state import quantize_parameters
 from .quantization.scale_update import PreparedOps
 from .quantization.state import QuantizerStates
+from .settings import current
 
 
 class BasicOperation(FusibleOperation):
@@ -108,7 +108,8 @@ class BasicOperation(FusibleOperation):
 
     def _constructed(self) -> None:
         super()._constructed()
-        quantize_parameters(self)
+        if current.model_init is not None:
+            current.model_init(self)
 
     # Parameters that other modules hold
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch.compiler import is_compiling
+
 from .environment import Environment
 from .errors import PluginWarning
 from .plugins import manager
@@ -48,17 +50,29 @@ def recipe_of(name: str) -> Recipe:
         raise ValueError(f"{name!r} has no defaults, pass a value of {who}: {error}") from error
 
 
-def check_offered(recipe: Recipe) -> None:
-    """Refuse a recipe of a class that no installed plugin offers.
+def offered(recipe: Any, who: str = "autocast") -> Recipe:
+    """Return a recipe, given as one or by its name; refuse it if no installed plugin offers it.
 
     Raises:
-        ValueError: It is not offered.
+        TypeError: It is neither a recipe nor, outside of ``torch.compile``, the name of one.
+        ValueError: No installed plugin offers it.
     """
-    manager.active(current.selection)  # loads them
-    if not _owners(recipe) and not _blocked(recipe):
-        raise ValueError(
-            f"no plugin offers {type(recipe).__name__}, with the hook opfuse_recipes; {_offered()}"
+    if isinstance(recipe, str):
+        if is_compiling():
+            raise TypeError(
+                f"{who}: inside of torch.compile give the recipe itself, not its name {recipe!r}"
+            )
+        return recipe_of(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{who}: expected an opfuse.Recipe, or the name of one, got {type(recipe).__name__}"
         )
+    if not is_compiling():
+        manager.active(current.selection)  # loads them
+        if not _owners(recipe) and not _blocked(recipe):
+            what = f"no plugin offers {type(recipe).__name__}, with the hook opfuse_recipes"
+            raise ValueError(f"{what}; {_offered()}")
+    return recipe
 
 
 def why_off(recipe: Recipe | None, text: str | None) -> str:

@@ -55,7 +55,7 @@ class ThreadSettings(threading.local):
             used again.
         block: The outermost :class:`opfuse.autocast` block, or None.
         recording: Whether the running forward may advance the scales of a recipe.
-        model_init: The request of :class:`opfuse.quantized_model_init` for new ops, or None.
+        model_init: Called with each new op, to quantize its weights; None: they stay as they are.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
     """

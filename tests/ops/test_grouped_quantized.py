@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from opfuse_quantized import QuantizedWeight
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.core.quantization import QuantizedParameter
 from opfuse.testing.recipes import offered
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -244,7 +244,7 @@ def test_weights_that_live_quantized(recipe, count):
     with opfuse.quantized_model_init(recipe):
         op = ops.GroupedLinear(count, 128, 256, bias=False)
     held = [op.get_parameter(f"weight{i}") for i in range(count)]
-    assert {type(weight) for weight in held} == {QuantizedParameter}
+    assert {type(weight) for weight in held} == {QuantizedWeight}
     plain = op_of(sizes)
     plain.load_state_dict({f"weight{i}": w.detach().dequantize() for i, w in enumerate(held)})
     same(op(x, torch.tensor(sizes)), plain(x, torch.tensor(sizes)))

@@ -15,9 +15,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
 from ..quantization import QuantizedTensor
-from ..quantization import parameter_state as held
 from ..quantization.activation import entering, leaving
 from ..quantization.packing import rebuilt
+from ..quantization.parameter import plain
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
 from .saved import leave, parameter_gradients, recompute, restore_more
@@ -52,7 +52,7 @@ def run_forward(
         ctxs = program.pool.idle.pop()
     except IndexError:
         ctxs = program.pool.new()
-    params = held.plain(tensors, program.dequantized) if program.dequantized else tensors
+    params = plain(tensors, program.dequantized) if program.dequantized else tensors
     entered = x
     for index, first, last in program.params:
         ctxs[index].params = params[first:last]

@@ -17,7 +17,7 @@ from ..introspection import op_class
 from ..op import BasicOperation, FusedOperation
 from ..op_context import OperationContext
 from ..quantization import Quantizer
-from ..quantization import parameter_state as held
+from ..quantization.parameter import dequantized, note_of
 from .chain import Chain
 from .edges import Edges, Needs, View
 from .measured import Measurements
@@ -143,7 +143,9 @@ class Program:
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
         self.params, self.without_params = _param_ranges(chain, first_backward)
-        self.dequantized = held.dequantized(chain, measurements.edges.quantizers, env)
+        self.dequantized = dequantized(
+            chain.ops, chain.param_ranges, measurements.edges.quantizers, env
+        )
         self.accumulating = _accumulating(chain, env)
         self.has_extras, self.untraced = chain.has_extras, _untraced(chain, measurements.edges)
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
@@ -233,7 +235,7 @@ def compile_program(
     for step in forward:
         finish(step, "forward", chain, kwargs, env, edges)
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
-        step.note = held.note_of(step.matched, env.recipe)
+        step.note = note_of(step.matched, env.recipe)
     recomputable = {
         step.stop: step
         for step in forward

@@ -96,7 +96,7 @@ class QuantizedTensor(ABC):
 
     def without_data(self) -> Self:
         """The scales alone: a copy of this whose values are None."""
-        return self._over(
+        return self.over(
             [None if name in self.data_names else getattr(self, name) for name in self.tensor_names]
         )
 
@@ -110,10 +110,10 @@ class QuantizedTensor(ABC):
         """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
         needless = tuple([name for name, used in usage._asdict().items() if not used])
         fields = zip(self.tensor_names, self.tensors(), strict=True)
-        kept = self._over([None if name.startswith(needless) else t for name, t in fields])
+        kept = self.over([None if name.startswith(needless) else t for name, t in fields])
         return kept if kept.usage.covers(usage) else self
 
-    def _over(self, tensors: Sequence[Tensor | None]) -> Self:
+    def over(self, tensors: Sequence[Tensor | None]) -> Self:
         """As :meth:`rebuild`, but without checks, for tensors that are known to fit."""
         made = copy.copy(self)
         for name, tensor in zip(self.tensor_names, tensors, strict=True):

@@ -25,7 +25,7 @@ def unpacked(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
     for place, entry in enumerate(tuple(saved)):
         if isinstance(entry, QuantizedTensor):
             parts = entry.tensors()
-            shell = entry._over((None,) * len(parts))
+            shell = entry.over((None,) * len(parts))
             found.append((place, shell, len(saved), len(saved) + len(parts)))
             saved[place] = None
             saved.extend(parts)
@@ -38,5 +38,5 @@ def rebuilt(
     """Undo :func:`unpacked`."""
     entries = list(saved)
     for place, shell, first, last in quantized:
-        entries[place] = shell._over(saved[first:last])
+        entries[place] = shell.over(saved[first:last])
     return tuple(entries)

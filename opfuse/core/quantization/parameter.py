@@ -1,79 +1,36 @@
-"""Quantized parameters: a tensor over one of the formats, which behaves like its values."""
+"""Parameters that are stored quantized: their interface, and what the engine does with them.
+
+The package opfuse-quantized makes them. The core runs ops that have some, and knows them only by
+the class :class:`QuantizedParameter`.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from . import sharding
 from .formats import QuantizedTensor, Usage
-from .quantizer import ROWWISE, Quantizer, settled, with_own_state
+from .quantizer import Quantizer
 from .recipe import Recipe
 
-_aten = torch.ops.aten
-_WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KEY = "quantized."
+"""The prefix of a state dict's entries about quantized parameters, behind that of the module."""
 
 
 class QuantizedParameter(Tensor):
-    """A tensor that is stored quantized, and read as its dequantized values.
-
-    Any operation of torch sees the dequantized values. One that writes into it computes with them,
-    and the result is quantized again, in the same memory. A scale computed from earlier maxima
-    sees the new values first, so that none of them is clipped. Its gradient is a plain tensor.
-
-    :meth:`detach`, ``view``, ``data`` and a slice of the first rows share its memory. Other views
-    are copies of the values: writing there does not change this tensor, but ``p[i] = x`` does.
-
-    Args:
-        quantized: The codes and scales, made by a quantizer of ``recipe``.
-        recipe: The recipe.
-        shape: The shape to show; None: that of ``quantized``. A smaller shape shows the first
-            values.
-        requires_grad: Whether it gets a gradient.
+    """A tensor that is stored quantized, and that other operations read as its values.
 
     Attributes:
         quantized: The codes and scales. Their ``dtype`` is that of this tensor.
-        recipe: The recipe.
-        wanted: The copies that the whole parameter has, if this is a shard of it.
-        gathered: How FSDP2 gathered it, or ``""``.
+        recipe: The recipe whose quantizer made them.
+        note: What reports add about it, or ``""``.
     """
 
     quantized: QuantizedTensor
     recipe: Recipe
-    wanted: Usage
-    gathered: str
-    _init_val: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls: type[QuantizedParameter],
-        quantized: QuantizedTensor,
-        recipe: Recipe,
-        shape: Sequence[int] | None = None,
-        requires_grad: bool = False,
-    ) -> QuantizedParameter:
-        """Create the tensor; see the class for the arguments."""
-        device = next(part.device for part in quantized.tensors() if part is not None)
-        made: QuantizedParameter = torch.Tensor._make_wrapper_subclass(
-            cls,
-            quantized.shape if shape is None else torch.Size(shape),
-            dtype=quantized.dtype,
-            device=device,
-            requires_grad=requires_grad,
-        )
-        made.quantized, made.recipe = quantized, recipe
-        made.wanted, made.gathered = quantized.copies, ""
-        return made
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
+    note: str
 
     @property
     def quantizer(self) -> Quantizer:
@@ -81,29 +38,36 @@ class QuantizedParameter(Tensor):
         made: Quantizer = self.quantized.quantizer
         return made
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The plain tensors that store it."""
-        return tuple([part for part in self.quantized.tensors() if part is not None])
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+    def dequantize(self, dtype: Any = None) -> Tensor:
         """The values as a plain tensor, through which a gradient flows.
 
         Args:
             dtype: The dtype to which the exact values are rounded, once; None: its own.
         """
-        if torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)  # type: ignore[no-any-return,no-untyped-call]
-        return _values(self, dtype)
+        raise NotImplementedError
 
-    def requantize_(self, values: Tensor) -> QuantizedParameter:
-        """Store new values in the same memory; the quantizer records them before it casts them.
+    def save(self, param: Tensor, destination: dict[str, Any], name: str, where: str) -> None:
+        """Write the entries of a state dict.
 
         Args:
-            values: Of any dtype; broadcast to the shape of this tensor.
+            param: The Parameter: this tensor, or a DTensor of which it is the local shard.
+            destination: The state dict.
+            name: The key of the values.
+            where: The prefix of the keys of everything else.
         """
-        with torch.no_grad():
-            _overwrite(self.quantized, _cast_for(self, values))
-        return self
+        raise NotImplementedError
+
+    def loaded(self, values: Tensor, codes: dict[str, Any]) -> QuantizedParameter:
+        """Make a tensor like this one from the entries of a state dict.
+
+        Args:
+            values: The values.
+            codes: The other entries, without their prefix.
+
+        Raises:
+            RuntimeError: One does not fit; the text begins with its name.
+        """
+        raise NotImplementedError
 
     def for_call(self, recipe: Recipe | None, usage: Usage, who: str) -> QuantizedTensor:
         """The codes and scales, for a product under the recipe in force.
@@ -129,383 +93,6 @@ class QuantizedParameter(Tensor):
             )
         return self.quantized
 
-    # As a tensor
-
-    def _get_data(self) -> Tensor:
-        return self.detach()
-
-    def _set_data(self, values: Tensor) -> None:
-        if values.shape != self.shape:
-            raise RuntimeError(
-                f"the data of a quantized parameter expected shape {tuple(self.shape)}, got "
-                f"{tuple(values.shape)}"
-            )
-        with torch.no_grad():
-            self.copy_(values)
-
-    data = property(_get_data, _set_data)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        values = self.detach().dequantize()
-        values[index] = value
-        self.copy_(values)
-
-    def __getattr__(self, name: str) -> Any:
-        quantized = vars(self).get("quantized")
-        if quantized is not None and name in quantized.tensor_names:
-            return getattr(quantized, name)
-        if name in _INIT_VAL and "_init_val" in vars(self):
-            return lambda: _INIT_VAL[name](self)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        what = f"{tuple(self.shape)} of {self.dtype}, by {self.recipe}"
-        return f"<{type(self).__name__}: {what}; {self.quantized!r}>"
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage: its :meth:`tensors` hold the data."""
-        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
-        if id(self) not in memo:
-            made = QuantizedParameter(copy.deepcopy(self.quantized, memo), self.recipe, self.shape)
-            memo[id(self)] = _like_parameter(self, made, memo)
-            if self.grad is not None:
-                memo[id(self)].grad = copy.deepcopy(self.grad, memo)
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = self.quantized.tensors()
-        shell = self.quantized._over((None,) * len(parts))
-        # pickle supports few dtypes of one byte
-        stored = [None if part is None else (as_bytes(part), part.dtype) for part in parts]
-        extra = {k: v for k, v in vars(self).items() if k not in ("quantized", "recipe")}
-        given = shell, stored, self.recipe, self.shape, self.requires_grad
-        return _rebuild, (*given, isinstance(self, nn.Parameter), extra | {"gathered": ""})
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = zip(self.quantized.tensor_names, self.quantized.tensors(), strict=True)
-        return [name for name, part in names if part is not None], (self.quantized, self.recipe)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
-    ) -> QuantizedParameter:
-        shell, recipe = meta
-        made = shell._over([inner.get(name) for name in shell.tensor_names])
-        return QuantizedParameter(made, recipe, size)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            # torch gives a view the version counter of its base,
-            # and an inference tensor has none
-            with torch.inference_mode(False), torch.no_grad():
-                return cls.__torch_dispatch__(func, types, args, given)
-        handler: Callable[[Any, Any, Any], Any] = _HANDLERS.get(func, _run_plain)
-        found = handler(func, args, given)
-        return _run_plain(func, args, given) if found is NotImplemented else found
-
-    # FSDP2 asks each rank's shard for the tensors to gather, and makes a parameter of the result
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """The tensors this rank sends; see :mod:`opfuse.core.quantization.sharding`."""
-        return sharding.to_gather(self, mesh.size(), outer_size, mp_policy.param_dtype)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Any = None,
-    ) -> Any:
-        """The whole parameter; see :mod:`opfuse.core.quantization.sharding`."""
-        if out is None:
-            made, note = sharding.gathered(self, all_gather_outputs, metadata, param_dtype)
-            whole = QuantizedParameter(made, self.recipe)
-            whole.gathered = note
-            return whole, sharding.freed(made, all_gather_outputs)
-        sharding.gather_into(self, out.quantized, all_gather_outputs, metadata, param_dtype)
-        return None
-
-
-class _Dequantize(torch.autograd.Function):
-    """The values; the gradient is theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Any, dtype: torch.dtype | None) -> Any:
-        return _values(param, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad, None
-
-
-def _values(param: QuantizedParameter, dtype: torch.dtype | None = None) -> Tensor:
-    quantized = param.quantized.of_dtype(dtype) if dtype in _WIDE else param.quantized
-    values = quantized.dequantize(ROWWISE if quantized.usage.rowwise else Usage(False, True))
-    values = values.view(-1)[: param.numel()].view(param.shape)
-    return values if dtype is None else values.to(dtype)
-
-
-def _cast_for(param: QuantizedParameter, values: Tensor) -> QuantizedTensor:
-    """Cast new values of a parameter by its quantizer."""
-    there = param.quantized
-    values = values.detach().to(param.device).expand(param.shape)
-    if not values.is_floating_point():
-        values = values.to(param.dtype)
-    if param.numel() == there.shape.numel():
-        values = values.reshape(there.shape)
-    else:  # it shows the first of them
-        whole = _values(QuantizedParameter(there, param.recipe)).to(values.dtype)
-        whole.view(-1)[: param.numel()] = values.reshape(-1)
-        values = whole
-    return settled(there.quantizer, param.recipe, values, there.copies)
-
-
-def _overwrite(there: QuantizedTensor, made: QuantizedTensor) -> None:
-    """Copy codes and scales into the tensors of another quantized tensor."""
-    for name, into, new in zip(there.tensor_names, there.tensors(), made.tensors(), strict=True):
-        if into is None:
-            continue
-        if new is None:
-            raise RuntimeError(f"expected {name} of a quantized parameter, got {made!r}")
-        if new is not into:
-            as_bytes(into).copy_(as_bytes(new))
-            if not into.is_inference():  # inside a dispatch torch does not count this itself
-                torch.autograd.graph.increment_version(into)
-
-
-def as_bytes(part: Tensor) -> Tensor:
-    """View a tensor of a one-byte dtype as bytes: torch copies few of these dtypes itself."""
-    one = part.element_size() == 1 and part.dtype != torch.uint8
-    return part.view(torch.uint8) if one else part
-
-
-def _like_parameter(
-    param: QuantizedParameter, made: QuantizedParameter, memo: dict[int, Any]
-) -> QuantizedParameter:
-    """Make a copy a Parameter if the other one is, with the same attributes."""
-    if isinstance(param, nn.Parameter):
-        made = nn.Parameter(made, param.requires_grad)  # type: ignore[assignment]
-    else:
-        made.requires_grad_(param.requires_grad)
-    for name, value in vars(param).items():
-        if name not in vars(made) or name in ("gathered", "_is_param"):
-            vars(made)[name] = copy.deepcopy(value, memo)
-    return made
-
-
-def _rebuild(
-    shell: QuantizedTensor,
-    stored: list[Any],
-    recipe: Recipe,
-    shape: torch.Size,
-    requires_grad: bool,
-    is_parameter: bool,
-    extra: dict[str, Any],
-) -> Any:
-    """Undo a pickle."""
-    parts = [None if part is None else part[0].view(part[1]) for part in stored]
-    made: Any = QuantizedParameter(shell._over(parts), recipe, shape)
-    made = nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
-    vars(made).update(extra)
-    return made
-
-
-def _init_value(param: QuantizedParameter) -> Tensor | None:
-    """The values before quantization, on the CPU; None after they were cleared."""
-    return param._init_val
-
-
-def _clear_init_value(param: QuantizedParameter) -> None:
-    """Free the values that :func:`_init_value` returns."""
-    param._init_val = None
-
-
-_INIT_VAL: dict[str, Callable[[QuantizedParameter], Any]] = {
-    "get_high_precision_init_val": _init_value,
-    "clear_high_precision_init_val": _clear_init_value,
-}
-"""Transformer Engine's methods, present if the values were preserved."""
-
-
-# Operations of torch
-
-
-def _alias(param: QuantizedParameter, shape: Sequence[int] | None = None) -> QuantizedParameter:
-    """Alias the same memory, possibly in another shape."""
-    shape = param.shape if shape is None else shape
-    made = QuantizedParameter(param.quantized, param.recipe, shape)
-    made.wanted, made.gathered = param.wanted, param.gathered
-    return made
-
-
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Alias the same memory if the view has the first values in the same order."""
-    with torch.device("meta"):
-        seen = func(torch.empty(args[0].shape), *args[1:], **kwargs)
-    inside = seen.storage_offset() == 0 and seen.is_contiguous()
-    return _alias(args[0], seen.shape) if inside else NotImplemented
-
-
-def _clone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Copy memory and quantizer: writes to the copy advance no scale of the original."""
-    parts = [None if part is None else part.clone() for part in args[0].quantized.tensors()]
-    return _copy_over(args[0], parts)
-
-
-def _copy_over(
-    param: QuantizedParameter, parts: Sequence[Tensor | None], dtype: torch.dtype | None = None
-) -> QuantizedParameter:
-    made = param.quantized._over(parts)
-    made.dtype = dtype or param.dtype
-    made.quantizer = with_own_state(made.quantizer)
-    return QuantizedParameter(made, param.recipe, param.shape)
-
-
-def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Convert device or dtype; the codes stay."""
-    param = args[0]
-    device, dtype = kwargs.get("device") or param.device, kwargs.get("dtype") or param.dtype
-    if dtype not in _WIDE:
-        return NotImplemented
-    how = {"device": device, "non_blocking": kwargs.get("non_blocking", False), "copy": True}
-    parts = [part if part is None else part.to(**how) for part in param.quantized.tensors()]
-    return _copy_over(param, parts, dtype)
-
-
-def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Copy codes and scales as they are if they are of the same kind, and values otherwise."""
-    into, source = args[:2]
-    if not isinstance(into, QuantizedParameter):
-        return func(into, _values(source), *args[2:], **kwargs)
-    if not isinstance(source, QuantizedParameter):
-        return into.requantize_(source)
-    whole = into.shape == into.quantized.shape and source.shape == source.quantized.shape
-    if whole and into.recipe == source.recipe and alike(into.quantized, source.quantized):
-        _overwrite(into.quantized, source.quantized)
-        return into
-    return into.requantize_(_values(source))
-
-
-def alike(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    """Return whether codes and scales of the second fit into the tensors of the first."""
-    if type(one) is not type(other) or one.shape != other.shape:
-        return False
-    if getattr(one, "block", None) != getattr(other, "block", None):
-        return False
-    pairs = zip(one.tensors(), other.tensors(), strict=True)
-    return all(
-        a is None or (b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)) for a, b in pairs
-    )
-
-
-def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make a quantized shard, as FSDP2 does, if only the rows differ; otherwise a plain tensor."""
-    param, size = args
-    if kwargs.get("dtype", param.dtype) != param.dtype or tuple(size)[1:] != param.shape[1:]:
-        return NotImplemented
-    zeros = torch.zeros(size, dtype=param.dtype, device=kwargs.get("device") or param.device)
-    silent, copies = param.quantizer.unrecorded(), param.quantized.copies
-    try:
-        made = silent.quantize(zeros, copies)
-    except ValueError:  # the rows of a shard are too few for the blocks of the other copy
-        made = silent.quantize(zeros, ROWWISE)
-    made.quantizer = param.quantizer
-    shard = QuantizedParameter(made, param.recipe)
-    shard.wanted = copies
-    return shard
-
-
-def _run_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values; quantize its writes again."""
-    pairs: dict[int, tuple[QuantizedParameter, Tensor]] = {}
-    shape_only = func._schema.name.endswith("_like")
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, QuantizedParameter):
-            return value
-        if id(value) not in pairs:
-            pairs[id(value)] = value, _empty_like(value) if shape_only else _values(value)
-        return pairs[id(value)][1]
-
-    found = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-    if not func._schema.is_mutable:
-        return found
-    for value in _written(func, args, kwargs):
-        if isinstance(value, QuantizedParameter):
-            value.requantize_(pairs[id(value)][1])
-    originals = {id(values): param for param, values in pairs.values()}
-    return tree_map(lambda value: originals.get(id(value), value), found)
-
-
-def _empty_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make a quantized tensor on a named device, as ``to_empty`` does; otherwise a plain one.
-
-    Raises:
-        RuntimeError: The state of the quantizer was left on the meta device.
-    """
-    param, device = args[0], kwargs.get("device")
-    if device is None or kwargs.get("dtype", param.dtype) not in (None, param.dtype):
-        return NotImplemented
-    states = [getattr(param.quantizer, name) for name in param.quantizer.state_names]
-    if torch.device(device).type != "meta" and any(state.is_meta for state in states):
-        raise RuntimeError(
-            "a parameter that lives quantized cannot leave the meta device by to_empty: its "
-            "quantizer has lost the scale that follows from earlier maxima; build the model on "
-            "the device, in a block of quantized_model_init, and load the checkpoint there"
-        )
-    parts = [
-        part if part is None else torch.empty_like(part, device=device)
-        for part in param.quantized.tensors()
-    ]
-    return _copy_over(param, parts)
-
-
-def _empty_like(param: QuantizedParameter) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation writes into."""
-    found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return found
-
-
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    _aten._to_copy.default: _to_copy,
-    _aten.clone.default: _clone,
-    _aten.empty_like.default: _empty_on,
-    _aten.detach.default: lambda func, args, kwargs: _alias(args[0]),
-    _aten.copy_.default: _copy,
-    _aten.new_zeros.default: _new_zeros,
-    **dict.fromkeys(
-        (
-            _aten.alias.default,
-            _aten.as_strided.default,
-            _aten.expand.default,
-            _aten.slice.Tensor,
-            _aten.view.default,
-            _aten._unsafe_view.default,
-        ),
-        _view,
-    ),
-}
-
-
-# The parameters of ops
-
 
 def held_by(op: Any) -> dict[str, QuantizedParameter]:
     """The quantized parameters of an op, by name."""
@@ -516,3 +103,92 @@ def held_by(op: Any) -> dict[str, QuantizedParameter]:
         if isinstance(param, QuantizedParameter):
             found[name] = param
     return found
+
+
+def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
+    """The report text about the quantized parameters of some ops; ``""`` if there are none."""
+    notes = []
+    for op in ops:
+        how = "" if op._quantizers.of(recipe) else ", and is dequantized in every call"
+        for name, param in held_by(op).items():
+            notes.append(f"{name} lives quantized, by {type(param.recipe).__name__}{how}")
+            notes += filter(None, [param.note])
+    return "; ".join(notes)
+
+
+def dequantized(
+    ops: Sequence[Any], ranges: Sequence[tuple[int, int]], quantizers: Sequence[Any], env: Any
+) -> tuple[int, ...]:
+    """The quantized parameters of a chain whose op quantizes nothing.
+
+    Args:
+        ops: The ops of the chain.
+        ranges: The range of parameters of each.
+        quantizers: The quantizers of each.
+        env: The environment.
+
+    Raises:
+        RuntimeError: ``torch.compile`` traces, which cannot handle such a parameter; or one is
+            quantized by another recipe than that in force.
+    """
+    found = []
+    for op, (first, last), its in zip(ops, ranges, quantizers, strict=True):
+        held = held_by(op)
+        if held and env.compiling:
+            raise RuntimeError(
+                f"{type(op).__name__} has parameters that live quantized (quantized_model_init), "
+                f"which torch.compile does not look into: run this chain in eager mode"
+            )
+        title = f"{type(op).__name__} {op.name!r}" if op.name else type(op).__name__
+        for name, param in held.items() if its else ():
+            param.for_call(env.recipe, Usage(False, False), f"{name} of {title}")
+        if held and not its:
+            places = zip(range(first, last), op.param_names or (), strict=True)
+            found += [place for place, name in places if name in held]
+    return tuple(found)
+
+
+def plain(tensors: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
+    """Dequantize the tensors at some places, for ops that do not support quantized ones."""
+    found = list(tensors)
+    for place in places:
+        if isinstance(found[place], QuantizedParameter):
+            found[place] = found[place].dequantize()
+    return tuple(found)
+
+
+def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Write the values of a module's quantized parameters as plain tensors; and codes and scales.
+
+    With ``keep_vars`` the Parameters themselves stay there.
+    """
+    for name, param in module._parameters.items():
+        local = getattr(param, "_local_tensor", param)
+        if isinstance(local, QuantizedParameter) and param is not None and not keep_vars:
+            local.save(param, destination, prefix + name, f"{prefix}{KEY}{name}.")
+
+
+def load(module: nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Replace the entries of :func:`save` by one that torch can load for each parameter.
+
+    A parameter that is not quantized gets the values.
+
+    Args:
+        module: The module.
+        state_dict: The checkpoint, from which the entries about codes are removed.
+        prefix: The prefix of the module's parameter names.
+        errors: List that receives a sentence for each entry that does not fit.
+    """
+    for name, param in module._parameters.items():
+        where = f"{prefix}{KEY}{name}."
+        keys = [key for key in state_dict if key.startswith(where)]
+        codes = {key[len(where) :]: state_dict.pop(key) for key in keys}
+        values = state_dict.get(prefix + name)
+        if not isinstance(param, QuantizedParameter) or not isinstance(values, Tensor):
+            continue
+        if isinstance(values, QuantizedParameter) or values.shape != param.shape:
+            continue  # torch copies it, or raises
+        try:
+            state_dict[prefix + name] = param.loaded(values, codes)
+        except RuntimeError as error:
+            errors.append(f"{where}{error}")

@@ -171,41 +171,6 @@ def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> Scal
     return ScaledTensor(values.shape, values.dtype, quantizer, rowwise, columnwise, one)
 
 
-def place_state(quantizer: Quantizer, device: torch.device) -> None:
-    """Move the state of a quantizer to the device of the tensors it quantizes."""
-    for name in quantizer.state_names:
-        if getattr(quantizer, name).device != device:
-            setattr(quantizer, name, getattr(quantizer, name).to(device))
-
-
-def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
-    """Cast values exactly if the quantizer can; otherwise as if it had already seen them.
-
-    So a scale computed from earlier maxima clips none. The quantizer itself records these values
-    in place of earlier records, and its scale stays until the next update.
-
-    Args:
-        quantizer: The quantizer.
-        recipe: The recipe, which advances the state of a copy of it.
-        values: The values.
-        usage: The copies that are needed.
-    """
-    place_state(quantizer, values.device)
-    if not quantizer.pending_names:
-        return quantizer.quantize(values, usage)
-    quantizer.discard()
-    made = quantizer.quantize(values, usage)
-    exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
-    fitted = with_own_state(quantizer)
-    recipe.update([fitted], None)
-    for name in quantizer.state_names:  # nothing is read by the host
-        now, after = getattr(quantizer, name), getattr(fitted, name)
-        after.copy_(torch.where(exact, now, after))
-    made = fitted.quantize(values, usage)
-    made.quantizer = quantizer
-    return made
-
-
 def with_own_state(quantizer: Quantizer) -> Quantizer:
     """Return a copy of a quantizer whose state starts equal and is then independent."""
     if not quantizer.state_names:

@@ -6,6 +6,7 @@ import sys
 import opfuse_fp8 as fp8
 import torch
 import torch.distributed as dist
+from opfuse_quantized import QuantizedWeight
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -13,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuse
 from opfuse import ops
-from opfuse.core.quantization import QuantizedParameter
 
 group, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=2)
@@ -70,7 +70,7 @@ def fsdp(recipe, width, notes, exactly=False, policy=None):
     for part in (model[0], model[2], model):
         fully_shard(part, **given)
     for param in (model[0].weight, model[2].weight):
-        assert isinstance(param._local_tensor, QuantizedParameter), where
+        assert isinstance(param._local_tensor, QuantizedWeight), where
     train(model, recipe, [0 if exactly else rank])
     train(twin, recipe, [0] if exactly else [0, 1])
     for part in (0, 2):
@@ -96,7 +96,7 @@ def ddp(recipe):
     model = build(recipe, 64)
     twin = copy.deepcopy(model)
     wrapped = DistributedDataParallel(model)
-    assert type(model[0].weight) is QuantizedParameter
+    assert type(model[0].weight) is QuantizedWeight
     train(wrapped, recipe, [rank])
     train(twin, recipe, [0, 1])
     steps = 1 if recipe is not DELAYED else 2

@@ -8,12 +8,13 @@ import warnings
 
 import pytest
 import torch
+from opfuse_quantized import QuantizedWeight, model_init
 from torch import nn
 
 import opfuse
 from opfuse import ops, testing
 from opfuse.core import plugins
-from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizedParameter
+from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 from opfuse.core.settings import current
 from opfuse.testing import recipes
 
@@ -100,7 +101,7 @@ def test_a_weight_lives_quantized_and_nowhere_else(recipe):
         model = ops.Linear(512, 256, bias=False)
     param = model.weight
     assert 2 * param.numel() <= bytes_alive() - before <= 2.02 * param.numel()
-    assert isinstance(param, QuantizedParameter) and isinstance(param, nn.Parameter)
+    assert isinstance(param, QuantizedWeight) and isinstance(param, nn.Parameter)
     assert (param.dtype, param.shape, param.requires_grad) == (torch.float32, (256, 512), True)
     assert param.quantized.copies == BOTH and param.recipe == recipe
     assert next(iter(model.state_dict())) == "weight" and [*model.parameters()] == [param]
@@ -324,7 +325,7 @@ def test_reading_gives_the_values(recipe):
         assert (got.dtype, got.shape) == (want.dtype, want.shape) and torch.equal(got, want), name
     assert param.is_floating_point() and param.is_leaf and not param.is_meta
     text = repr(param)
-    assert "QuantizedParameter" in text and type(recipe).__name__ in text and "(40, 48)" in text
+    assert "QuantizedWeight" in text and type(recipe).__name__ in text and "(40, 48)" in text
 
 
 VIEWS = {
@@ -426,7 +427,7 @@ def test_to_another_dtype_or_device(recipe):
         assert torch.equal(param.detach().dequantize(), values.to(dtype))
         assert step(model, batch(dtype=dtype), recipe)[2].dtype == dtype
     model.cpu()
-    assert type(model.weight) is QuantizedParameter
+    assert type(model.weight) is QuantizedWeight
     moved = param.detach().to("meta")
     assert moved.is_meta and all(part.is_meta for part in moved.tensors())
 
@@ -437,7 +438,7 @@ def test_to_empty_stays_quantized(recipe, device):
     source = linear(recipe)
     checkpoint, model = saved(source), linear(recipe, seed=4)
     model.to(device).to_empty(device="cpu")
-    assert isinstance(model.weight, QuantizedParameter) and isinstance(model.weight, nn.Parameter)
+    assert isinstance(model.weight, QuantizedWeight) and isinstance(model.weight, nn.Parameter)
     assert not model.weight.is_meta
     for given in ({"weight": checkpoint["weight"], "bias": checkpoint["bias"]}, checkpoint):
         model.load_state_dict(given)
@@ -626,7 +627,7 @@ def test_what_is_written_into_a_copy_moves_no_scale(recipe):
         param, before = model.weight, codes(model.weight)
         state = [getattr(param.quantizer, name).clone() for name in param.quantizer.state_names]
         made = copied(param.detach())
-        assert isinstance(made, QuantizedParameter)
+        assert isinstance(made, QuantizedWeight)
         made.fill_(500.0)
         assert (made.dequantize() == 500).all() and same(codes(param), before)
         for name, value in zip(param.quantizer.state_names, state, strict=True):
@@ -711,7 +712,7 @@ def test_unquantized_checkpoints_load_and_back(recipe):
         model.load_state_dict(checkpoint)
         values = model.weight.detach().dequantize()
         worst = (values - checkpoint["weight"]).abs().max() / checkpoint["weight"].abs().max()
-        assert worst < 0.05 and isinstance(model.weight, QuantizedParameter)
+        assert worst < 0.05 and isinstance(model.weight, QuantizedWeight)
         assert torch.equal(values, cast(model.weight, checkpoint["weight"]))
     for other in (ops.Linear(48, 40), linear(PER_BLOCK if recipe is PER_TENSOR else PER_TENSOR)):
         other.load_state_dict(saved(model))
@@ -733,7 +734,7 @@ def test_what_a_checkpoint_may_not_hold():
     kept = model.state_dict(keep_vars=True)
     assert kept["weight"] is model.weight
     model.load_state_dict(saved(linear(PER_TENSOR, seed=2)), assign=True)
-    assert isinstance(model.weight, QuantizedParameter) and isinstance(model.weight, nn.Parameter)
+    assert isinstance(model.weight, QuantizedWeight) and isinstance(model.weight, nn.Parameter)
     model.load_state_dict(ops.Linear(48, 40).state_dict(), assign=True)
     assert isinstance(model.weight, nn.Parameter)
 
@@ -821,13 +822,13 @@ def test_which_blocks_quantize_what():
         of = ops.Linear.of(nn.Linear(4, 4))
         reading = ops.BasicLinear.reading(model[0])
     assert inner.weight.recipe == PER_BLOCK and model[0].weight.recipe == PER_TENSOR
-    assert type(grouped.weight1) is QuantizedParameter and type(grouped.bias0) is nn.Parameter
+    assert type(grouped.weight1) is QuantizedWeight and type(grouped.bias0) is nn.Parameter
     plain = model[1].weight, model[2].weight, meta.weight, of.weight
     assert {type(param) for param in plain} == {nn.Parameter}
     assert type(ops.Linear(4, 4).weight) is nn.Parameter
     assert reading.weight is model[0].weight
     linears = [*parallel.children()]
-    assert [type(one.weight) for one in linears] == [QuantizedParameter, nn.Parameter]
+    assert [type(one.weight) for one in linears] == [QuantizedWeight, nn.Parameter]
     x = batch(3, 4)
     want = torch.cat([x @ one.weight.detach().t() + one.bias for one in linears], -1)
     torch.testing.assert_close(parallel(x), want)
@@ -868,13 +869,13 @@ def test_a_size_that_the_recipe_cannot_take(monkeypatch):
 
 
 def test_a_recipe_sees_the_name_of_the_op_around(monkeypatch):
-    seen, engine = [], opfuse.FusibleOperation.engine
+    seen, new_quantizer = [], model_init.new_quantizer
 
     def watched(recipe, role, env):
         seen.append(role)
-        return engine.new_quantizer(recipe, role, env)
+        return new_quantizer(recipe, role, env)
 
-    monkeypatch.setattr(opfuse.FusibleOperation, "engine", engine._replace(new_quantizer=watched))
+    monkeypatch.setattr(model_init, "new_quantizer", watched)
     with opfuse.quantized_model_init(PER_TENSOR):
         ops.Linear(8, 8, name="abc")
         ops.BasicLinear(8, 8, name="inner")
@@ -917,7 +918,7 @@ def test_recomputed_in_a_checkpoint(recipe):
 
 def test_the_other_copy_is_read_where_there_is_no_rowwise_one():
     param = linear(PER_BLOCK).weight
-    only = QuantizedParameter(param.quantized.only(COLUMNWISE), PER_BLOCK)
+    only = QuantizedWeight(param.quantized.only(COLUMNWISE), PER_BLOCK)
     assert only.quantized.copies == COLUMNWISE
     assert torch.equal(only.dequantize(), param.quantized.dequantize(COLUMNWISE))
 

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import BlockScaledTensor, MXTensor, QuantizedTensor
-from .quantizer import settled, with_own_state
+from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor
+from opfuse.core.quantization.quantizer import with_own_state
+
+from .codes import as_bytes, settled
 
 _SQUARE = (128, 128)
 
@@ -87,12 +90,26 @@ def gather_into(
         if into is not None and part is not None and into.data_ptr() != part.data_ptr():
             # the forward's saved tensors must stay valid: FSDP2 manages that the memory was freed
             with torch.autograd._unsafe_preserve_version_counter(into):  # type: ignore[attr-defined]
-                _bytes(into).copy_(_bytes(part))
+                as_bytes(into).copy_(as_bytes(part))
 
 
 def _cast(shard: Any, values: Tensor) -> QuantizedTensor:
     """Cast the values of the whole as :func:`settled` does; the shard's quantizer records none."""
     return settled(with_own_state(shard.quantizer), shard.recipe, values, shard.wanted)
+
+
+def like(param: Any, values: Tensor) -> Tensor:
+    """Make a DTensor of a rank's plain values, like a DTensor of quantized ones."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        values,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def freed(whole: QuantizedTensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -155,7 +172,3 @@ def _assembled(there: Any, outputs: tuple[Tensor, ...], wanted: Any) -> dict[str
         other[:, :down] = scales[:, :across].t()
         made |= {"columnwise_data": codes.t().contiguous(), "columnwise_scale_inv": other}
     return made
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.view(torch.uint8) if part.element_size() == 1 else part
