@@ -13,8 +13,9 @@ import torch
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
 from opfuse.core import plugins
+from opfuse.core.engine.cover import best_cover
 from opfuse.core.engine.edges import Needs
-from opfuse.core.engine.measured import Measurements, best_cover
+from opfuse.core.engine.measured import Measurements
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
 from opfuse.core.engine.step import Step

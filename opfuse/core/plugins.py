@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import re
-import sys
 import threading
 import warnings
 import weakref
@@ -24,6 +21,7 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
+from .discovery import installed_plugins
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Recipe
@@ -36,14 +34,8 @@ from .records import (
     check_plugin,
     checked_recipes,
     is_strict,
-    normalize,
 )
 from .settings import Options, Setting, current
-
-if sys.version_info >= (3, 12):
-    import importlib.metadata as metadata
-else:
-    import importlib_metadata as metadata
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,39 +70,9 @@ class PluginManager:
         self._pluggy.add_hookspecs(hookspecs)
         self._lock = threading.RLock()
 
-    # Discovery: metadata only
-
     def discover(self) -> None:
-        """Read the entry points of groups ``opfuse.v*``; imports nothing."""
-        seen: set[str] = set()
-        for dist in metadata.distributions():
-            name, version = str(getattr(dist, "_path", "unknown")).rpartition(os.sep)[2], "unknown"
-            try:
-                if "opfuse." not in (dist.read_text("entry_points.txt") or ""):
-                    continue
-                name, version = dist.metadata["Name"] or name, dist.version or version
-                if normalize(name) in seen:  # shadowed by an earlier entry of sys.path
-                    continue
-                seen.add(normalize(name))
-                known: dict[tuple[str, str], PluginRecord] = {}
-                for ep in sorted(
-                    ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)
-                ):
-                    if (ep.group, ep.value) in known:
-                        known[ep.group, ep.value].aliases += (ep.name,)
-                        continue
-                    record = known[ep.group, ep.value] = PluginRecord(
-                        ep.name, name, version, ep.group, ep.load, module=ep.module
-                    )
-                    if ep.group != hookspecs.GROUP:
-                        record.state = "incompatible"
-                        record.error = (
-                            f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
-                        )
-                    self.records.append(record)
-            except Exception as error:  # told when plugins are needed, unless this one is blocked
-                self.records.append(PluginRecord(name, name, version, broken=error))
-        self.records.sort(key=lambda record: record.key)
+        """Add the installed plugins; imports none."""
+        self.records = sorted([*self.records, *installed_plugins()], key=lambda record: record.key)
 
     def register(
         self,

@@ -211,20 +211,8 @@ class OperationFuser:
             # an empty comprehension takes longer than this check
             others = [t.requires_grad for t in tensors] if tensors else ()
             grads = (input.requires_grad, *others)
-        key = (
-            grads,
-            input.dtype,
-            device,
-            autocast,
-            tuple(training),
-            manager.generation,
-            FusibleOperation.changes,
-            _deterministic(),
-            False,
-            tuple([tuple(given) for given in kwargs]) if kwargs else None,
-            tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
-            settings,
-        )
+        how = autocast, tuple(training), _deterministic(), False
+        key = _key(grads, input.dtype, device, *how, kwargs, extra_inputs, settings)
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
             program = self._program(key, input, tensors[: len(self._params)])
@@ -296,19 +284,9 @@ class OperationFuser:
         grads: tuple[bool, ...] | None = None
         if torch.is_grad_enabled():
             grads = (input.requires_grad, *[t.requires_grad for t in tensors])
-        key = (
-            grads,
-            input.dtype,
-            input.device,
-            _autocast_dtype(input, input.device),
-            tuple(training),
-            manager.generation,
-            FusibleOperation.changes,
-            torch.are_deterministic_algorithms_enabled(),
-            True,
-            tuple([tuple(given) for given in kwargs]) if kwargs else None,
-            tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None,
-        )
+        autocast = _autocast_dtype(input, input.device)
+        how = autocast, tuple(training), torch.are_deterministic_algorithms_enabled(), True
+        *key, _ = _key(grads, input.dtype, input.device, *how, kwargs, extra_inputs, None)
         program = getattr(self, _plan_untraced(self, *settings, *key))
         return self._run_special(program, input, tensors, extra_inputs, kwargs)
 
@@ -338,6 +316,26 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
+
+
+def _key(
+    grads: tuple[bool, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    training: tuple[bool, ...],
+    deterministic: bool,
+    compiling: bool,
+    kwargs: Kwargs | None,
+    extra_inputs: Sequence[Tensor],
+    settings: Settings | None,
+) -> tuple[Any, ...]:
+    """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
+    changes = manager.generation, FusibleOperation.changes
+    names = tuple([tuple(given) for given in kwargs]) if kwargs else None
+    extras = tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None
+    first = grads, dtype, device, autocast, training
+    return *first, *changes, deterministic, compiling, names, extras, settings
 
 
 def _has_other_rows(program: Program, input: Tensor) -> bool:

@@ -28,8 +28,9 @@ from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation, FusedOperation
 from ..records import FusionSource
 from ..tuning_table import Measurement
+from .cover import beaten, best_cover, conflict
 from .edges import Edges, View
-from .measured import Measurements, beaten, best_cover, conflict, counting
+from .measured import Measurements, counting
 from .plan import Refusal
 from .step import Step
 

@@ -1,0 +1,171 @@
+"""Chooses among candidates that overlap, by the benefit they declare or by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..fusion import PASSES
+from ..tuning_table import Measurement
+from .step import Step
+
+
+def worth(step: Step, prefer: str) -> tuple[float, float]:
+    """The gains of a measured candidate, most important first."""
+    found: Measurement = step.measured
+    if prefer == "memory" and found.saved_bytes > 0:
+        return found.saved_bytes, found.seconds
+    return 0, max(found.seconds, 0.0)
+
+
+def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
+    """Return the non-overlapping candidates of one pass with the largest gain.
+
+    Among candidates that overlap, directly or through others, the gain is the time they save if
+    all were measured here (memory first, if that is preferred), and the declared benefit otherwise.
+    """
+    chosen = []
+    for group in overlapping(candidates):
+        measured = all(step.measured is not None for step in group)
+        values = [worth(step, prefer) if measured else (0, step.benefit) for step in group]
+        chosen += _best_of(group, values, length)
+    return chosen
+
+
+def overlapping(candidates: Sequence[Step]) -> Iterator[list[Step]]:
+    """The candidates in groups, none of which overlaps another."""
+    group: list[Step] = []
+    end = 0
+    for step in sorted(candidates, key=lambda step: step.begin):
+        if group and step.begin >= end:
+            yield group
+            group = []
+        group.append(step)
+        end = max(end, step.end)
+    if group:
+        yield group
+
+
+def _best_of(
+    candidates: Sequence[Step], values: Sequence[tuple[float, float]], length: int
+) -> list[Step]:
+    """Dynamic programming over half steps.
+
+    The best cover from ``i`` on either skips ``i`` or takes a candidate that begins there. Ties:
+    more ops covered by fewer fusions, then names.
+    """
+    best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]]
+    best = [(0.0, 0.0, 0, 0, (), ())] * (length + 1)
+    starting: dict[int, list[tuple[Step, tuple[float, float]]]] = {}
+    for candidate, value in zip(candidates, values, strict=True):
+        starting.setdefault(candidate.begin, []).append((candidate, value))
+    for i in reversed(range(length)):
+        best[i] = best[i + 1]
+        for c, (first, second) in starting.get(i, ()):
+            cost, more, left, count, names, rest = best[c.end]  # smaller is better
+            name = c.source.distribution or "", c.source.name
+            option = (
+                cost - first,
+                more - second,
+                left - len(c.matched),
+                count + 1,
+                (name, *names),
+                (c, *rest),
+            )
+            best[i] = min(best[i], option, key=lambda cover: cover[:5])
+    return list(best[0][5])
+
+
+def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
+    """Return why others are preferred to a joint fusion over the same ops, or ``""``.
+
+    They are if all that overlap, directly or through others, are measured, and gain more without it
+    than with it.
+
+    Args:
+        joint: The joint fusion.
+        others: Fusions of one pass, or joint ones.
+        length: The number of half steps.
+        prefer: The option ``prefer``.
+    """
+    others = [step for step in others if step is not joint and not _preceded(step, others)]
+    (near,) = [group for group in overlapping([joint, *others]) if joint in group]
+    near.remove(joint)
+    if not near or any(step.measured is None for step in (joint, *near)):
+        return ""
+    without = _brought(near, length, prefer)
+    beside = _brought([step for step in near if not _overlap(step, joint)], length, prefer)
+    own = worth(joint, prefer)
+    ahead = without[0] - beside[0], without[1] - beside[1]
+    if ahead <= own:
+        return ""
+    one_pass = all(step.passes != "joint" for step in near)
+    who = "the forward and backward fusions" if one_pass else "other fusions"
+    what = "save more memory" if ahead[0] > own[0] else "are faster together"
+    return f"{who} of these ops {what}, measured here"
+
+
+def _preceded(step: Step, others: Sequence[Step]) -> bool:
+    """Return whether a candidate of higher precedence may take one of its ops."""
+    if step.passes != "joint":
+        return False
+    return any(
+        o.source.rank < step.source.rank and _overlap(o, step)
+        for o in others
+        if o.passes != "joint"
+    )
+
+
+def _overlap(one: Step, other: Step) -> bool:
+    return one.begin < other.end and other.begin < one.end
+
+
+def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[float, ...]:
+    """The gains of the best covers of measured candidates, joint ones first."""
+    chosen: list[Step] = []
+    for name in PASSES:
+        free = [step for step in candidates if step.passes == name]
+        joint = [step for step in chosen if step.passes == "joint"]
+        free = [step for step in free if not any(_overlap(step, other) for other in joint)]
+        chosen += best_cover(free, length, prefer)
+    values = [worth(step, prefer) for step in chosen]
+    return tuple(map(sum, zip((0, 0.0), *values, strict=True)))
+
+
+def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
+    """Describe the measured gains of winners and loser; None: not all are measured."""
+    if any(step.measured is None for step in (loser, *winners)):
+        return None
+    of: list[Mapping[str, float]] = [
+        {
+            "bytes": sum(step.measured.saved_bytes for step in steps),
+            "us": sum(step.measured.seconds for step in steps) * 1e6,
+        }
+        for steps in (winners, [loser])
+    ]
+    unit = "bytes" if prefer == "memory" and of[0]["bytes"] != of[1]["bytes"] else "us"
+    return f"{of[0][unit]:.0f} {unit}", f"{of[1][unit]:.0f} {unit}"
+
+
+def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
+    """Return why a candidate lost to those that overlap it."""
+    if not winners:
+        return "another set of fusions has the larger total benefit"
+    first = min(
+        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
+    )
+    who = f"overlaps {first.source.name}" + (
+        f" of {first.source.distribution}" if first.source.distribution else ""
+    )
+    if first.source.rank != loser.source.rank:
+        return f"{who}, which has precedence"
+    if PASSES.index(first.passes) < PASSES.index(loser.passes):
+        return f"{who}, and joint fusions choose first"
+    if (measured := _gains(loser, winners, prefer)) is not None:
+        return f"{who}, which saves {measured[0]} a call against {measured[1]}, measured here"
+    gain = sum(winner.benefit for winner in winners)
+    if gain != loser.benefit:
+        return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
+    covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
+    return f"{who}, which saves as much and " + (
+        "covers more ops" if covers_more else "comes first by name"
+    )
