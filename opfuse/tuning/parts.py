@@ -12,10 +12,11 @@ import torch
 
 from ..core.cast import Cast
 from ..core.engine.chain import Chain
+from ..core.engine.compile import compile_program
 from ..core.engine.edges import Edges, Needs
 from ..core.engine.measured import Measurements
 from ..core.engine.planner import build_step
-from ..core.engine.program import Program, compile_program
+from ..core.engine.program import Program
 from ..core.engine.selection import Selection, find_candidates
 from ..core.engine.step import Step
 from ..core.environment import Environment

@@ -16,11 +16,10 @@ from torch.compiler import is_dynamo_compiling
 from ..fusible import declared
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
-from ..quantization.packing import rebuilt
 from ..quantization.parameter import plain
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
-from .saved import leave, parameter_gradients, recompute, restore_more
+from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
 from .side_tensors import BackwardExtras, ForwardExtras
 from .step import Step
 from .step_calls import separate

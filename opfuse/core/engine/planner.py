@@ -20,9 +20,10 @@ from ..settings import Settings, current
 from ..tuning_table import NO_TABLE, device_name, table_for
 from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
+from .compile import compile_program
 from .edges import Edges, Needs, find_edges
 from .measured import Measurements, Shapes
-from .program import Program, compile_program
+from .program import Program
 from .selection import Selection, check_expansion, choose
 from .step import Step
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..quantization import QuantizedTensor, Usage
-from ..quantization.packing import is_of, unpacked
 from .checks import forward_of, refuse_saved, saved_nothing
 from .program import Program, Recompute
 from .side_tensors import ForwardExtras
@@ -57,7 +56,7 @@ def leave(
     if program.leaves_more:
         _leave_more(func_ctx, program, ctxs, tensors[1:], saved)
     if program.saves_quantized:
-        func_ctx.quantized = unpacked(saved)
+        func_ctx.quantized = _unpacked(saved)
     if extras is not None:
         extras.refuse_overwritten(x, saved)
         func_ctx.shapes = extras.shapes
@@ -177,7 +176,7 @@ def _drop_recomputable(
         if how.cast is not None:
             plain, cast = ctxs[index].cast_input or (None, None)
             output, ctxs[index].cast_input = cast if plain is output else None, None
-        if output is None or not is_of(kept, output):
+        if output is None or not _is_of(kept, output):
             continue
         quantized = isinstance(kept, QuantizedTensor)
         dropped[index] = kept.copies if quantized else Usage()
@@ -212,3 +211,40 @@ def parameter_gradients(
     nothing = [None] * len(ctx.saved_tensors)
     ctx.saved_tensors = (*nothing[:place], input_, *nothing[place + 1 :])
     return program.chain.ops[index].op_backward(ctx, grad_output)[1]
+
+
+# Quantized tensors among saved ones: their parts as plain tensors, which autograd can keep
+
+
+def _is_of(kept: Any, output: Any) -> bool:
+    """Return whether an op saved this very tensor or, if it is quantized, copies of it."""
+    if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
+        return kept is output
+    return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
+
+
+def _unpacked(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
+    """Move the tensors of quantized tensors to the end, so that all other places stay.
+
+    Returns:
+        For each: its place, the quantized tensor without its tensors, and their range.
+    """
+    found = []
+    for place, entry in enumerate(tuple(saved)):
+        if isinstance(entry, QuantizedTensor):
+            parts = entry.tensors()
+            shell = entry.over((None,) * len(parts))
+            found.append((place, shell, len(saved), len(saved) + len(parts)))
+            saved[place] = None
+            saved.extend(parts)
+    return found
+
+
+def rebuilt(
+    saved: tuple[Any, ...], quantized: Sequence[tuple[int, QuantizedTensor, int, int]]
+) -> tuple[Any, ...]:
+    """Undo :func:`_unpacked`."""
+    entries = list(saved)
+    for place, shell, first, last in quantized:
+        entries[place] = shell.over(saved[first:last])
+    return tuple(entries)
