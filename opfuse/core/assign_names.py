@@ -54,7 +54,7 @@ def assign_names(model: M) -> M:
     for op, path in ops.items():  # all, before any is renamed
         op._check_name(op._name or path)
     for named, path in [*fused.items(), *ops.items()]:
-        named._rename(path)
+        named._set_name("_path", path)
     prepared = PreparedOps(ops)
     for op in ops:
         op._prepared = prepared

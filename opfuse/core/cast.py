@@ -28,7 +28,10 @@ class Cast(PassThrough):
         usage: The copies that the reader needs.
     """
 
+    saved_names = ()
     context_names = ("quantizer", "usage")
+    keeps_rows = True
+    grad_input = "same"
 
     def __init__(self, quantizer: Quantizer, usage: Usage) -> None:
         super().__init__()

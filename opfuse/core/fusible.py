@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs, of_library
+from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs
 from .quantization import Quantizer, parameter
 from .quantization.names import remember
 from .settings import current
@@ -199,11 +199,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """Take a name from the constructor or from an assignment to ``name``."""
         self._set_name("_name", name)
 
-    def _rename(self, path: str) -> None:
-        """Take a name from :func:`opfuse.assign_names`."""
-        self._set_name("_path", path)
-
     def _set_name(self, attribute: str, name: str) -> None:
+        """Set ``_name``, or ``_path``, the name from :func:`opfuse.assign_names`."""
         setattr(self, attribute, name)
         remember(self)
         if self._captured:
@@ -419,7 +416,7 @@ def _overriding(cls: type) -> int:
     for name in _PASSES:
         own = _defined(cls, name)
         inherited = _defined(cls, name, own + 1)
-        if inherited == len(cls.__mro__) or of_library(cls.__mro__[own]):
+        if inherited == len(cls.__mro__):
             continue
         base = cls.__mro__[inherited]
         template = base.__module__ in ("opfuse.core.op", "opfuse.core.fusible") or getattr(

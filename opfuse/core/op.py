@@ -445,6 +445,14 @@ class BasicOperation(FusibleOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def is_direct(op: Any, pass_name: str) -> bool:
+    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``."""
+    method = f"fuser_{pass_name}"
+    if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    return getattr(type(op), method) is getattr(BasicOperation, method)
+
+
 class FusedOperation(FusibleOperation):
     """An op that replaces a run of basic ops and keeps no state of its own.
 
@@ -618,20 +626,12 @@ class FusedOperation(FusibleOperation):
         if changes == FusibleOperation.changes:
             return known
         found: list[tuple[Any, Any, Any]] = []
-        default = {
-            name: getattr(BasicOperation, name) for name in ("fuser_forward", "fuser_backward")
-        }
         for op in self.basic_ops:
-            assert isinstance(op, BasicOperation)
-            plain = not (
-                op.num_extra_inputs or op.num_extra_outputs or default.keys() & vars(op).keys()
-            )
-            forward = plain and type(op).fuser_forward is default["fuser_forward"]
-            forward = forward and asks_for_quantizers(op) == ((), ())
-            backward = plain and type(op).fuser_backward is default["fuser_backward"]
-            found.append(
-                (op, op.op_forward if forward else None, op.op_backward if backward else None)
-            )
+            plain = not (op.num_extra_inputs or op.num_extra_outputs)
+            forward = plain and is_direct(op, "forward") and asks_for_quantizers(op) == ((), ())
+            backward = plain and is_direct(op, "backward")
+            passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
+            found.append((op, *passes))
         if not tracing:
             self._cache.separate = FusibleOperation.changes, found
         return found

@@ -97,12 +97,14 @@ class OperationFuser:
 
     @property
     def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._last[1].forward if isinstance(self._last[1], Program) else ()
-        return [(step.op, list(range(step.start, step.stop))) for step in steps]
+        return self._ops_of("forward")
 
     @property
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        steps = self._last[1].backward[::-1] if isinstance(self._last[1], Program) else ()
+        return self._ops_of("backward")[::-1]
+
+    def _ops_of(self, pass_name: str) -> list[tuple[FusibleOperation, list[int]]]:
+        steps = getattr(self._last[1], pass_name, ())
         return [(step.op, list(range(step.start, step.stop))) for step in steps]
 
     # Calling
@@ -242,12 +244,13 @@ class OperationFuser:
             program = program.profiled()
         if program.double_backward:
             return run_differentiable(program, kwargs, input, tensors)
-        if program.compiling or program.autocast is not None:
-            return _execute(program, kwargs, input, tensors)
+        if program.autocast is not None:  # the ops cast themselves
+            with torch.autocast(program.autocast_device, enabled=False):
+                return _apply(program, kwargs, input, tensors)
+        if program.compiling:
+            return _apply(program, kwargs, input, tensors)
         try:
-            if program.requires_grad:
-                return apply_eager(program, kwargs, input, *tensors)
-            return run_forward(None, program, kwargs, input, *tensors)
+            return _apply(program, kwargs, input, tensors)
         except Exception:
             self._explain_failure(input, extra_inputs)
             raise
@@ -448,20 +451,14 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
 _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def _execute(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    """Run a program through ``Pipeline.apply``, without autocast, since the ops cast themselves."""
-    if program.autocast is None:
-        return _apply(program, kwargs, x, tensors)
-    with torch.autocast(program.autocast_device, enabled=False):
-        return _apply(program, kwargs, x, tensors)
-
-
 def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    if program.requires_grad:
-        if program.compiling:
-            tensors = _distinct(tensors, len(program.chain.param_sources))
-        return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-    return run_forward(None, program, kwargs, x, *tensors)
+    """Run the steps, as one autograd function if there is a backward."""
+    if not program.requires_grad:
+        return run_forward(None, program, kwargs, x, *tensors)
+    if not program.compiling:
+        return apply_eager(program, kwargs, x, *tensors)
+    tensors = _distinct(tensors, len(program.chain.param_sources))
+    return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:

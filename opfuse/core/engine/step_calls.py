@@ -12,7 +12,7 @@ import torch
 from ..cast import Cast
 from ..environment import Environment
 from ..introspection import op_class
-from ..op import BasicOperation
+from ..op import BasicOperation, is_direct
 from ..op_context import OperationContext, asks_for_quantizers
 from ..quantization import QuantizedTensor
 from ..quantization.quantizer import same_quantizer
@@ -43,7 +43,7 @@ def finish(
     step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
     step.no_extras = ((),) * len(ops)
     step.given = any(kwargs[step.start : step.stop])
-    step.direct = not step.given and not step.has_extras and _is_direct(op, pass_name)
+    step.direct = not step.given and not step.has_extras and is_direct(op, pass_name)
     step.run = _method(step, forward)
     if env.options.get("debug") and not env.compiling:
         who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
@@ -112,14 +112,6 @@ def _call_cast(step: Step, forward: bool) -> None:
     """Decide how a cast step is called; a loop passes the context of the op that asked for it."""
     step.direct, step.takes_quantized = forward, True
     step.run = step.op.op_forward if forward else _CastGradient(step.op)
-
-
-def _is_direct(op: Any, pass_name: str) -> bool:
-    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``."""
-    method = f"fuser_{pass_name}"
-    if not isinstance(op, BasicOperation) or method in vars(op):
-        return False
-    return getattr(type(op), method) is getattr(BasicOperation, method)
 
 
 def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
