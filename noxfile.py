@@ -81,10 +81,8 @@ def print_seconds() -> None:
 
 
 def folders(name: str) -> list[pathlib.Path]:
-    """A package of this repository, and those that it depends on, for its extras too."""
-    extras = PACKAGES[name].get("optional-dependencies", {}).values()
-    needed = [*PACKAGES[name]["dependencies"], *(each for extra in extras for each in extra)]
-    needed = [re.split(r"[^a-z0-9-]", each)[0] for each in needed]
+    """A package of this repository, and those that it depends on."""
+    needed = [re.split(r"[^a-z0-9-]", each)[0] for each in PACKAGES[name]["dependencies"]]
     return [ROOT / "plugins" / each for each in (name, *needed) if each in PACKAGES]
 
 

@@ -21,6 +21,7 @@ from ..core.environment import Environment
 from ..core.hookspecs import hookimpl
 from ..core.plugins import manager
 from ..core.quantization import (
+    ROWWISE,
     QuantizedTensor,
     Quantizer,
     QuantizerRole,
@@ -28,7 +29,7 @@ from ..core.quantization import (
     Usage,
     nothing_recorded,
 )
-from ..core.quantization.formats import BlockScaledTensor, ScaledTensor
+from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
 from ..core.records import PluginRecord
 
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -43,10 +44,10 @@ class PerTensor(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock(Recipe):
-    """A scale per 1 x 128 values of inputs and gradients, and per 128 x 128 of weights; e4m3.
+    """A scale per 1 x 128 values; e4m3.
 
-    The copies of an input or gradient are cut along different dimensions: who reads the wrong one
-    computes with other values.
+    The copies of a tensor are cut along different dimensions: who reads the wrong one computes with
+    other values.
     """
 
 
@@ -119,9 +120,33 @@ class _Delayed(_PerTensor):
         self.discard()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
+class _Blocks(QuantizedTensor):
+    """A float32 scale for each 1 x 128 values of a copy: ``(outer, ceil(inner / 128))``."""
+
+    rowwise_data: Tensor | None
+    rowwise_scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    data_names = ("rowwise_data", "columnwise_data")
+    tensor_names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.rowwise_data is not None, self.columnwise_data is not None)
+
+    def dequantize(self, usage: Usage = ROWWISE) -> Tensor:
+        way = copy_to_read(self, usage)
+        codes, scale = getattr(self, f"{way}_data"), getattr(self, f"{way}_scale_inv")
+        codes = _matrix(codes)
+        each = scale.repeat_interleave(128, 1)[:, : codes.shape[1]]
+        values = (codes.float() * each).to(self.dtype)
+        return values.reshape(self.shape) if usage.rowwise else untransposed(values, self.shape)
+
+
 class _PerBlock(Quantizer):
     def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
-        self.block = (128, 128) if role.tensor_type == "weight" else (1, 128)
+        super().__init__()
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -129,29 +154,17 @@ class _PerBlock(Quantizer):
         values = _matrix(tensor.detach())
         row, row_scale = self._copy(values) if usage.rowwise else (None, None)
         column, column_scale = self._copy(values.t()) if usage.columnwise else (None, None)
-        return BlockScaledTensor(
-            tensor.shape,
-            tensor.dtype,
-            self,
-            row if row is None else row.reshape(tensor.shape),
-            row_scale,
-            column,
-            column_scale,
-            block=self.block,
-        )
+        row = row if row is None else row.reshape(tensor.shape)
+        return _Blocks(tensor.shape, tensor.dtype, self, row, row_scale, column, column_scale)
 
     def _copy(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales of a matrix whose blocks lie along its last dimension."""
-        (outer, inner), high = values.shape, self.block[0]
-        up, along = -(-outer // high), -(-inner // 128)
-        whole = F.pad(values, (0, 128 * along - inner, 0, high * up - outer))
-        blocks = whole.abs().reshape(up, high, along, 128).float()
-        scale = _scale(blocks.amax((1, 3)), torch.float8_e4m3fn)
-        each = scale.repeat_interleave(high, 0)[:outer].repeat_interleave(128, 1)[:, :inner]
-        codes = _codes(values, each, torch.float8_e4m3fn).contiguous()
-        if high == 1:
-            return codes, scale.t().contiguous()
-        return codes, F.pad(scale, (0, -along % 4), value=1.0)
+        outer, inner = values.shape
+        along = -(-inner // 128)
+        blocks = F.pad(values, (0, 128 * along - inner)).abs().reshape(outer, along, 128).float()
+        scale = _scale(blocks.amax(2), torch.float8_e4m3fn)
+        each = scale.repeat_interleave(128, 1)[:, :inner]
+        return _codes(values, each, torch.float8_e4m3fn).contiguous(), scale
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
-from ..core.quantization.formats import BlockScaledTensor
 from ..tuning.tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
 from .running import Failure, Result
@@ -113,7 +112,7 @@ def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) ->
         raise Failure(f"{what} is good for {got.usage} instead of {expected.copies}")
     scales_first = sorted(expected.tensor_names, key=lambda name: name in expected.data_names)
     for name in scales_first:
-        mine, other = _used(got, name), _used(expected, name)
+        mine, other = got.without_padding(name), expected.without_padding(name)
         if mine is None or other is None:
             continue
         if mine.dtype != other.dtype:
@@ -148,15 +147,6 @@ def _compare_data(case: Case, what: str, got: Tensor, expected: Tensor) -> None:
     if most > 1 or (share > MOST_CODES and count > 1):
         raise Failure(f"{what}: {found}; {MOST_CODES:.1%} by one step are allowed to be inexact")
     print(f"{case.subject.name}: {found}")
-
-
-def _used(tensor: QuantizedTensor, name: str) -> Tensor | None:
-    """One of its tensors, without what is there only to fill up rows of scales."""
-    part: Tensor | None = getattr(tensor, name)
-    if part is None or name in tensor.data_names or not isinstance(tensor, BlockScaledTensor):
-        return part
-    size = tensor.shape[-1] if name.startswith("rowwise") else tensor.shape[:-1].numel()
-    return part if tensor.block[0] == 1 else part[:, : -(-size // 128)]
 
 
 def describe(case: Case, leaf: str) -> str:

@@ -9,11 +9,11 @@ import numpy as np
 import opfuse_fp8 as fp8
 import pytest
 import torch
+from opfuse_quantized.hadamard import mixed, unmixed
 
 import opfuse
 from opfuse import QuantizerRole, ops
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
-from opfuse.core.quantization.hadamard import mixed, unmixed
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import exact  # from the folder just added

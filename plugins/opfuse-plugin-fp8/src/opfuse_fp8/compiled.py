@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import PluginWarning
 from opfuse.core.quantization import QuantizedTensor, Usage
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops import LayerNorm
 
 from . import casts, twins

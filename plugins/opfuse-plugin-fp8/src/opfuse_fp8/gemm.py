@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from opfuse.core.quantization import QuantizedTensor, Usage
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization.formats import ScaledTensor
 
 DEPTH = 16
 """What the size that a product sums over has to be a multiple of on a GPU; zeros fill it up."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from opfuse_quantized.formats import NVFP4Tensor
+from opfuse_quantized.hadamard import mixed
 from torch import Tensor
 
 from opfuse import Quantizer
 from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded
-from opfuse.core.quantization.formats import NVFP4Tensor
-from opfuse.core.quantization.hadamard import mixed
 
 from . import casts
 from .quantizers import BaseQuantizer, as_matrix, update_delayed

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from torch import Tensor
 
 from opfuse import Quantizer, QuantizerRole
 from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded, unchanged
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization.formats import ScaledTensor
 
 from . import casts
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor
 from opfuse.core.quantization.quantizer import with_own_state
 
 from .codes import as_bytes, settled
+from .formats import BlockScaledTensor, MXTensor
 
 _SQUARE = (128, 128)
 

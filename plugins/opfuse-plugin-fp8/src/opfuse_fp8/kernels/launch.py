@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization.formats import ScaledTensor
 
 from ..formulas import Formula, formula_of
 from ..quantizers import (

@@ -9,17 +9,11 @@ import math
 
 import pytest
 import torch
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor, NVFP4Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from opfuse.core.quantization.formats import (
-    BlockScaledTensor,
-    MXTensor,
-    NVFP4Tensor,
-    QuantizedTensor,
-    ScaledTensor,
-    Usage,
-)
+from opfuse.core.quantization.formats import QuantizedTensor, ScaledTensor, Usage
 
 ROWWISE, COLUMNWISE, BOTH = Usage(), Usage(False, True), Usage(True, True)
 E4M3, E5M2, E2M1X2 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2

@@ -1,0 +1,268 @@
+"""The formats whose scales are for blocks of values; :mod:`opfuse.core.quantization.formats`.
+
+Two rules hold for every format. A tensor counts as a matrix of ``rows`` by ``columns``: its last
+dimension is the columns, all others together are the rows. And the columnwise copy of a matrix is
+laid out like the rowwise copy of its transpose, so a GEMM reads both in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opfuse.core.quantization import ROWWISE
+from opfuse.core.quantization.formats import (
+    FP8,
+    QuantizedTensor,
+    Usage,
+    check_original,
+    check_scalar,
+    check_scale,
+    check_tensor,
+    copy_to_read,
+    matrix_of,
+    untransposed,
+)
+
+from .hadamard import unmixed
+
+_BLOCKS = ((1, 128), (128, 128))
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class _TwoCopies(QuantizedTensor):
+    """A format whose copies are quantized separately, each with its own scales."""
+
+    rowwise_data: Tensor | None = None
+    rowwise_scale_inv: Tensor | None = None
+    columnwise_data: Tensor | None = None
+    columnwise_scale_inv: Tensor | None = None
+    tensor_names: ClassVar[tuple[str, ...]] = (
+        "rowwise_data",
+        "rowwise_scale_inv",
+        "columnwise_data",
+        "columnwise_scale_inv",
+    )
+    data_names: ClassVar[tuple[str, ...]] = ("rowwise_data", "columnwise_data")
+    data_dtypes: ClassVar[tuple[torch.dtype, ...]]
+    scale_dtype: ClassVar[torch.dtype]
+    per_byte: ClassVar[int] = 1  # values in an element of the data
+
+    def __post_init__(self) -> None:
+        """Refuse tensors that do not fit the shape."""
+        rows, columns = check_original(self)
+        for way, outer, inner in (("rowwise", rows, columns), ("columnwise", columns, rows)):
+            data, scale = f"{way}_data", f"{way}_scale_inv"
+            if getattr(self, data) is None and getattr(self, scale) is None:
+                continue
+            scales = self._scale_shape(way, outer, inner)  # refuses a size that it cannot divide
+            check_tensor(self, scale, scales, (self.scale_dtype,))
+            values = tuple(self.shape) if way == "rowwise" else (outer, inner)
+            if self.per_byte > 1:
+                values = (*values[:-1], inner // self.per_byte)
+            check_tensor(self, data, values, self.data_dtypes)
+            check_scale(self, data, scale)
+
+    @property
+    def usage(self) -> Usage:
+        """The copies that are here."""
+        return Usage(self.rowwise_data is not None, self.columnwise_data is not None)
+
+    def dequantize(self, usage: Usage = ROWWISE) -> Tensor:
+        """The values in ``dtype``, computed in float32 from the copy that ``usage`` names."""
+        copy = copy_to_read(self, usage)
+        rows, columns = matrix_of(self.shape)
+        size = (rows, columns) if usage.rowwise else (columns, rows)
+        values = self._unpacked(getattr(self, f"{copy}_data")).reshape(size)
+        values = self._scaled(copy, values).to(self.dtype)
+        return values.reshape(self.shape) if usage.rowwise else untransposed(values, self.shape)
+
+    @abstractmethod
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
+        """The shape of the scales of a matrix whose blocks lie along ``inner``."""
+
+    def _unpacked(self, data: Tensor) -> Tensor:
+        """The values of ``data`` in float32, without their scales."""
+        return data.float()
+
+    @abstractmethod
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        """Multiply a matrix, whose blocks lie along its last dimension, by a copy's scales."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class BlockScaledTensor(_TwoCopies):
+    """A float32 scale for each block of 1 x 128 or 128 x 128 values.
+
+    The last block of a row or column is shorter if its length is not a multiple of 128. The
+    transpose of the scales, a view, is what :func:`torch.nn.functional.scaled_mm` takes.
+
+    Args:
+        shape: The logical shape.
+        dtype: The dtype of the original tensor.
+        quantizer: The quantizer that made it, or None.
+        rowwise_data: fp8 values in the logical shape.
+        rowwise_scale_inv: float32. Blocks of 1 x 128: ``(ceil(columns / 128), rows)``. Blocks of
+            128 x 128: ``(ceil(rows / 128), ceil(columns / 128))``, with the last dimension rounded
+            up to a multiple of 4. The surplus columns are never used.
+        columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows)``.
+        columnwise_scale_inv: As ``rowwise_scale_inv``, with rows and columns exchanged.
+        block: ``(1, 128)`` or ``(128, 128)``.
+    """
+
+    block: tuple[int, int] = dataclasses.field(kw_only=True)
+    data_dtypes = FP8
+    scale_dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Refuse another block, and tensors that do not fit the shape."""
+        if self.block not in _BLOCKS:
+            raise ValueError(
+                f"BlockScaledTensor: expected a block of (1, 128) or (128, 128), got {self.block}"
+            )
+        super().__post_init__()
+
+    def without_padding(self, name: str) -> Tensor | None:
+        """One of its tensors; of square blocks' scales, without the surplus columns."""
+        part = super().without_padding(name)
+        if part is None or name in self.data_names or self.block[0] == 1:
+            return part
+        rows, columns = matrix_of(self.shape)
+        return part[:, : _ceil(columns if name.startswith("rowwise") else rows, 128)]
+
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
+        along = _ceil(inner, 128)
+        return (along, outer) if self.block[0] == 1 else (_ceil(outer, 128), 4 * _ceil(along, 4))
+
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        scale: Tensor = getattr(self, f"{copy}_scale_inv")
+        if self.block[0] == 1:
+            return _times(values, scale.t(), 128)
+        return _times(values, scale.repeat_interleave(128, 0)[: values.shape[0]], 128)
+
+
+class MXTensor(_TwoCopies):
+    """OCP microscaling: a power of two, in E8M0, for each block of 1 x 32 fp8 values.
+
+    The scales are neither swizzled nor padded. A copy's blocks are whole: the rowwise copy needs
+    a multiple of 32 columns, the columnwise copy a multiple of 32 rows, as MX GEMMs do.
+
+    Args:
+        shape: The logical shape.
+        dtype: The dtype of the original tensor.
+        quantizer: The quantizer that made it, or None.
+        rowwise_data: e4m3fn or e5m2 values in the logical shape.
+        rowwise_scale_inv: float8_e8m0fnu, ``(rows, columns / 32)``.
+        columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows)``.
+        columnwise_scale_inv: float8_e8m0fnu, ``(columns, rows / 32)``.
+    """
+
+    data_dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+    scale_dtype = torch.float8_e8m0fnu
+
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
+        return outer, _whole_blocks(self, copy, inner, 32)
+
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        return _times(values, getattr(self, f"{copy}_scale_inv").float(), 32)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class NVFP4Tensor(_TwoCopies):
+    """NVFP4: E2M1 values, an e4m3 scale for each block of 1 x 16, and a float32 scale over all.
+
+    A value is ``data * scale_inv * tensor_scale_inv``. A byte holds two values; the first is in
+    the low nibble (bits 0 to 3). The scales are neither swizzled nor padded. A copy's blocks are
+    whole: the rowwise copy needs a multiple of 16 columns, the columnwise copy a multiple of 16
+    rows, as NVFP4 GEMMs do.
+
+    The columnwise copy may hold transformed values: each 16 neighbours times ``diag(signs) @ H /
+    4``, where ``H`` is Sylvester's Hadamard matrix. :meth:`dequantize` undoes that. A GEMM may read
+    two such copies as they are if both have the same signs, since the transform is orthogonal; it
+    refuses a pair of which the signs differ, or of which only one is transformed.
+
+    Args:
+        shape: The logical shape.
+        dtype: The dtype of the original tensor.
+        quantizer: The quantizer that made it, or None.
+        rowwise_data: float4_e2m1fn_x2, the logical shape with half the columns.
+        rowwise_scale_inv: float8_e4m3fn, ``(rows, columns / 16)``.
+        columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows / 2)``.
+        columnwise_scale_inv: float8_e4m3fn, ``(columns, rows / 16)``.
+        rowwise_tensor_scale_inv: The rowwise copy's second scale: float32, of one element.
+        columnwise_tensor_scale_inv: The same for the columnwise copy.
+        columnwise_signs: None: the columnwise copy holds the values as they are. Otherwise they are
+            transformed, and bit ``i`` says whether the ``i``-th of 16 neighbours was negated first.
+    """
+
+    rowwise_tensor_scale_inv: Tensor | None = None
+    columnwise_tensor_scale_inv: Tensor | None = None
+    columnwise_signs: int | None = None
+    tensor_names = (
+        *_TwoCopies.tensor_names,
+        "rowwise_tensor_scale_inv",
+        "columnwise_tensor_scale_inv",
+    )
+    data_dtypes = (torch.float4_e2m1fn_x2,)
+    scale_dtype = torch.float8_e4m3fn
+    per_byte = 2
+
+    def __post_init__(self) -> None:
+        """Refuse invalid signs, and tensors that do not fit the shape."""
+        signs = self.columnwise_signs
+        if signs is not None and not (type(signs) is int and 0 <= signs < 1 << 16):
+            raise ValueError(
+                f"NVFP4Tensor: expected columnwise_signs of None or 16 bits, got {signs!r}"
+            )
+        super().__post_init__()
+        for way in ("rowwise", "columnwise"):
+            check_scalar(self, f"{way}_tensor_scale_inv")
+            check_scale(self, f"{way}_data", f"{way}_tensor_scale_inv")
+
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
+        return outer, _whole_blocks(self, copy, inner, 16)
+
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        if copy == "columnwise" and self.columnwise_signs is not None:
+            values = unmixed(values, self.columnwise_signs)  # exact: sums of 16 small numbers
+        values = _times(values, getattr(self, f"{copy}_scale_inv").float(), 16)
+        over_all: Tensor = getattr(self, f"{copy}_tensor_scale_inv")
+        return values * over_all.reshape(())  # the first product is exact
+
+    def _unpacked(self, data: Tensor) -> Tensor:
+        """Unpack by arithmetic rather than a table, which would have to be copied to the device."""
+        packed = data.view(torch.uint8)
+        code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+        exponent, mantissa = code >> 1 & 3, code & 1
+        normal = (exponent > 0).to(torch.uint8)
+        twice = (2 * normal + mantissa) << (exponent - normal)
+        magnitude = twice.float() / 2
+        return torch.where(code > 7, -magnitude, magnitude)
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _times(values: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Multiply each run of ``block`` values by its scale; scales beyond the last are padding."""
+    return values * scales.repeat_interleave(block, 1)[:, : values.shape[1]]
+
+
+def _whole_blocks(made: QuantizedTensor, copy: str, size: int, block: int) -> int:
+    """The number of blocks in ``size`` values.
+
+    Raises:
+        ValueError: The last block is not whole.
+    """
+    if size % block:
+        sides = "columns" if copy == "rowwise" else "rows"
+        raise ValueError(
+            f"{type(made).__name__} of shape {tuple(made.shape)}: expected a multiple of {block} "
+            f"{sides} for a {copy} copy, got {size}"
+        )
+    return size // block
