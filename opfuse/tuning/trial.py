@@ -213,17 +213,12 @@ class Trial:
         dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
         product = any(op.out_features is not None for op in chain.ops)
         twice = dtype is torch.float16 or env.recipe is not None
+        rule: dict[str, Any] = {"dtype": dtype, "gemm": product, "roundings": 1 + twice}
         for what, expected in separate.items():
-            got = fused.get(what)
+            got, truth = fused.get(what), exact.get(what)
             # for the same seed it may draw otherwise
             values = not self.draws and got is not None and got.is_floating_point()
-            rule: dict[str, Any] = {
-                "values": values,
-                "dtype": dtype,
-                "gemm": product,
-                "roundings": 1 + twice,
-            }
-            if problem := problem_of(what, got, expected, exact.get(what), **rule):
+            if problem := problem_of(what, got, expected, truth, values=values, **rule):
                 return f"differs from the separate ops: {problem}"
         return ""
 
