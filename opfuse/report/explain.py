@@ -28,17 +28,16 @@ from ..core.replaced_forward import replaced_forward, replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call
+from .lines import counted, wrap
 from .quantized import Quantized, quantized_by
 from .text import (
     MATCHES_NOTHING,
     alike_calls,
-    counted,
     describe_call,
     how_many_fused,
     summarize_refused,
     title_of,
     why_none,
-    wrap,
 )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.engine.plan import FusionPlan, PlanStep, Refusal
 from .call import Call
+from .lines import as_bytes, counted, wrap
 
-_WIDTH = 100
 MATCHES_NOTHING = "no plugin offers a fusion for these ops"
 _LOST = "overlaps ", "another set of fusions "
 """How the planner's reasons begin where a candidate lost to others."""
@@ -174,11 +173,6 @@ def _times(number: int) -> str:
     return f" ({number} times)" if number > 1 else ""
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and what there are so many of."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def how_many_fused(calls: Sequence[Call]) -> str:
     """How many steps of each pass are fused, how many of them fall back, how many are separate."""
     parts = []
@@ -189,37 +183,3 @@ def how_many_fused(calls: Sequence[Call]) -> str:
         of_them = f" ({fallbacks} by fallback)" if fallbacks else ""
         parts.append(f"{name} {len(fused)} fused{of_them}, {len(steps) - len(fused)} separate")
     return "; ".join(parts)
-
-
-def as_bytes(count: int) -> str:
-    """A number of bytes with a unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
-
-
-def table(rows: Collection[Sequence[str]], numbers_from: int = 99) -> list[str]:
-    """Rows of cells as lines of columns.
-
-    Args:
-        rows: The rows.
-        numbers_from: The first column that is aligned on the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{cell:{'>' if i >= numbers_from else '<'}{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines behind ``indent``, all but the first behind ``rest`` if given."""
-    width, rest = max(_WIDTH, len(indent) + 40), indent if rest is None else rest
-    wrapper = textwrap.TextWrapper(width, indent, rest, break_long_words=False)
-    wrapper.break_on_hyphens = False
-    return wrapper.wrap(text)

@@ -14,6 +14,7 @@ from ..core.quantization.hadamard import mixed
 from ..core.quantization.observer import Observer
 from ..core.quantization.quantizer import ROWWISE, Quantizer
 from ..core.settings import Setting, current
+from .lines import table
 
 _BEYOND = 1 + 1 / 32  # a quotient of scales may be off in its last bits
 
@@ -197,14 +198,7 @@ class watch_quantization(Setting, Observer):
             )
             for name, record in self.tensors.items()
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                f"{cell:<{width}}" if i < 2 else f"{cell:>{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(table(rows, numbers_from=2))
 
 
 def _as_cast(x: Tensor, made: QuantizedTensor, usage: Usage) -> tuple[Tensor, QuantizedTensor]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.tuning_table import THRESHOLD, Measurement, Shape
-from ..report.text import as_bytes, wrap
+from ..report.lines import as_bytes, counted, wrap
+from ..report.text import where_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Result:
     refusal: str
 
     def __str__(self) -> str:
-        who = f"{self.fusion}, {self.distribution or 'registered in code'}"
-        where = f"{self.passes} {who}, on {' + '.join(self.basic_ops)} at {self.shape.rows} rows"
+        where = f"{where_of(self)} at {self.shape.rows} rows"
         if self.found.wrong:
             return f"{where}: it {self.found.wrong}"
         speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
@@ -60,11 +60,6 @@ class TuningReport:
     path: Path | None
     unmeasured: Sequence[str] = ()
 
-    def joined(self, other: TuningReport) -> TuningReport:
-        """Return a report with later results added."""
-        both = [*self.results, *other.results], self.path or other.path
-        return TuningReport(*both, (*self.unmeasured, *other.unmeasured))
-
     @property
     def wrong(self) -> list[Result]:
         """The wrong results."""
@@ -78,8 +73,7 @@ class TuningReport:
     def __str__(self) -> str:
         if not self.results and not self.unmeasured:
             return "Nothing to measure: no fusion of a plugin in use fits a chain of this model."
-        count = len(self.results)
-        parts = [f"{count} run{'' if count == 1 else 's'}"]
+        parts = [counted(len(self.results), "run")]
         if self.slower:
             worst = min(result.found.speed for result in self.slower)
             parts.append(f"{_fusions(self.slower)} refused as slower here, worst {worst:.2f}x")
@@ -122,4 +116,4 @@ class TuningReport:
 
 
 def _fusions(results: Sequence[Result]) -> str:
-    return f"{len(results)} fusion{'' if len(results) == 1 else 's'}"
+    return counted(len(results), "fusion")
