@@ -28,15 +28,7 @@ They are of inputs of one to four dimensions, with row counts of tiles and besid
 """
 
 MORE_ROWS: tuple[tuple[int, ...], ...] = (
-    (31,),
-    (33,),
-    (511,),
-    (513,),
-    (1023,),
-    (1025,),
-    (2047,),
-    (4097,),
-    (3, 43),
+    *((31,), (33,), (511,), (513,), (1023,), (1025,), (2047,), (4097,), (3, 43)),
 )
 """More of them, if you have the time."""
 
