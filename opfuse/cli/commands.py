@@ -149,19 +149,15 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
     with contextlib.ExitStack() as stack:
-        bars: list[Any] = []
+        bar: Any = None
 
         def show(done: int, of: int, what: str) -> None:
-            if not bars:
-                bar = click.progressbar(
-                    length=of,
-                    label="Measuring",
-                    file=sys.stderr,
-                    item_show_func=lambda name: name or "",
-                )
-                bars.append(stack.enter_context(bar))
-            bars[0].length = of
-            bars[0].update(done - bars[0].pos, what)
+            nonlocal bar
+            if bar is None:
+                kind: dict[str, Any] = {"label": "Measuring", "item_show_func": lambda name: name}
+                bar = stack.enter_context(click.progressbar(length=of, file=sys.stderr, **kind))
+            bar.length = of
+            bar.update(done - bar.pos, what)
 
         yield show
 

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from ..core.op import FusedOperation
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
-from ..core.replaced_forward import replaced_forward, replaced_forwards
+from ..core.replaced_forward import replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call
 from .lines import counted, wrap
-from .quantized import Quantized, quantized_by
+from .quantized import quantized_by, total
 from .text import (
     MATCHES_NOTHING,
     alike_calls,
@@ -83,7 +84,7 @@ class Explanation:
             return [*lines, *wrap(none + could if self.convertible else none, "")]
         count = f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}."
         lines += wrap(count, "", "  ")
-        lines += sum((call.quantized for call in calls), Quantized()).lines(full=False)
+        lines += total([call.quantized for call in calls]).lines()
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
@@ -232,21 +233,15 @@ def _why_unfused() -> str:
     return "the plugins in use offer no fusion"
 
 
-def _containers(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules of a model, and the chains beside them, each with its path and its class."""
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        owner = op_class(module).__name__
-        yield path, module, owner
-        replaced = replaced_forward(module)
-        if replaced is not None and replaced.chain is not None:
-            yield path, replaced.chain, owner
-
-
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
     places: dict[OperationFuser, dict[str, Any]] = {}
     alone: dict[nn.Module, str] = {}
-    for path, module, owner in _containers(model):
+    found: list[tuple[str, Any, nn.Module]] = []
+    if isinstance(model, nn.Module):
+        found += [(path, module, module) for path, module in model.named_modules()]
+        found += [(path, each.chain, module) for path, module, each in replaced_forwards(model)]
+    for path, module, owner in found:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         if isinstance(module, Sequential):
@@ -254,7 +249,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
                 inner: f"apart from the chain around it: {why}"
                 for inner, why in parts(module)[1].items()
             }
-        value, place = module._cache.value, {"path": path, "owner": owner}
+        value, place = module._cache.value, {"path": path, "owner": op_class(owner).__name__}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
@@ -297,13 +292,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     Raises:
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "opfuse.explain cannot be traced by torch.compile or torch.export: call it outside"
-        )
     recorder = _Calls()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices), recorder:
+    with forked_rng("opfuse.explain"), recorder:
         model(*inputs, **kwargs)
     places = _locate(model)
     calls = tuple(
@@ -318,6 +308,20 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         if replaced.fallback
     ]
     return Explanation(calls, tuple(own), 0 if calls or own else _convertible(model))
+
+
+def forked_rng(who: str) -> AbstractContextManager[None]:
+    """A block after which the random number generators of PyTorch are as before.
+
+    Raises:
+        RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{who} cannot be traced by torch.compile or torch.export: call it outside"
+        )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    return torch.random.fork_rng(devices)
 
 
 def _convertible(model: nn.Module) -> int:

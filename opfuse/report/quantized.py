@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..core.quantization.formats import Usage
 from ..core.quantization.quantizer import same_quantizer
 from ..core.quantization.state import living_weights, quantizer_names
 from .lines import table
@@ -47,33 +47,27 @@ class Quantized(NamedTuple):
     quantized: int = 0
     tensors: tuple[QuantizedRow, ...] = ()
 
-    def __add__(self, other: Any) -> Quantized:
-        """Both together, their tensors left out."""
-        recipe = self.recipe if self.recipe == other.recipe else "several recipes"
-        if not (self.recipe and other.recipe):
-            recipe = self.recipe or other.recipe
-        counts = self.products + other.products, self.quantized + other.quantized
-        return Quantized(recipe, *counts)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON-able data."""
         return self._asdict() | {"tensors": [dataclasses.asdict(row) for row in self.tensors]}
 
-    def lines(self, *, full: bool) -> list[str]:
-        """What reports say; nothing without a recipe.
-
-        Args:
-            full: Whether to list the tensors.
-        """
+    def lines(self) -> list[str]:
+        """The products, and a line for each tensor; nothing without a recipe."""
         if not self.recipe or not (self.products or self.tensors):
             return []
-        share = f"{self.quantized} of {self.products} products of linear ops"
-        lines = [f"quantized by {self.recipe}: {share}"]
         rows = []
-        for row in self.tensors if full else ():  # of the quantizer the steps say more
-            both = row.usage.replace("rowwise and columnwise", "both copies")
-            rows.append((row.op, row.tensor, row.format, both, row.where))
-        return lines + [f"  {line}" for line in table(rows)]
+        for row in self.tensors:  # of the quantizer the steps say more
+            usage = row.usage.replace("rowwise and columnwise", "both copies")
+            rows.append((row.op, row.tensor, row.format, usage, row.where))
+        share = f"{self.quantized} of {self.products} products of linear ops"
+        return [f"quantized by {self.recipe}: {share}", *[f"  {line}" for line in table(rows)]]
+
+
+def total(parts: Sequence[Quantized]) -> Quantized:
+    """All together, their tensors left out."""
+    recipes = {part.recipe for part in parts if part.recipe}
+    recipe = "several recipes" if len(recipes) > 1 else "".join(recipes)
+    return Quantized(recipe, sum(p.products for p in parts), sum(p.quantized for p in parts))
 
 
 def quantized_by(program: Any) -> Quantized:
@@ -128,9 +122,10 @@ def _rows(program: Any, i: int, op: Any, given: dict[str, bool]) -> list[Quantiz
             usage = op.get_usage(name, **given)
             where = "lives quantized" if name in lives else "the op itself"
         if any(usage) and (name in forward or given["backward"]):
+            copies = " and ".join(way for way, used in usage._asdict().items() if used)
             who = f"{op.name}: {type(op).__name__}" if op.name else type(op).__name__
             by = type(quantizer).__name__
-            rows.append(QuantizedRow(who, name, quantizer.describe(), _words(usage), by, where))
+            rows.append(QuantizedRow(who, name, quantizer.describe(), copies, by, where))
     return rows
 
 
@@ -140,7 +135,3 @@ def _step(steps: Any, edge: int) -> str:
         if edge in [at for at, _ in step.casts]:
             return f"fused into {step.source.name}" if step.source else "a step of its own"
     return "nobody"
-
-
-def _words(usage: Usage) -> str:
-    return " and ".join(way for way, used in usage._asdict().items() if used)

@@ -41,7 +41,7 @@ def describe_call(
         lines.append(f"  backward: none, {none}")
     if full:
         lines += _describe_refused(plan.refused)
-        lines += [f"  {line}" for line in call.quantized.lines(full=True)]
+        lines += [f"  {line}" for line in call.quantized.lines()]
         lines += [line for note in call.notes for line in wrap(note, "  ", "    ")]
     return lines
 

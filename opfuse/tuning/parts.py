@@ -123,10 +123,10 @@ def part_program(
     whole = program.measurements
     first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
     here = slice(of.start, of.stop)
-    needs = Needs(False, first, whole.needs.inputs[here], whole.needs.params[here])
+    inputs, params = whole.needs.inputs[here], whole.needs.params[here]
     if first == len(of):
-        params = tuple((False,) * len(flags) for flags in needs.params)
-        needs = Needs(False, first, (False,) * len(of), params)
+        inputs, params = (False,) * len(of), tuple((False,) * len(flags) for flags in params)
+    needs = Needs(False, first, inputs, params)
     env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
     autocast = program.autocast
     edges = Edges(  # each on the side of the op that reads it

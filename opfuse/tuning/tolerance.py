@@ -83,8 +83,7 @@ def difference(
     worst = error.max().item()
     if worst <= allowed:
         return None
-    where = tuple(torch.unravel_index(error.argmax(), error.shape))
-    place = tuple(int(i) for i in where)
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     value, truth = got[place].item(), expected[place].item()
     return (
         f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: "

@@ -33,6 +33,9 @@ Results = Mapping[str, Tensor | None]
 class Trial:
     """One candidate of a call, with the tensors that come to it there.
 
+    Attributes:
+        shape: The shape of the input, for the entry.
+
     Args:
         call: The call.
         step: The candidate.
@@ -59,12 +62,8 @@ class Trial:
         places = [f"extra input {k} of {chain.name(i)}" for i, k in chain.external_inputs]
         self._names = ["the input", *names, *places]
         self._weights: dict[tuple[int, ...], Tensor] = {}
-        self._rows = x.shape[:-1].numel()
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the input, for the entry."""
-        return Shape(*rows_of(Shape._fields, self._leaves[0]))
+        self._device, self._rows = x.device, x.shape[:-1].numel()
+        self.shape = Shape(*rows_of(Shape._fields, self._leaves[0]))
 
     def _arriving(self) -> tuple[Tensor, list[Tensor]]:
         """The input of the candidate's first op, and the extra inputs of its ops."""
@@ -115,9 +114,7 @@ class Trial:
         fused, configuration = self._fastest()
         if wrong := self._difference(fused):
             return self._wrong(wrong)
-        timing = self._costs(
-            compare(self._timed(self._separate), self._timed(fused), self._device), fused
-        )
+        timing = self._costs(fused)
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
         if wrong := self._changed():
             return self._wrong(wrong)
@@ -135,7 +132,7 @@ class Trial:
             program = make(configuration=dict(configuration))
             with contextlib.suppress(Exception):  # this GPU has no room for it, say
                 if not self._difference(program):
-                    timing = compare(self._timed(plain), self._timed(program), self._device)
+                    timing = self._compare(plain, program)
                     if timing.speed - timing.noise > speed:
                         best, speed = (program, dict(configuration)), timing.speed
             self._changed()  # so that the next one is not blamed for it
@@ -147,38 +144,35 @@ class Trial:
         first, again, other = (self._seeded(self._separate, seed) for seed in (0, 0, 1))
         return _same(first, again) and not _same(first, other)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._separate.env.device
+    def _timed(self, program: Program, *, both: bool = False) -> Callable[[], object]:
+        """The function to time: the passes that the fusion is for, or both.
 
-    def _timed(self, program: Program) -> Callable[[], object]:
-        """The function to time: the passes that the fusion is for.
-
-        ``torch.compile`` divides the work of both passes anew, so there it is always both.
+        ``torch.compile`` divides the work of both passes its own way, so there it is always both.
         """
-        if not program.requires_grad or (self._step.passes == "forward" and not program.compiling):
+        passes = "joint" if both or program.compiling else self._step.passes
+        if passes == "forward" or not program.requires_grad:
             return lambda: self._forward(program)
-        if self._step.passes == "joint" or program.compiling:
+        if passes == "joint":
             return lambda: self._gradients(self._forward(program))
         outputs = self._forward(program)
         return lambda: self._gradients(outputs)
 
-    def _costs(self, timing: Timing, fused: Program) -> Timing:
-        """The timing of a forward, or that of both passes where the backward loses by it.
+    def _costs(self, fused: Program) -> Timing:
+        """The timing of a fusion, or that of both passes if it makes the backward slower.
 
-        What a forward leaves in the caches, a copy of a weight instead of the weight, say, can cost
-        the backward more than it saved.
+        A forward can leave something else in the caches, such as a copy of a weight instead of the
+        weight, and that can cost the backward more than the forward saved.
         """
+        timing = self._compare(self._separate, fused)
         alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
         if not alone or timing.speed < 1:
             return timing
-        both = compare(
-            lambda: self._gradients(self._forward(self._separate)),
-            lambda: self._gradients(self._forward(fused)),
-            self._device,
-            most=TURNS,
-        )
+        ways = self._timed(self._separate, both=True), self._timed(fused, both=True)
+        both = compare(*ways, self._device, most=TURNS)
         return both if both.speed + both.noise < 1 else timing
+
+    def _compare(self, one: Program, other: Program) -> Timing:
+        return compare(self._timed(one), self._timed(other), self._device)
 
     def _saved(self, program: Program) -> int:
         if not program.requires_grad:
@@ -304,10 +298,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two have the same numbers; NaN is NaN."""
-    equal = one.detach() == other.detach()
-    if one.is_floating_point():
-        equal |= one.detach().isnan() & other.detach().isnan()
-    return bool(equal.all())
+    alike = torch.isclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+    return bool(alike.all())
 
 
 def _same(one: Results, other: Results) -> bool:

@@ -19,6 +19,7 @@ from ..core.plugins import manager
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
+from ..report.explain import forked_rng
 from .job import Job
 from .parts import Call, as_compiled, candidates
 from .report import Result, TuningReport
@@ -75,13 +76,8 @@ def tune(
         OSError: The table cannot be written.
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
-        )
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     recorder, jobs, again = _Collector(compiled), list[Job](), True
-    with torch.random.fork_rng(devices), unchanged(model), contextlib.ExitStack() as off:
+    with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
         while again:  # what is inside a module that gives way runs by itself
             recorder.hear(model, inputs, kwargs)
             _run(recorder.candidates, recorder.wholes, len(jobs), progress)
