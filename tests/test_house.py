@@ -191,8 +191,6 @@ LONGER = {  # functions of more lines, and why
     "run_forward": "the loop of every call",
     "run_backward": "the loop of every call",
     "_replace": "the functions that it puts in place of Triton's",
-    "draw": "a picture from top to bottom",
-    "_chain": "a picture from top to bottom",
     "make_chains": "the order in which cases are made is the point",
     "_compare_context": "one comparison for each thing that a forward leaves",
 }

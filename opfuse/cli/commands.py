@@ -18,7 +18,7 @@ from ..core.plugins import manager
 from ..core.records import PluginFilter, is_strict
 from ..core.settings import current
 from ..report.explain import explain
-from ..report.text import wrap
+from ..report.lines import table, wrap
 from ..tuning import tune
 from .doctor import as_text, examine
 from .models import UserError, load_model, quiet_stdout, told
@@ -108,17 +108,14 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     cells += [
         (row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    starts = [
-        "".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
-    lines = [starts[0] + "FUSIONS"]
+    starts = table(cells)
+    width = max(map(len, starts)) + 2
+    lines = [f"{starts[0]:{width}}FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
         fusions = [
             f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()
         ]
-        lines += wrap(", ".join(fusions) or "-", start, " " * len(start))
+        lines += wrap(", ".join(fusions) or "-", f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
 
@@ -152,19 +149,15 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
     with contextlib.ExitStack() as stack:
-        bars: list[Any] = []
+        bar: Any = None
 
         def show(done: int, of: int, what: str) -> None:
-            if not bars:
-                bar = click.progressbar(
-                    length=of,
-                    label="Measuring",
-                    file=sys.stderr,
-                    item_show_func=lambda name: name or "",
-                )
-                bars.append(stack.enter_context(bar))
-            bars[0].length = of
-            bars[0].update(done - bars[0].pos, what)
+            nonlocal bar
+            if bar is None:
+                kind: dict[str, Any] = {"label": "Measuring", "item_show_func": lambda name: name}
+                bar = stack.enter_context(click.progressbar(length=of, file=sys.stderr, **kind))
+            bar.length = of
+            bar.update(done - bar.pos, what)
 
         yield show
 

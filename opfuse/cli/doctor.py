@@ -10,7 +10,7 @@ import torch
 from .. import __version__
 from ..core.plugins import manager
 from ..core.tuning_table import device_name, installed, path_for, table_for
-from ..report.text import wrap
+from ..report.lines import wrap
 
 
 def examine() -> dict[str, Any]:

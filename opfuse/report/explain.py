@@ -8,6 +8,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,20 @@ from ..core.op import FusedOperation
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
-from ..core.replaced_forward import replaced_forward, replaced_forwards
+from ..core.replaced_forward import replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call
-from .quantized import Quantized, quantized_by
+from .lines import counted, wrap
+from .quantized import quantized_by, total
 from .text import (
     MATCHES_NOTHING,
     alike_calls,
-    counted,
-    describe_passes,
+    describe_call,
     how_many_fused,
     summarize_refused,
     title_of,
     why_none,
-    wrap,
 )
 
 
@@ -73,8 +73,7 @@ class Explanation:
     def _chains(self, *, full: bool) -> list[str]:
         """The lines about each chain, those alike once."""
         calls, lines = self.calls, []
-        own = Counter((cls, why) for _, cls, why in self.own)
-        for (cls, why), n in own.items():
+        for (cls, why), n in Counter((cls, why) for _, cls, why in self.own).items():
             lines += wrap(f"{cls} x {n} ran its own forward: {why}", "", "  ")
         if not calls:
             none = (
@@ -83,25 +82,16 @@ class Explanation:
             )
             could = f" opfuse.convert(model) could convert {self.convertible} of its modules."
             return [*lines, *wrap(none + could if self.convertible else none, "")]
-        lines += wrap(
-            f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}.", "", "  "
-        )
-        lines += sum((call.quantized for call in calls), Quantized()).lines(full=False)
+        count = f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}."
+        lines += wrap(count, "", "  ")
+        lines += total([call.quantized for call in calls]).lines()
         unfused = {call.unfused for call in calls}
         everywhere = unfused.pop() if len(unfused) == 1 else ""
         if everywhere:
             lines += wrap(f"Nothing is fused: {everywhere}.", "")
-        for call, numbers in alike_calls(calls, full).values():
-            lines += ["", *wrap(title_of(call, numbers, calls, 8 if full else 3), "", "  ")]
-            lines += wrap(call.cut, "  ")
-            no_grad = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
+        for call, numbers in alike_calls(calls, full):
             why = "" if everywhere else call.unfused or MATCHES_NOTHING
-            lines += describe_passes(
-                call.plan, no_grad, why, "  ", full=full, saved_bytes=call.saved_bytes
-            )
-            lines += [f"  {line}" for line in call.quantized.lines(full=True) if full]
-            for note in call.notes if full else ():
-                lines += wrap(note, "  ", "    ")
+            lines += describe_call(call, numbers, calls, why, full)
         return lines
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
@@ -163,9 +153,9 @@ class Explanation:
                 f"{path!r}"
             )
         chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
-        for call, numbers in alike_calls(self.calls).values():
+        for call, numbers in alike_calls(self.calls):
             reason = why_none(call.plan, call.unfused or MATCHES_NOTHING)
-            title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls, 8)
+            title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls)
             chains.append(([line for line in (title, call.cut, reason) if line], call.plan))
         Path(path).write_text(draw(chains), encoding="utf-8", newline="\n")
 
@@ -185,7 +175,8 @@ class _Calls(Recorder):
     """Collects the plans of the calls made while it is in the thread's scope."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[OperationFuser, Call]] = []
+        self.calls: list[Call] = []
+        self.ran: list[tuple[OperationFuser, Program]] = []
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the plan."""
@@ -194,7 +185,8 @@ class _Calls(Recorder):
         grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
         self._params = [key for key, _ in _sizes(given[1][: program.num_params])]
         call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
-        self.calls.append((fuser, call))
+        self.calls.append(call)
+        self.ran.append((fuser, program))
 
     def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
         """Keep how much each step leaves for the backward, each storage once."""
@@ -207,23 +199,18 @@ class _Calls(Recorder):
             sizes.append(sum(size for key, size in found.items() if key not in seen))
             seen |= found.keys()
         # an op may have called another chain since
-        number = max(n for n, (_, call) in enumerate(self.calls) if call.plan is program.plan)
-        fuser, call = self.calls[number]
-        self.calls[number] = fuser, dataclasses.replace(call, saved_bytes=tuple(sizes))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        number = max(n for n, call in enumerate(self.calls) if call.plan is program.plan)
+        self.calls[number] = dataclasses.replace(self.calls[number], saved_bytes=tuple(sizes))
 
 
 def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """The storages of tensors, quantized ones too, and how many bytes each has."""
     for tensor in tensors:
         quantized = isinstance(tensor, (QuantizedTensor, QuantizedParameter))
-        parts = tensor.tensors() if quantized else (tensor,)
-        for part in parts:
+        for part in tensor.tensors() if quantized else (tensor,):
             if part is not None:
-                yield _storage(part), part.untyped_storage().nbytes()
+                storage = part.untyped_storage()
+                yield int(storage._cdata), storage.nbytes()
 
 
 def _why_unfused() -> str:
@@ -232,16 +219,13 @@ def _why_unfused() -> str:
         return "functorch transforms run the ops one by one"
     if dict(current.options).get("double_backward"):
         return "the option double_backward runs the ops one by one"
-    if manager.sources(current.selection):
-        return ""
     selection = current.selection
+    if manager.sources(selection):
+        return ""
     if not manager.records:
         return "no plugin is installed and no fusion is registered"
-    selected = [
-        record
-        for record in manager.records
-        if PluginFilter.parse(selection).position(record) is not None
-    ]
+    chosen = PluginFilter.parse(selection)
+    selected = [record for record in manager.records if chosen.position(record) is not None]
     if not selected:
         return f"every plugin is blocked by the selection {selection!r}"
     if not any(record.state == "loaded" for record in selected):
@@ -249,21 +233,15 @@ def _why_unfused() -> str:
     return "the plugins in use offer no fusion"
 
 
-def _containers(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules of a model, and the chains beside them, each with its path and its class."""
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        owner = op_class(module).__name__
-        yield path, module, owner
-        replaced = replaced_forward(module)
-        if replaced is not None and replaced.chain is not None:
-            yield path, replaced.chain, owner
-
-
 def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     """Where in ``model`` each fuser that has run belongs."""
     places: dict[OperationFuser, dict[str, Any]] = {}
     alone: dict[nn.Module, str] = {}
-    for path, module, owner in _containers(model):
+    found: list[tuple[str, Any, nn.Module]] = []
+    if isinstance(model, nn.Module):
+        found += [(path, module, module) for path, module in model.named_modules()]
+        found += [(path, each.chain, module) for path, module, each in replaced_forwards(model)]
+    for path, module, owner in found:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         if isinstance(module, Sequential):
@@ -271,31 +249,23 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
                 inner: f"apart from the chain around it: {why}"
                 for inner, why in parts(module)[1].items()
             }
-        value, place = module._cache.value, {"path": path, "owner": owner}
+        value, place = module._cache.value, {"path": path, "owner": op_class(owner).__name__}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
             places[fuser] = {**place, "cut": alone.get(module, "")}
             for pieces in [value.parts for value in vars(fuser).values() if isinstance(value, Cut)]:
-                apart = {
-                    part.run: why_apart(part.run)
-                    for part in pieces
-                    if isinstance(part.run, nn.Module)
-                }
-                whys = {op: why or "is no longer on its own" for op, why in apart.items()}
+                ops = [part.run for part in pieces if isinstance(part.run, nn.Module)]
+                whys = {op: why_apart(op) or "is no longer on its own" for op in ops}
                 alone |= {op: f"on its own, for it {why}" for op, why in whys.items()}
-                names = dict.fromkeys(
-                    f"{op_class(op).__name__}, which {why}" for op, why in whys.items()
-                )
-                cut = {**place, "cut": "cut at " + " and ".join(names)}
+                names = [f"{op_class(op).__name__}, which {why}" for op, why in whys.items()]
+                cut = {**place, "cut": "cut at " + " and ".join(dict.fromkeys(names))}
                 places |= {part.run: cut for part in pieces if isinstance(part.run, OperationFuser)}
     return places
 
 
-def _notes(fuser: OperationFuser, plan: FusionPlan) -> tuple[str, ...]:
-    """What the fused ops of a plan say about themselves."""
-    kept = [program for _, programs in fuser._programs.values() for program in programs.values()]
-    programs = [program for program in kept if isinstance(program, Program)]
-    ops = [step.op for program in programs if program.plan is plan for step in program.forward]
+def _notes(program: Program) -> tuple[str, ...]:
+    """What the fused ops of a program say about themselves."""
+    ops = [step.op for step in program.forward]
     noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
     names = [" + ".join(op_class(basic).__name__ for basic in op.basic_ops) for op in noted]
     return tuple(f"{name}: {op.notes}" for name, op in zip(names, noted, strict=True))
@@ -322,20 +292,14 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     Raises:
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "opfuse.explain cannot be traced by torch.compile or torch.export: call it outside"
-        )
     recorder = _Calls()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices), recorder:
+    with forked_rng("opfuse.explain"), recorder:
         model(*inputs, **kwargs)
     places = _locate(model)
-    found = [
-        (call, {"notes": _notes(fuser, call.plan), **places.get(fuser, {})})
-        for fuser, call in recorder.calls
-    ]
-    calls = tuple(dataclasses.replace(call, **what) for call, what in found)
+    calls = tuple(
+        dataclasses.replace(call, notes=_notes(program), **places.get(fuser, {}))
+        for call, (fuser, program) in zip(recorder.calls, recorder.ran, strict=True)
+    )
     if not isinstance(model, nn.Module):
         return Explanation(calls)
     own = [
@@ -344,6 +308,20 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         if replaced.fallback
     ]
     return Explanation(calls, tuple(own), 0 if calls or own else _convertible(model))
+
+
+def forked_rng(who: str) -> AbstractContextManager[None]:
+    """A block after which the random number generators of PyTorch are as before.
+
+    Raises:
+        RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{who} cannot be traced by torch.compile or torch.export: call it outside"
+        )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    return torch.random.fork_rng(devices)
 
 
 def _convertible(model: nn.Module) -> int:

@@ -18,15 +18,11 @@ _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
 
 def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
     """An SVG image of plans below each other, each under lines of text."""
-    columns = {
-        "forward": [
-            label for _, plan in chains for step in plan.forward for label in _labels(step)
-        ],
-        "ops": [name for _, plan in chains for step in plan.forward for name in step.basic_ops],
-        "backward": [
-            label for _, plan in chains for step in plan.backward for label in _labels(step)
-        ],
-    }
+    columns: dict[str, list[str]] = {"forward": [], "ops": [], "backward": []}
+    for _, plan in chains:
+        columns["ops"] += _ops(plan)
+        for kind in ("forward", "backward"):
+            columns[kind] += [label for step in getattr(plan, kind) for label in _labels(step)]
     spans: dict[str, tuple[float, float]] = {}
     right = float(_MARGIN)
     for heading, texts in columns.items():
@@ -43,76 +39,59 @@ def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
             for heading, (x, width) in spans.items()
         ]
         y = _chain(body, plan, spans, y + 28) + _MARGIN
-    width = (
-        max(
-            [
-                right - _BETWEEN,
-                *(_MARGIN + len(line) * _CHAR for titles, _ in chains for line in titles),
-            ]
-        )
-        + _MARGIN
-    )
+    lines = [line for titles, _ in chains for line in titles]
+    width = max([right - _BETWEEN, *(_MARGIN + len(line) * _CHAR for line in lines)]) + _MARGIN
+    sizes = {"width": width, "height": y, "right": width - 2, "bottom": y - 2}
     page = Template(Path(__file__).with_suffix(".svg").read_text(encoding="utf-8"))
-    sizes = {
-        "width": f"{width:g}",
-        "height": f"{y:g}",
-        "right": f"{width - 2:g}",
-        "bottom": f"{y - 2:g}",
-    }
-    return page.substitute(sizes, body="\n".join(body))
+    return page.substitute({k: f"{v:g}" for k, v in sizes.items()}, body="\n".join(body))
+
+
+def _ops(plan: FusionPlan) -> list[str]:
+    return [name for step in plan.forward for name in step.basic_ops]
 
 
 def _chain(
     body: list[str], plan: FusionPlan, spans: dict[str, tuple[float, float]], y: float
 ) -> float:
     """Draw one plan from ``y`` down; returns where it ends."""
-    forward = [(step.start, step.start + len(step.basic_ops), step) for step in plan.forward]
-    backward = [
-        (step.start, step.start + len(step.basic_ops), step) for step in plan.backward[::-1]
-    ]
-    casts = {edge for _, _, step in (*forward, *backward) for edge, _ in step.casts}
+    casts = {edge for step in (*plan.forward, *plan.backward) for edge, _ in step.casts}
     edges, tops = [], []
-    for index, name in enumerate(
-        [*(name for step in plan.forward for name in step.basic_ops), None]
-    ):
+    for index, name in enumerate([*_ops(plan), None]):
         height = _CAST if index in casts else _GAP
         edges.append(y + height / 2)
         tops.append(y + height)
         if name is not None:
             body += _box(spans["ops"], tops[-1], tops[-1] + _ROW, "op", [name])
         y = tops[-1] + _ROW
-    for kind, steps in (("forward", forward), ("backward", backward)):
+    for kind, steps in (("forward", plan.forward), ("backward", plan.backward[::-1])):
         x = spans[kind][0] + spans[kind][1] / 2
-        ends = [edges[index] for start, stop, _ in steps for index in (start, stop)]
+        ends = [edges[index] for step in steps for index in (step.start, _stop(step))]
         if not ends:
             body.append(_text(x, (edges[0] + edges[-1]) / 2, "none", "small middle"))
             continue
-        tail, tip, back = (
-            (min(ends), max(ends) + _GAP, -6)
-            if kind == "forward"
-            else (max(ends), min(ends) - _GAP, 6)
-        )
+        tail, tip, back = min(ends), max(ends) + _GAP, -6
+        if kind == "backward":
+            tail, tip, back = max(ends), min(ends) - _GAP, 6
         body.append(f'<path d="M{x:g} {tail:g}V{tip:g}m-4 {back}l4 {-back}l4 {back}"/>')
-        for _, _, step in steps:
+        for step in steps:
             if step.casts or step.fusion:
-                body += _box(
-                    spans[kind], *_reach(step, edges, tops), _look(step, kind), _labels(step)
-                )
+                reach, look = _reach(step, edges, tops), kind if step.basic_ops else "cast"
+                body += _box(spans[kind], *reach, look, _labels(step))
             else:
                 middle = tops[step.start] + _ROW / 2
                 body.append(f'<circle cx="{x:g}" cy="{middle:g}" r="3"/>')
     return edges[-1] + 2 * _GAP
 
 
+def _stop(step: PlanStep) -> int:
+    return step.start + len(step.basic_ops)
+
+
 def _reach(step: PlanStep, edges: Sequence[float], tops: Sequence[float]) -> tuple[float, float]:
     """Where a step begins and ends: over its ops, and over an edge at its end that it casts."""
-    casts, stop = dict(step.casts), step.start + len(step.basic_ops)
+    casts, stop = dict(step.casts), _stop(step)
     top = edges[step.start] - 12 if step.start in casts else tops[step.start]
     return top, edges[stop] + 12 if stop in casts else tops[stop - 1] + _ROW
-
-
-def _look(step: PlanStep, kind: str) -> str:
-    return kind if step.basic_ops else "cast"
 
 
 def _labels(step: PlanStep) -> list[str]:
@@ -124,16 +103,12 @@ def _labels(step: PlanStep) -> list[str]:
 def _box(
     span: tuple[float, float], top: float, bottom: float, kind: str, lines: Sequence[str]
 ) -> list[str]:
-    x, width = span
+    (x, width), height = span, bottom - top
     y = (top + bottom) / 2 + 12 - 8 * len(lines)
-    box = (
-        f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{bottom - top:g}"/>'
-    )
+    box = f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{height:g}"/>'
     styles = ("middle" if kind == "op" else "title middle", "small middle")
-    return [
-        box,
-        *(_text(x + width / 2, y + 16 * i, line, styles[i]) for i, line in enumerate(lines)),
-    ]
+    texts = zip(lines, styles, strict=False)
+    return [box, *(_text(x + width / 2, y + 16 * i, *text) for i, text in enumerate(texts))]
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

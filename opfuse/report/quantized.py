@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..core.quantization.formats import Usage
 from ..core.quantization.quantizer import same_quantizer
 from ..core.quantization.state import living_weights, quantizer_names
+from .lines import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,6 @@ class QuantizedRow:
     quantizer: str
     where: str
 
-    def cells(self) -> tuple[str, ...]:
-        """What a table says; of the quantizer the steps say more."""
-        both = self.usage.replace("rowwise and columnwise", "both copies")
-        return self.op, self.tensor, self.format, both, self.where
-
 
 class Quantized(NamedTuple):
     """The effect of a recipe on a chain.
@@ -51,34 +47,27 @@ class Quantized(NamedTuple):
     quantized: int = 0
     tensors: tuple[QuantizedRow, ...] = ()
 
-    def __add__(self, other: Any) -> Quantized:
-        """Both together, their tensors left out."""
-        recipe = self.recipe if self.recipe == other.recipe else "several recipes"
-        if not (self.recipe and other.recipe):
-            recipe = self.recipe or other.recipe
-        counts = self.products + other.products, self.quantized + other.quantized
-        return Quantized(recipe, *counts)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON-able data."""
         return self._asdict() | {"tensors": [dataclasses.asdict(row) for row in self.tensors]}
 
-    def lines(self, *, full: bool) -> list[str]:
-        """What reports say; nothing without a recipe.
-
-        Args:
-            full: Whether to list the tensors.
-        """
+    def lines(self) -> list[str]:
+        """The products, and a line for each tensor; nothing without a recipe."""
         if not self.recipe or not (self.products or self.tensors):
             return []
+        rows = []
+        for row in self.tensors:  # of the quantizer the steps say more
+            usage = row.usage.replace("rowwise and columnwise", "both copies")
+            rows.append((row.op, row.tensor, row.format, usage, row.where))
         share = f"{self.quantized} of {self.products} products of linear ops"
-        lines = [f"quantized by {self.recipe}: {share}"]
-        rows = [row.cells() for row in self.tensors] if full else []
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
-            lines.append("  " + "  ".join(cells).rstrip())
-        return lines
+        return [f"quantized by {self.recipe}: {share}", *[f"  {line}" for line in table(rows)]]
+
+
+def total(parts: Sequence[Quantized]) -> Quantized:
+    """All together, their tensors left out."""
+    recipes = {part.recipe for part in parts if part.recipe}
+    recipe = "several recipes" if len(recipes) > 1 else "".join(recipes)
+    return Quantized(recipe, sum(p.products for p in parts), sum(p.quantized for p in parts))
 
 
 def quantized_by(program: Any) -> Quantized:
@@ -86,18 +75,20 @@ def quantized_by(program: Any) -> Quantized:
     recipe = program.env.recipe
     if recipe is None:
         return Quantized()
-    edges, needs = program.measurements.edges, program.measurements.needs
-    backward = recipe.backward_override is None
-    products = quantized = 0
+    quantizers, needs = program.measurements.edges.quantizers, program.measurements.needs
+    products: list[bool] = []
     rows: list[QuantizedRow] = []
     for i, op in enumerate(program.chain.ops):
-        if not op.param_names or not op.num_quantizers("backward"):
-            rows += _rows(program, i, op) if edges.quantizers[i] else []
-            continue
-        of_op = _products(op, edges.quantizers[i], needs.inputs[i], any(needs.params[i]), backward)
-        products, quantized = products + len(of_op), quantized + sum(of_op)
-        rows += _rows(program, i, op)
-    return Quantized(type(recipe).__name__, products, quantized, tuple(rows))
+        given = {
+            "dgrad": needs.inputs[i],
+            "wgrad": any(needs.params[i]),
+            "backward": recipe.backward_override is None,
+        }
+        if op.param_names and op.num_quantizers("backward"):
+            products += _products(op, quantizers[i], **given)
+        if quantizers[i]:
+            rows += _rows(program, i, op, given)
+    return Quantized(type(recipe).__name__, len(products), sum(products), tuple(rows))
 
 
 def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool) -> list[bool]:
@@ -116,26 +107,25 @@ def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool
     return found
 
 
-def _rows(program: Any, i: int, op: Any) -> list[QuantizedRow]:
-    """The tensors that an op quantizes."""
-    edges, needs = program.measurements.edges, program.measurements.needs
-    backward = program.env.recipe.backward_override is None
-    rows, lives, forward = [], living_weights(op), quantizer_names(op, "forward")
+def _rows(program: Any, i: int, op: Any, given: dict[str, bool]) -> list[QuantizedRow]:
+    """The tensors that an op quantizes; ``given`` as for ``get_usage``."""
+    edges, rows = program.measurements.edges, []
+    lives, forward = living_weights(op), quantizer_names(op, "forward")
     for name, quantizer in edges.quantizers[i].items():
-        is_forward = name in forward
-        casts, edge = (edges.forward, i) if is_forward else (edges.backward, i + 1)
-        cast, where = casts.get(edge), "the op itself"
-        if cast is not None and same_quantizer(cast.quantizer, quantizer):
-            usage = cast.usage
-            where = _step(program.forward if is_forward else program.backward, edge)
+        if name in forward:
+            cast, steps, edge = edges.forward.get(i), program.forward, i
         else:
-            given = dict(dgrad=needs.inputs[i], wgrad=any(needs.params[i]), backward=backward)
+            cast, steps, edge = edges.backward.get(i + 1), program.backward, i + 1
+        if cast is not None and same_quantizer(cast.quantizer, quantizer):
+            usage, where = cast.usage, _step(steps, edge)
+        else:
             usage = op.get_usage(name, **given)
-            where = "lives quantized" if name in lives else where
-        if any(usage) and (is_forward or backward):
+            where = "lives quantized" if name in lives else "the op itself"
+        if any(usage) and (name in forward or given["backward"]):
+            copies = " and ".join(way for way, used in usage._asdict().items() if used)
             who = f"{op.name}: {type(op).__name__}" if op.name else type(op).__name__
             by = type(quantizer).__name__
-            rows.append(QuantizedRow(who, name, quantizer.describe(), _words(usage), by, where))
+            rows.append(QuantizedRow(who, name, quantizer.describe(), copies, by, where))
     return rows
 
 
@@ -145,7 +135,3 @@ def _step(steps: Any, edge: int) -> str:
         if edge in [at for at, _ in step.casts]:
             return f"fused into {step.source.name}" if step.source else "a step of its own"
     return "nobody"
-
-
-def _words(usage: Usage) -> str:
-    return " and ".join(way for way, used in usage._asdict().items() if used)

@@ -96,20 +96,14 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _gathered(facts: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """The facts of every rank, sent as text."""
+    """The facts of every rank, sent as text: ``all_gather_object`` needs NumPy."""
     device = torch.device("cpu")
     if "nccl" in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
-    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(device)
-    size, count = torch.tensor([text.numel()], device=device), dist.get_world_size(group)
-    sizes = [torch.zeros_like(size) for _ in range(count)]
-    dist.all_gather(sizes, size, group)
-    most = max(int(each) for each in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    texts = [torch.zeros_like(padded) for _ in range(count)]
+    text = json.dumps(facts).encode()
+    longest = torch.tensor([len(text)], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, padded, group)
-    return [
-        json.loads(bytes(each[: int(length)].tolist()))
-        for each, length in zip(texts, sizes, strict=True)
-    ]
+    return [json.loads(bytes(each.tolist())) for each in texts]

@@ -14,7 +14,11 @@ from ..core.quantization.hadamard import mixed
 from ..core.quantization.observer import Observer
 from ..core.quantization.quantizer import ROWWISE, Quantizer
 from ..core.settings import Setting, current
+from .lines import table
 
+_COLUMNS: tuple[str, ...] = (
+    *("TENSOR", "FORMAT", "CASTS", "AMAX", "TO ZERO", "SATURATED", "NOT FINITE", "ERROR"),
+)
 _BEYOND = 1 + 1 / 32  # a quotient of scales may be off in its last bits
 
 
@@ -30,10 +34,8 @@ class WatchedQuantizer(Quantizer):
     def __init__(self, quantizer: Quantizer, watch: watch_quantization, name: str) -> None:
         self._recording = quantizer._recording or quantizer
         self._inner, self._watch, self._name = quantizer, watch, name
-        self.quantizes = quantizer.quantizes  # type: ignore[misc]
-        self.row_multiple = quantizer.row_multiple  # type: ignore[misc]
-        self.state_names = quantizer.state_names  # type: ignore[misc]
-        self.pending_names = quantizer.pending_names  # type: ignore[misc]
+        for fact in ("quantizes", "row_multiple", "state_names", "pending_names"):
+            setattr(self, fact, getattr(quantizer, fact))
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -95,10 +97,9 @@ class TensorRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON-able data."""
-        return {
-            name: getattr(self, name)
-            for name in (*(f.name for f in dataclasses.fields(self) if f.name[0] != "_"), "error")
-        }
+        data = dataclasses.asdict(self) | {"error": self.error}
+        del data["_squares"]
+        return data
 
 
 class watch_quantization(Setting, Observer):
@@ -181,30 +182,13 @@ class watch_quantization(Setting, Observer):
     def __str__(self) -> str:
         if not self.tensors:
             return "Nothing was recorded: no op ran under a recipe that quantizes it."
-        rows = [
-            ("TENSOR", "FORMAT", "CASTS", "AMAX", "TO ZERO", "SATURATED", "NOT FINITE", "ERROR")
-        ]
-        rows += [
-            (
-                name,
-                record.format,
-                str(record.casts),
-                f"{record.amax:.3g}",
-                _share(record.underflow, record.values),
-                _share(record.saturated, record.values),
-                _share(record.not_finite, record.values),
-                f"{record.error:.2%}",
-            )
-            for name, record in self.tensors.items()
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                f"{cell:<{width}}" if i < 2 else f"{cell:>{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        rows = [_COLUMNS]
+        for name, record in self.tensors.items():
+            numbers = record.underflow, record.saturated, record.not_finite
+            shares = [_share(number, record.values) for number in numbers]
+            first = name, record.format, str(record.casts), f"{record.amax:.3g}"
+            rows.append((*first, *shares, f"{record.error:.2%}"))
+        return "\n".join(table(rows, numbers_from=2))
 
 
 def _as_cast(x: Tensor, made: QuantizedTensor, usage: Usage) -> tuple[Tensor, QuantizedTensor]:

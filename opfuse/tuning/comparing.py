@@ -33,30 +33,59 @@ def differ(
         exact: The result of :func:`in_fp64`; None: that of ``original`` counts as exact.
         dtype: The compute dtype; None: the dtypes of the results.
     """
-    outputs = as_tuple(original(*given)), as_tuple(converted(*given))
-    flat = [*outputs[0], *outputs[1]]
-    if len(outputs[0]) != len(outputs[1]) or not all(isinstance(y, Tensor) for y in flat):
-        kinds = [", ".join(type(y).__name__ for y in of) for of in outputs]
-        return f"it gives {kinds[1]}, the module {kinds[0]}"
-    for expected, got in zip(*outputs, strict=True):
-        if (expected.shape, expected.dtype) != (got.shape, got.dtype):
-            theirs = f"{tuple(expected.shape)} of {expected.dtype}"
-            return f"it gives {tuple(got.shape)} of {got.dtype}, the module {theirs}"
-    pairs: list[Any] = [("output", got, y) for y, got in zip(*outputs, strict=True)]
-    needs = [y.requires_grad and bool(wanted) for y in outputs[0]]
-    if any(need > got.requires_grad for need, got in zip(needs, outputs[1], strict=True)):
+    outputs, got = as_tuple(original(*given)), as_tuple(converted(*given))
+    if len(outputs) != len(got) or not all(isinstance(y, Tensor) for y in (*outputs, *got)):
+        kinds = [", ".join(type(y).__name__ for y in of) for of in (got, outputs)]
+        return f"it gives {kinds[0]}, the module {kinds[1]}"
+    pairs = [("its output", mine, y) for mine, y in zip(got, outputs, strict=True)]
+    for pair in pairs:
+        if problem := problem_of(*pair, values=False):
+            return problem
+    needs = [y.requires_grad and bool(wanted) for y in outputs]
+    if any(need > mine.requires_grad for need, mine in zip(needs, got, strict=True)):
         return "an output needs no gradient, that of the module does"
-    dys = [torch.randn_like(y) if need else None for y, need in zip(outputs[0], needs, strict=True)]
-    if any(needs):
-        of_both = [gradients(ys, wanted, dys) for ys in outputs]
-        pairs += [("gradient", mine, y) for y, mine in zip(*of_both, strict=True)]
+    dys = [torch.randn_like(y) if need else None for y, need in zip(outputs, needs, strict=True)]
+    grads = [gradients(ys, wanted, dys) for ys in (got, outputs)]
+    pairs += [("its gradient", *pair) for pair in zip(*grads, strict=True)]
     truths = [None] * len(pairs) if exact is None else exact(dys)
-    for (what, a, b), truth in zip(pairs, truths, strict=True):
-        if (a is None) != (b is None):
-            return f"its {what} is {'None' if a is None else 'not None'}, that of the module is not"
-        if a is not None and (problem := _problem(a, b, b if truth is None else truth, dtype)):
-            return f"its {what} {problem}"
+    for pair, truth in zip(pairs, truths, strict=True):
+        if problem := problem_of(*pair, truth, dtype=dtype, gemm=True, roundings=3):
+            return problem
     return ""
+
+
+def problem_of(
+    what: str,
+    got: Tensor | None,
+    expected: Tensor | None,
+    truth: Tensor | None = None,
+    *,
+    values: bool = True,
+    dtype: torch.dtype | None = None,
+    **rule: Any,
+) -> str:
+    """How a tensor differs from the one that is expected, as a sentence, or ``""``.
+
+    Args:
+        what: Its name.
+        got: The tensor.
+        expected: The one that is right, but for rounding.
+        truth: The same without rounding; None: ``expected`` counts as exact.
+        values: Whether to compare values, and not only shape, dtype and device.
+        dtype: The compute dtype; None: that of the tensor.
+        **rule: For :func:`opfuse.tuning.tolerance.difference`.
+    """
+    if got is None or expected is None:
+        return "" if got is expected else f"{what} is {'' if got is None else 'not '}None"
+    for fact in ("shape", "dtype", "device"):
+        mine, other = getattr(got, fact), getattr(expected, fact)
+        if mine != other:
+            return f"{what} has {fact} {mine} instead of {other}"
+    if not values:
+        return ""
+    truth, dtype = expected if truth is None else truth, dtype or expected.dtype
+    problem = difference(got, truth.double(), rounded=expected, dtype=dtype, **rule)
+    return f"{what} {problem}" if problem else ""
 
 
 class _Own(nn.Module):
@@ -94,7 +123,7 @@ def in_fp64(
         replaced = {name: wide[id(tensor)] for name, tensor in held.items()}
         with torch.autocast(given[0].device.type, enabled=False):
             outputs = as_tuple(torch.func.functional_call(_Own(module, own), replaced, args))
-            if not any(dy is not None for dy in dys):
+            if all(dy is None for dy in dys):
                 return [*outputs]
             pairs = zip(dys, outputs, strict=True)
             upstream = [dy if dy is None else dy.to(y.dtype) for dy, y in pairs]
@@ -104,20 +133,31 @@ def in_fp64(
 
 
 def gradients(
-    outputs: Sequence[Tensor], wanted: Sequence[Tensor], dys: Sequence[Tensor | None]
+    outputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    dys: Sequence[Tensor | None],
+    *,
+    again: bool = False,
 ) -> Sequence[Tensor | None]:
-    """The gradients of what is wanted, through those outputs that need one and have one."""
+    """The gradients of what is wanted, through those outputs that need one and have one.
+
+    Args:
+        outputs: The outputs.
+        wanted: The tensors that get gradients.
+        dys: The gradient of each output, or None.
+        again: Whether the graph is kept for another time.
+
+    Returns:
+        The gradients; none at all if nothing is wanted or no output has one.
+    """
     pairs = zip(outputs, dys, strict=True)
     chosen = [(y, dy) for y, dy in pairs if y.requires_grad and dy is not None]
+    if not (wanted and chosen):
+        return []
     ys, weights = zip(*chosen, strict=True)
-    return torch.autograd.grad(ys, wanted, weights, allow_unused=True)
+    return torch.autograd.grad(ys, wanted, weights, retain_graph=again, allow_unused=True)
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Return a result as a tuple."""
     return result if isinstance(result, tuple) else (result,)
-
-
-def _problem(got: Tensor, rounded: Tensor, truth: Tensor, dtype: torch.dtype | None) -> str | None:
-    rule: Any = {"dtype": dtype or rounded.dtype, "gemm": True, "roundings": 3}
-    return difference(got, truth.double(), rounded=rounded, **rule)

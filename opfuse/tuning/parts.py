@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.cast import Cast
 from ..core.engine.chain import Chain
@@ -25,19 +26,44 @@ from ..core.tuning_table import NO_TABLE
 
 BACKEND = "inductor"
 _numbers = itertools.count()
-Names = Sequence[tuple[str, ...]]
 
 
-def candidates(program: Program, sources: Iterable[FusionSource], kwargs: Names) -> list[Step]:
-    """Every candidate of a program's chain, whatever its estimated speed.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a chain, kept to be made again.
+
+    Attributes:
+        program: The program that ran.
+        input: The chain's input.
+        extras: The extra inputs that the caller gave.
+        kwargs: Keyword arguments per basic op.
+    """
+
+    program: Program
+    input: Tensor
+    extras: Sequence[Tensor]
+    kwargs: Sequence[dict[str, Any]]
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of the keyword arguments of each basic op."""
+        return [tuple(of) for of in self.kwargs]
+
+    def extra(self, slot: tuple[int, int]) -> Tensor:
+        """The extra input that the caller gave for ``(op, slot)``."""
+        return self.extras[self.program.chain.arguments[slot]]
+
+
+def candidates(call: Call, sources: Iterable[FusionSource]) -> list[Step]:
+    """Every candidate of a call, whatever its estimated speed.
 
     Args:
-        program: The program.
+        call: The call.
         sources: The fusions on offer.
-        kwargs: Names of the keyword arguments given to each op.
     """
+    program = call.program
     measurements = dataclasses.replace(program.measurements, table=NO_TABLE, assumed=True)
-    return find_candidates(program.chain.ops, sources, program.env, measurements, kwargs)
+    return find_candidates(program.chain.ops, sources, program.env, measurements, call.names)
 
 
 def as_compiled(program: Program) -> Program:
@@ -72,9 +98,8 @@ def extent(step: Step) -> range:
 
 
 def part_program(
-    program: Program,
+    call: Call,
     of: range,
-    kwargs: Names,
     step: Step | None = None,
     *,
     configuration: Any = None,
@@ -84,9 +109,8 @@ def part_program(
     """A program of part of a chain, with one fusion or none; its quantizers record nothing.
 
     Args:
-        program: The program of the whole chain.
+        call: The call of the whole chain.
         of: The range of basic ops.
-        kwargs: Names of the keyword arguments given to each op of the chain.
         step: The candidate, or None: the ops run separately.
         configuration: For the candidate, see ``FusedOperation.configurations``.
         exact: In fp64, without a recipe.
@@ -95,14 +119,15 @@ def part_program(
     Raises:
         RuntimeError: The fused op cannot be built.
     """
+    program = call.program
     chain = Chain(program.chain.ops[of.start : of.stop], part=True)
     whole = program.measurements
     first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
     here = slice(of.start, of.stop)
-    needs = Needs(False, first, whole.needs.inputs[here], whole.needs.params[here])
+    inputs, params = whole.needs.inputs[here], whole.needs.params[here]
     if first == len(of):
-        params = tuple((False,) * len(flags) for flags in needs.params)
-        needs = Needs(False, first, (False,) * len(of), params)
+        inputs, params = (False,) * len(of), tuple((False,) * len(flags) for flags in params)
+    needs = Needs(False, first, inputs, params)
     env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
     autocast = program.autocast
     edges = Edges(  # each on the side of the op that reads it
@@ -115,9 +140,8 @@ def part_program(
         edges = Edges({}, {}, [{}] * len(of))
     measurements = Measurements(env, needs, edges, chain.widths, whole.params[here])
     taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
-    return compile_program(
-        chain, Selection(taken, (), ()), env, autocast, measurements, kwargs[here]
-    )
+    selection = Selection(taken, (), ())
+    return compile_program(chain, selection, env, autocast, measurements, call.names[here])
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:

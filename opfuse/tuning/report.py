@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.tuning_table import THRESHOLD, Measurement, Shape
-from ..report.text import as_bytes, wrap
+from ..report.lines import as_bytes, counted, wrap
+from ..report.text import where_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Result:
     refusal: str
 
     def __str__(self) -> str:
-        who = f"{self.fusion}, {self.distribution or 'registered in code'}"
-        where = f"{self.passes} {who}, on {' + '.join(self.basic_ops)} at {self.shape.rows} rows"
+        where = f"{where_of(self)} at {self.shape.rows} rows"
         if self.found.wrong:
             return f"{where}: it {self.found.wrong}"
         speed = f"{self.found.speed:.2f}x +-{self.found.noise:.2f}"
@@ -60,11 +60,6 @@ class TuningReport:
     path: Path | None
     unmeasured: Sequence[str] = ()
 
-    def joined(self, other: TuningReport) -> TuningReport:
-        """Return a report with later results added."""
-        both = [*self.results, *other.results], self.path or other.path
-        return TuningReport(*both, (*self.unmeasured, *other.unmeasured))
-
     @property
     def wrong(self) -> list[Result]:
         """The wrong results."""
@@ -78,23 +73,22 @@ class TuningReport:
     def __str__(self) -> str:
         if not self.results and not self.unmeasured:
             return "Nothing to measure: no fusion of a plugin in use fits a chain of this model."
-        count = len(self.results)
-        parts = [f"{count} run{'' if count == 1 else 's'}"]
-        if self.slower:
-            worst = min(result.found.speed for result in self.slower)
-            parts.append(f"{_fusions(self.slower)} refused as slower here, worst {worst:.2f}x")
-        if self.wrong:
-            parts.append(f"{_fusions(self.wrong)} refused as wrong")
         used = [result for result in self.results if not result.refusal]
         traded = [result for result in used if result.found.speed < THRESHOLD]
-        if fast := [result for result in used if result not in traded]:
-            best = max(result.found.speed for result in fast)
-            parts.append(f"{_fusions(fast)} no slower than the separate ops, best {best:.2f}x")
-        if traded:
-            worst = min(result.found.speed for result in traded)
-            parts.append(f"{_fusions(traded)} slower, worst {worst:.2f}x, taken for the memory")
-        if drawn := [result for result in used if not result.found.compared]:
-            parts.append(f"the values of {_fusions(drawn)} not compared, since their ops draw")
+        fast = [result for result in used if result not in traded]
+        drawn = [result for result in used if not result.found.compared]
+        groups: Any = (
+            (min, self.slower, "{} refused as slower here, worst {:.2f}x"),
+            (min, self.wrong, "{} refused as wrong"),
+            (max, fast, "{} no slower than the separate ops, best {:.2f}x"),
+            (min, traded, "{} slower, worst {:.2f}x, taken for the memory"),
+            (max, drawn, "the values of {} not compared, since their ops draw"),
+        )
+        parts = [counted(len(self.results), "run")]
+        for extreme, results, text in groups:
+            if results:
+                speed = extreme(result.found.speed for result in results)
+                parts.append(text.format(counted(len(results), "fusion"), speed))
         lines = wrap("; ".join(parts) + ".", "")
         for text in (*map(str, self.wrong), *(f"not measured: {why}" for why in self.unmeasured)):
             lines += wrap(text, "  ", "    ")
@@ -113,13 +107,6 @@ class TuningReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON-able data."""
-        rows = [
-            dataclasses.asdict(result) | {"shape": result.shape._asdict()}
-            for result in self.results
-        ]
+        rows = [dataclasses.asdict(r) | {"shape": r.shape._asdict()} for r in self.results]
         path = self.path and str(self.path)
         return {"results": rows, "path": path, "unmeasured": list(self.unmeasured)}
-
-
-def _fusions(results: Sequence[Result]) -> str:
-    return f"{len(results)} fusion{'' if len(results) == 1 else 's'}"

@@ -28,15 +28,7 @@ They are of inputs of one to four dimensions, with row counts of tiles and besid
 """
 
 MORE_ROWS: tuple[tuple[int, ...], ...] = (
-    (31,),
-    (33,),
-    (511,),
-    (513,),
-    (1023,),
-    (1025,),
-    (2047,),
-    (4097,),
-    (3, 43),
+    *((31,), (33,), (511,), (513,), (1023,), (1025,), (2047,), (4097,), (3, 43)),
 )
 """More of them, if you have the time."""
 
@@ -91,8 +83,7 @@ def difference(
     worst = error.max().item()
     if worst <= allowed:
         return None
-    where = tuple(torch.unravel_index(error.argmax(), error.shape))
-    place = tuple(int(i) for i in where)
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     value, truth = got[place].item(), expected[place].item()
     return (
         f"is wrong by {worst:.3g}, {allowed:.3g} is allowed: "

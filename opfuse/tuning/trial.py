@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,58 +18,23 @@ from ..core.engine.step import Step
 from ..core.fusible import declared
 from ..core.op import BasicOperation
 from ..core.tuning_table import Measurement, Shape
-from .parts import compiled, extent, part_program
+from .comparing import as_tuple, gradients, problem_of
+from .job import one_line
+from .parts import Call, compiled, extent, part_program
 from .timing import TURNS, Timing, compare
-from .tolerance import difference
 
 MOST_CONFIGURATIONS = 8
-_DIFFERS = "differs from the separate ops"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a chain, kept to be made again.
-
-    Attributes:
-        program: The program that ran.
-        input: The chain's input.
-        extras: The extra inputs that the caller gave.
-        kwargs: Keyword arguments per basic op.
-    """
-
-    program: Program
-    input: Tensor
-    extras: Sequence[Tensor]
-    kwargs: Sequence[dict[str, Any]]
-
-    @property
-    def names(self) -> list[tuple[str, ...]]:
-        """The names of the keyword arguments of each basic op."""
-        return [tuple(of) for of in self.kwargs]
-
-    def extra(self, slot: tuple[int, int]) -> Tensor:
-        """The extra input that the caller gave for ``(op, slot)``."""
-        return self.extras[self.program.chain.arguments[slot]]
-
-
-class Run(NamedTuple):
-    """The results of a forward and its backward."""
-
-    outputs: Sequence[Tensor]
-    grads: Sequence[Tensor | None]
-    names: Sequence[str]
-
-    def tensors(self) -> list[tuple[str, Tensor | None]]:
-        """All tensors with their names."""
-        outputs = [
-            ("the output" if not i else f"output {i}", y) for i, y in enumerate(self.outputs)
-        ]
-        named = zip(self.names, self.grads, strict=True)
-        return [*outputs, *[(f"the gradient of {name}", grad) for name, grad in named]]
+Results = Mapping[str, Tensor | None]
+"""The outputs and gradients of a run, by name."""
 
 
 class Trial:
     """One candidate of a call, with the tensors that come to it there.
+
+    Attributes:
+        shape: The shape of the input, for the entry.
 
     Args:
         call: The call.
@@ -80,7 +44,7 @@ class Trial:
     def __init__(self, call: Call, step: Step) -> None:
         self._call, self._step, self._of = call, step, extent(step)
         self._kwargs = call.kwargs[self._of.start : self._of.stop]
-        self._separate = part_program(call.program, self._of, call.names)
+        self._separate = part_program(call, self._of)
         needs = self._separate.measurements.needs
         chain = self._separate.chain
         x, extras = self._arriving()
@@ -98,12 +62,8 @@ class Trial:
         places = [f"extra input {k} of {chain.name(i)}" for i, k in chain.external_inputs]
         self._names = ["the input", *names, *places]
         self._weights: dict[tuple[int, ...], Tensor] = {}
-        self._rows = x.shape[:-1].numel()
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the input, for the entry."""
-        return Shape(*rows_of(Shape._fields, self._leaves[0]))
+        self._device, self._rows = x.device, x.shape[:-1].numel()
+        self.shape = Shape(*rows_of(Shape._fields, self._leaves[0]))
 
     def _arriving(self) -> tuple[Tensor, list[Tensor]]:
         """The input of the candidate's first op, and the extra inputs of its ops."""
@@ -111,12 +71,12 @@ class Trial:
         whole, made = call.program.chain, {}
         x = call.input.detach()
         if start:
-            before = part_program(call.program, range(start), call.names, grads=False)
+            before = part_program(call, range(start), grads=False)
             extras = [call.extra(slot).detach() for slot in before.chain.external_inputs]
             given = [*_params(before.chain.ops), *extras]
             with torch.no_grad():
-                result = _forward(before, [x, *given], call.kwargs[:start])
-            x, made = result[0], dict(zip(before.chain.public_outputs, result[1:], strict=True))
+                x, *others = _outputs(before, [x, *given], call.kwargs[:start])
+            made = dict(zip(before.chain.public_outputs, others, strict=True))
         found = []
         for i, k in self._separate.chain.external_inputs:
             source = whole.sources.get((start + i, k))
@@ -145,8 +105,7 @@ class Trial:
             except (torch.OutOfMemoryError, MemoryError):  # another time there may be enough
                 raise
             except Exception as error:
-                text = " ".join(str(error).split())[:300]
-                return self._wrong(f"raises {type(error).__name__}: {text}")
+                return self._wrong(f"raises {one_line(error)}")
 
     def _wrong(self, why: str) -> Measurement:
         return Measurement(0.0, 0.0, 0.0, wrong=why, rows=self._rows)
@@ -155,9 +114,7 @@ class Trial:
         fused, configuration = self._fastest()
         if wrong := self._difference(fused):
             return self._wrong(wrong)
-        timing = self._costs(
-            compare(self._timed(self._separate), self._timed(fused), self._device), fused
-        )
+        timing = self._costs(fused)
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
         if wrong := self._changed():
             return self._wrong(wrong)
@@ -166,9 +123,7 @@ class Trial:
 
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""
-        make = functools.partial(
-            part_program, self._call.program, self._of, self._call.names, self._step
-        )
+        make = functools.partial(part_program, self._call, self._of, self._step)
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
         offered, speed = list(fused.op.configurations(fused.env or plain.env)), 1.0
@@ -177,7 +132,7 @@ class Trial:
             program = make(configuration=dict(configuration))
             with contextlib.suppress(Exception):  # this GPU has no room for it, say
                 if not self._difference(program):
-                    timing = compare(self._timed(plain), self._timed(program), self._device)
+                    timing = self._compare(plain, program)
                     if timing.speed - timing.noise > speed:
                         best, speed = (program, dict(configuration)), timing.speed
             self._changed()  # so that the next one is not blamed for it
@@ -189,44 +144,41 @@ class Trial:
         first, again, other = (self._seeded(self._separate, seed) for seed in (0, 0, 1))
         return _same(first, again) and not _same(first, other)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._separate.env.device
+    def _timed(self, program: Program, *, both: bool = False) -> Callable[[], object]:
+        """The function to time: the passes that the fusion is for, or both.
 
-    def _timed(self, program: Program) -> Callable[[], object]:
-        """The function to time: the passes that the fusion is for.
-
-        ``torch.compile`` divides the work of both passes anew, so there it is always both.
+        ``torch.compile`` divides the work of both passes its own way, so there it is always both.
         """
-        if not program.requires_grad or (self._step.passes == "forward" and not program.compiling):
-            return lambda: _forward(program, self._leaves, self._kwargs)
-        if self._step.passes == "joint" or program.compiling:
-            return lambda: self._run(program, self._leaves)
-        outputs = _forward(program, self._leaves, self._kwargs)
-        return lambda: self._gradients(outputs, self._leaves)
+        passes = "joint" if both or program.compiling else self._step.passes
+        if passes == "forward" or not program.requires_grad:
+            return lambda: self._forward(program)
+        if passes == "joint":
+            return lambda: self._gradients(self._forward(program))
+        outputs = self._forward(program)
+        return lambda: self._gradients(outputs)
 
-    def _costs(self, timing: Timing, fused: Program) -> Timing:
-        """The timing of a forward, or that of both passes where the backward loses by it.
+    def _costs(self, fused: Program) -> Timing:
+        """The timing of a fusion, or that of both passes if it makes the backward slower.
 
-        What a forward leaves in the caches, a copy of a weight instead of the weight, say, can cost
-        the backward more than it saved.
+        A forward can leave something else in the caches, such as a copy of a weight instead of the
+        weight, and that can cost the backward more than the forward saved.
         """
+        timing = self._compare(self._separate, fused)
         alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
         if not alone or timing.speed < 1:
             return timing
-        both = compare(
-            lambda: self._run(self._separate, self._leaves),
-            lambda: self._run(fused, self._leaves),
-            self._device,
-            most=TURNS,
-        )
+        ways = self._timed(self._separate, both=True), self._timed(fused, both=True)
+        both = compare(*ways, self._device, most=TURNS)
         return both if both.speed + both.noise < 1 else timing
+
+    def _compare(self, one: Program, other: Program) -> Timing:
+        return compare(self._timed(one), self._timed(other), self._device)
 
     def _saved(self, program: Program) -> int:
         if not program.requires_grad:
             return 0
         params = self._leaves[1 : 1 + program.num_params]
-        return saved_bytes(lambda: _forward(program, self._leaves, self._kwargs), params)
+        return saved_bytes(lambda: self._forward(program), params)
 
     def _recomputable(self, fused: Program) -> int:
         """The bytes that the next op need not keep, since the fused op computes them again.
@@ -240,42 +192,29 @@ class Trial:
             keeps = "input" in (declared(whole.chain.ops[behind], "saved_names") or ())
             if not (keeps and any(whole.measurements.needs.params[behind])):
                 return 0
-        (output, *_) = _forward(fused, self._leaves, self._kwargs)
+        output, *_ = self._forward(fused)
         return output.numel() * output.element_size()
 
     # Values and gradients
 
     def _difference(self, program: Program) -> str:
         """How a program differs from the separate ops, as a sentence, or ``""``."""
-        separate, got_all = self._seeded(self._separate), self._seeded(program)
+        separate, fused = self._seeded(self._separate), self._seeded(program)
         if changed := self._changed():
             return changed
-        exact = None if self.draws else self._exact()
-        found = zip(got_all.tensors(), separate.tensors(), strict=True)
-        for number, ((what, got), (_, expected)) in enumerate(found):
-            if (got is None) != (expected is None):
-                return f"{_DIFFERS}: {what} is {'' if got is None else 'not '}None"
-            if got is None or expected is None:
-                continue
-            for fact in ("shape", "dtype", "device"):
-                mine, other = getattr(got, fact), getattr(expected, fact)
-                if mine != other:
-                    return f"{_DIFFERS}: {what} has {fact} {mine} instead of {other}"
-            if self.draws or not got.is_floating_point():  # for the same seed it may draw otherwise
-                continue
-            truth = expected.double() if exact is None else exact[number]
-            if problem := self._problem(got, truth, expected):
-                return f"{_DIFFERS}: {what} {problem}"
-        return ""
-
-    def _problem(self, got: Tensor, truth: Tensor, rounded: Tensor) -> str | None:
-        """Describe what is wrong with a tensor, by the tolerances of the conformance kit."""
-        env = self._separate.env
+        exact = {} if self.draws else self._exact()
+        env, chain = self._separate.env, self._separate.chain
         dtype = torch.float8_e5m2 if env.recipe is not None else env.dtype
-        product = any(op.out_features is not None for op in self._separate.chain.ops)
+        product = any(op.out_features is not None for op in chain.ops)
         twice = dtype is torch.float16 or env.recipe is not None
-        rule: dict[str, Any] = {"gemm": product, "roundings": 1 + twice}
-        return difference(got, truth, rounded=rounded, dtype=dtype, **rule)
+        rule: dict[str, Any] = {"dtype": dtype, "gemm": product, "roundings": 1 + twice}
+        for what, expected in separate.items():
+            got, truth = fused.get(what), exact.get(what)
+            # for the same seed it may draw otherwise
+            values = not self.draws and got is not None and got.is_floating_point()
+            if problem := problem_of(what, got, expected, truth, values=values, **rule):
+                return f"differs from the separate ops: {problem}"
+        return ""
 
     def _changed(self) -> str:
         """Which tensor that it does not own a fusion wrote into, as a sentence; that is undone."""
@@ -290,10 +229,10 @@ class Trial:
                 changed.append("the gradient that arrives")
         return f"changes {changed[0]}, which it does not own" if changed else ""
 
-    def _exact(self) -> list[Any] | None:
-        """The results in fp64; None if the ops do not support it."""
+    def _exact(self) -> Results:
+        """The results in fp64; none if the ops do not support it, then the separate ops decide."""
         if self._separate.env.recipe is not None:
-            return None
+            return {}
         leaves = [
             leaf.detach().double().requires_grad_(leaf.requires_grad)
             if leaf.is_floating_point()
@@ -301,41 +240,42 @@ class Trial:
             for leaf in self._leaves
         ]
         try:
-            program = part_program(self._call.program, self._of, self._call.names, exact=True)
-            return [tensor for _, tensor in self._run(program, leaves).tensors()]
-        except Exception:  # an op that has no fp64: the separate ops are the truth
-            return None
+            return self._run(part_program(self._call, self._of, exact=True), leaves)
+        except Exception:
+            return {}
 
-    def _seeded(self, program: Program, seed: int = 0) -> Run:
+    def _seeded(self, program: Program, seed: int = 0) -> Results:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             return self._run(program, self._leaves)
 
-    def _run(self, program: Program, leaves: Sequence[Tensor]) -> Run:
-        outputs = _forward(program, leaves, self._kwargs)
+    def _run(self, program: Program, leaves: Sequence[Tensor]) -> Results:
+        outputs = _outputs(program, leaves, self._kwargs)
         grads = self._gradients(outputs, leaves)
-        wanted = [n for n, leaf in zip(self._names, leaves, strict=True) if leaf.requires_grad]
-        return Run(outputs, grads, wanted[: len(grads)])
+        results = {f"output {i}" if i else "the output": y for i, y in enumerate(outputs)}
+        named = zip(self._names, leaves, strict=True)
+        wanted = [f"the gradient of {name}" for name, leaf in named if leaf.requires_grad]
+        return results | dict(zip(wanted, grads, strict=False))  # none at all without a backward
 
-    def _gradients(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Any]:
+    def _forward(self, program: Program) -> tuple[Tensor, ...]:
+        return _outputs(program, self._leaves, self._kwargs)
+
+    def _gradients(
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor] | None = None
+    ) -> Sequence[Tensor | None]:
         """The gradients of the leaves that have one, for fixed gradients of the outputs."""
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        chosen = [y for y in outputs if y.requires_grad]
-        if not wanted or not chosen:
-            return []
+        wanted = [leaf for leaf in leaves or self._leaves if leaf.requires_grad]
+        dys = [self._weight(y) if y.requires_grad else None for y in outputs]
         # what is compiled may give its buffers away
-        again = not self._separate.compiling
-        weights = [self._weight(tuple(y.shape)).to(y.dtype) for y in chosen]
-        return list(
-            torch.autograd.grad(chosen, wanted, weights, retain_graph=again, allow_unused=True)
-        )
+        return gradients(outputs, wanted, dys, again=not self._separate.compiling)
 
-    def _weight(self, shape: tuple[int, ...]) -> Tensor:
+    def _weight(self, output: Tensor) -> Tensor:
         """The gradient of an output, the same in every run."""
+        shape = tuple(output.shape)
         if shape not in self._weights:
             self._weights[shape] = self._drawn(shape)
-        return self._weights[shape]
+        return self._weights[shape].to(output.dtype)
 
     def _drawn(self, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -358,21 +298,18 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two have the same numbers; NaN is NaN."""
-    equal = one.detach() == other.detach()
-    if one.is_floating_point():
-        equal |= one.detach().isnan() & other.detach().isnan()
-    return bool(equal.all())
+    alike = torch.isclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+    return bool(alike.all())
 
 
-def _same(run: Run, other: Run) -> bool:
-    pairs = zip(run.tensors(), other.tensors(), strict=True)
+def _same(one: Results, other: Results) -> bool:
     return all(
         a is b or (a is not None and b is not None and torch.equal(a, b))
-        for (_, a), (_, b) in pairs
+        for a, b in zip(one.values(), other.values(), strict=True)
     )
 
 
-def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:
+def _outputs(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[Tensor, ...]:
     """The outputs of a program; what is written in place is a copy."""
     x, *tensors = leaves
     if program.writes_extras:
@@ -381,21 +318,19 @@ def _forward(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[T
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
     with torch.autocast(program.autocast_device, enabled=False):
-        result = _function(program)(kwargs, x, *tensors)
-    return result if isinstance(result, tuple) else (result,)
+        return as_tuple(_function(program)(kwargs, x, *tensors))
 
 
 def _function(program: Program) -> Callable[..., Any]:
-    """The function that runs a program, compiled if needed; cached on the program."""
-    function: Any = vars(program).get("_function")
-    if function is None:
+    """The function that runs a program, compiled if needed; kept on the program."""
 
-        def function(kwargs: Any, x: Tensor, *tensors: Tensor) -> Any:
-            if program.requires_grad:
-                return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-            return run_forward(None, program, kwargs, x, *tensors)
+    def function(kwargs: Any, x: Tensor, *tensors: Tensor) -> Any:
+        if program.requires_grad:
+            return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+        return run_forward(None, program, kwargs, x, *tensors)
 
-        if program.compiling:
-            function = compiled(function)
-        vars(program)["_function"] = function
-    return function  # type: ignore[no-any-return]
+    if not program.compiling:
+        return function
+    if "_function" not in vars(program):
+        vars(program)["_function"] = compiled(function)
+    return vars(program)["_function"]  # type: ignore[no-any-return]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from ..core.engine.fuser import OperationFuser
 from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.engine.step import Step
-from ..core.introspection import op_class
 from ..core.plugins import manager
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
-from .parts import as_compiled, candidates
+from ..core.tuning_table import Measurement, Shape
+from ..report.explain import forked_rng
+from .job import Job
+from .parts import Call, as_compiled, candidates
 from .report import Result, TuningReport
-from .trial import Call, Trial
+from .trial import Trial
 from .unchanged import unchanged
-from .whole import Whole
+from .whole import Whole, switched_off
 from .writing import add, check_writable
 
 Progress = Callable[[int, int, str], None]
@@ -75,151 +76,86 @@ def tune(
         OSError: The table cannot be written.
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "opfuse.tune cannot be traced by torch.compile or torch.export: call it outside"
-        )
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    recorder, report = _Candidates(compiled), TuningReport([], None)
-    off: list[ReplacedForward] = []
-    again = True
-    with torch.random.fork_rng(devices), unchanged(model):
-        try:
-            while again:  # what is inside those that give way runs by itself
-                recorder.hear(model, inputs, kwargs)
-                report = _measured(recorder, report, progress)
-                slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
-                for each in slower:
-                    each.off = True
-                off, again = off + slower, bool(slower)
-        finally:
-            for each in off:
-                each.off = False
-    return report
+    recorder, jobs, again = _Collector(compiled), list[Job](), True
+    with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
+        while again:  # what is inside a module that gives way runs by itself
+            recorder.hear(model, inputs, kwargs)
+            _run(recorder.candidates, recorder.wholes, len(jobs), progress)
+            jobs += [*recorder.candidates, *recorder.wholes]
+            slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
+            off.enter_context(switched_off(slower))
+            again = bool(slower)
+    path = tables.path_for(jobs[0].device) if jobs else None
+    unmeasured = dict.fromkeys(job.unmeasured for job in jobs if job.unmeasured)
+    return TuningReport([job.result() for job in jobs if job.found], path, tuple(unmeasured))
 
 
-def _measured(
-    recorder: _Candidates, before: TuningReport, progress: Progress | None
-) -> TuningReport:
-    """Measure the candidates of a call, and add them to the tables and to a report."""
-    found, wholes = recorder.found, recorder.wholes
-    jobs: list[Any] = [*found, *wholes]
-    paths = {job.device: tables.path_for(job.device) for job in jobs}
+def _run(
+    candidates: Sequence[_Candidate], wholes: Sequence[Whole], done: int, progress: Progress | None
+) -> None:
+    """Measure the candidates of a call, then the modules, and write what is found."""
+    paths = {job.device: tables.path_for(job.device) for job in (*candidates, *wholes)}
     for existing in filter(None, paths.values()):
         tables.read_rows(existing)  # refuses a file that is not a table before it measures
         check_writable(existing)
-    buffers = {id(b): (b, b.clone()) for job in found for b in job.buffers()}
-    done = len(before.results)
-
-    def measure(number: int, job: Any) -> None:
-        if progress is not None:
-            progress(done + number, done + len(jobs), job.title)
-        job.measure()
-
-    try:
-        for number, job in enumerate(found):
-            measure(number, job)
-    except KeyboardInterrupt:
-        _written(found, paths)  # what is known by then
-        raise
-    finally:
-        for buffer, value in buffers.values():
-            buffer.copy_(value)
-    report = _written(found, paths)
-    for number, whole in enumerate(wholes, len(found)):  # with the plans that follow from the rest
-        measure(number, whole)
-    if progress is not None:
-        progress(done + len(jobs), done + len(jobs), "")
-    return before.joined(_with_wholes(report, wholes, paths))
-
-
-def _written(found: list[_Job], paths: dict[torch.device, Path | None]) -> TuningReport:
-    """Write the measurements into the tables, and report them."""
-    measured = [job for job in found if job.measured]
-    _write(measured, paths)
-    unmeasured = dict.fromkeys(job.unmeasured for job in found if job.unmeasured)
-    first = next(iter(paths.values()), None)
-    return TuningReport([job.result() for job in measured], first, tuple(unmeasured))
-
-
-def _write(measured: Any, paths: dict[torch.device, Path | None]) -> None:
-    """Add entries to the tables of their devices."""
-    for device, path in paths.items():
-        if path is not None:
-            add(path, [each.row() for each in measured if each.device == device])
-    tables.reload()
-
-
-def _with_wholes(
-    report: TuningReport, wholes: list[Whole], paths: dict[torch.device, Path | None]
-) -> TuningReport:
-    """Write and report the measurements of converted modules too."""
-    measured = [whole for whole in wholes if whole.found is not None]
-    _write(measured, paths)
-    prefer = dict(current.options).get("prefer", "speed")
-    results = [*report.results, *[whole.result(prefer) for whole in measured]]
-    unmeasured = dict.fromkeys(whole.unmeasured for whole in wholes if whole.unmeasured)
-    return TuningReport(results, report.path, (*report.unmeasured, *unmeasured))
-
-
-@dataclasses.dataclass
-class _Job:
-    """One candidate to measure."""
-
-    call: Call
-    step: Step
-    measured: Any = None
-    unmeasured: str = ""
-
-    @property
-    def device(self) -> torch.device:
-        return self.call.program.env.device
-
-    @property
-    def title(self) -> str:
-        return str(self.step.source.name)
-
-    def buffers(self) -> list[Any]:
-        return [buffer for op in self.call.program.chain.ops for buffer in op.buffers()]
-
-    def measure(self) -> None:
+    progress, of = progress or (lambda *unused: None), done + len(candidates) + len(wholes)
+    buffers = {id(b): (b, b.clone()) for candidate in candidates for b in candidate.buffers()}
+    batches: tuple[Sequence[Job], ...] = candidates, wholes  # modules with the plans that follow
+    for jobs in batches:
         try:
-            trial = Trial(self.call, self.step)
-            self.measured = trial.shape, trial.measure()
-        except Exception as error:  # not of the fusion: nothing is known of that
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.unmeasured = f"{self.step.source.name}: it cannot be run by itself here, {text}"
+            for job in jobs:
+                progress(done, of, job.title)
+                job.run()
+                done += 1
+        finally:  # after an interrupt, what is known by then is written
+            for buffer, value in buffers.values():
+                buffer.copy_(value)
+            for device, path in paths.items():
+                if path is not None:
+                    add(path, [job.row() for job in jobs if job.found and job.device == device])
+            tables.reload()
+    progress(done, of, "")
 
-    def row(self) -> dict[str, Any]:
-        shape, found = self.measured
-        return {
-            "setting": tables.setting(self.device),
-            "subject": self.call.program.measurements.subject(self.step),
-            "shape": list(shape),
-            "found": dataclasses.asdict(found),
-        }
+
+class _Candidate(Job):
+    """A fusion that fits a call."""
+
+    def __init__(self, call: Call, step: Step) -> None:
+        self._call, self._step = call, step
+        self.title, self.device = str(step.source.name), call.program.env.device
+        self.subject = call.program.measurements.subject(step)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the chain's ops, which its runs may write into."""
+        return [buffer for op in self._call.program.chain.ops for buffer in op.buffers()]
+
+    def _measure(self) -> Measurement:
+        trial = Trial(self._call, self._step)
+        self.shape = trial.shape
+        return trial.measure()
 
     def result(self) -> Result:
-        (shape, found), source = self.measured, self.step.source
-        trades = getattr(source.fusion, "trades_time", False)
-        prefer = self.call.program.env.options.get("prefer", "speed")
-        names = tuple(op_class(op).__name__ for op in self.step.matched)
-        refusal = found.refusal(trades_time=trades, prefer=prefer)
-        return Result(source.name, source.distribution, source.passes, names, shape, found, refusal)
+        """The line of the report."""
+        source, env = self._step.source, self._call.program.env
+        rule = {
+            "trades_time": getattr(source.fusion, "trades_time", False),
+            "prefer": env.options.get("prefer", "speed"),
+        }
+        return self._result(source.distribution, source.passes, self._step.matched, **rule)
 
 
-class _Candidates(Recorder):
+class _Collector(Recorder):
     """Collects every candidate of the calls in its scope, those alike once."""
 
     def __init__(self, compiled: bool) -> None:
-        self.found: list[_Job] = []
+        self.candidates: list[_Candidate] = []
         self.wholes: list[Whole] = []
         self._compiled = compiled
         self._seen: set[Any] = set()
 
     def hear(self, model: Any, inputs: Any, kwargs: Any) -> None:
         """Make a call, and keep its new candidates."""
-        self.found, self.wholes = [], []
+        self.candidates, self.wholes = [], []
         # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
         with self, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
             model(*inputs, **kwargs)
@@ -233,19 +169,21 @@ class _Candidates(Recorder):
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
         call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
-        sources = manager.sources(current.selection)
-        coming = rows_of(("rows", "features", "contiguous"), x)
-        for step in candidates(program, sources, call.names):
-            key = tables.subject_key(program.measurements.subject(step)), *coming
-            if key not in self._seen:
-                self._seen.add(key)
-                self.found.append(_Job(call, step))
+        for step in candidates(call, manager.sources(current.selection)):
+            candidate = _Candidate(call, step)
+            if self._is_new(candidate, rows_of(Shape._fields, x)):
+                self.candidates.append(candidate)
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:
         """Keep the two ways of a module, if it is not like one before."""
         super().replaced(replaced, module, tensors)
-        whole = Whole.of(replaced, module, tensors, self._compiled)
-        key = tables.subject_key(whole.subject), whole.shape
-        if key not in self._seen and current.recipe is None:
-            self._seen.add(key)
+        whole = Whole(replaced, module, tensors, self._compiled)
+        if current.recipe is None and self._is_new(whole, whole.shape):
             self.wholes.append(whole)
+
+    def _is_new(self, job: Job, coming: Any) -> bool:
+        """Whether there was none like it before, for such an input of the chain."""
+        key = tables.subject_key(job.subject), *coming
+        before = len(self._seen)
+        self._seen.add(key)
+        return len(self._seen) > before

@@ -8,6 +8,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,14 +48,12 @@ def unchanged(model: Any) -> Iterator[None]:
     """
     kept = _Kept(getattr(model, "__self__", model))
     numpy: Any = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy and numpy.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
+    with contextlib.ExitStack() as stack:
+        stack.callback(kept.restore)
+        stack.callback(random.setstate, random.getstate())
         if numpy:
-            numpy.set_state(states[1])
-        kept.restore()
+            stack.callback(numpy.set_state, numpy.get_state())
+        yield
 
 
 class _Kept:
@@ -140,26 +139,21 @@ def _restoring(value: Any) -> Callable[[], object] | None:
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
+        return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
-        drawn = value.getstate()
-        return lambda: value.setstate(drawn)
+        return partial(value.setstate, value.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.ndarray):
         if not value.flags.writeable:
             return lambda: None
-        copy = value.copy()
-        return lambda: numpy.copyto(value, copy)
+        return partial(numpy.copyto, value, value.copy())
     if isinstance(value, numpy.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
+        return partial(value.set_state, value.get_state())
     bits = getattr(value, "bit_generator", value)
     if isinstance(value, numpy.random.Generator) or isinstance(bits, numpy.random.BitGenerator):
-        where = bits.state
-        return lambda: setattr(bits, "state", where)
+        return partial(setattr, bits, "state", bits.state)
     return None
 
 

@@ -1,162 +1,115 @@
-"""The chain of a module against the module's own operations."""
+"""The chain of a converted module against the module's own operations."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core import tuning_table as tables
 from ..core.authoring import saved_bytes
 from ..core.context_managers import options
 from ..core.introspection import op_class
 from ..core.replaced_forward import ReplacedForward, replaced_forward
-from ..core.tuning_table import Measurement, Shape, shape_of
+from ..core.settings import current
+from ..core.tuning_table import Measurement, shape_of
 from .comparing import as_tuple, differ, gradients, in_fp64
+from .job import Job
 from .parts import compiled
 from .report import Result
 from .timing import compare
 
 
-@dataclasses.dataclass
-class Whole:
+class Whole(Job):
     """One module to measure, with the tensors that came to its chain.
 
-    Attributes:
+    Args:
         replaced: Its two ways.
         module: The module.
         given: The chain's input and extra inputs.
-        autocast: The dtype of autocast; None: it is off.
-        compiled: Whether it is measured under ``torch.compile``.
-        subject: The subject of the entry.
-        found: The measurement.
+        compiled: Whether to measure it under ``torch.compile``.
     """
 
-    replaced: ReplacedForward
-    module: nn.Module
-    given: Sequence[Tensor]
-    autocast: torch.dtype | None
-    compiled: bool
-    subject: dict[str, Any]
-    found: Measurement | None = None
-    unmeasured: str = ""
+    def __init__(
+        self, replaced: ReplacedForward, module: nn.Module, given: Sequence[Tensor], compiled: bool
+    ) -> None:
+        self.replaced, self._module, self._compiled = replaced, module, compiled
+        self._given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        self._prefer = dict(current.options).get("prefer", "speed")
+        self.title = f"conversion of {op_class(module).__name__}"
+        self.device, self.shape = given[0].device, shape_of(self._given[0])
+        self.subject = replaced.subject(module, given[0], compiled)
+        kind = self.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        self._autocast = torch.get_autocast_dtype(kind) if autocast else None
 
-    @classmethod
-    def of(
-        cls, replaced: ReplacedForward, module: nn.Module, given: Sequence[Tensor], compiled: bool
-    ) -> Whole:
-        """The one of a call, to be measured as it is or under ``torch.compile``."""
-        device = given[0].device.type
-        on = torch.is_autocast_enabled(device)
-        autocast = torch.get_autocast_dtype(device) if on else None
-        about = replaced.subject(module, given[0], compiled)
-        kept = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
-        return cls(replaced, module, kept, autocast, compiled, about)
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the input, for the entry."""
-        return shape_of(self.given[0])
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which it runs."""
-        return self.given[0].device
-
-    def measure(self) -> None:
+    def _measure(self) -> Measurement:
         """Values and gradients first, then time in turns and saved bytes.
 
         The time is that of ``prefer="speed"``, which decides where that is on. The bytes are those
         of ``prefer="memory"``, which they decide; its plan may be another one.
         """
         chain, own = self._ways()
+        params = self.replaced.parameters(self._module)
         grads = torch.is_grad_enabled()
-        params = self.replaced.parameters(self.module)
-        wanted = [t for t in (*self.given, *params) if grads and t.requires_grad]
-        try:
-            with self._alone(), self._cast():
-                dys = [torch.ones_like(y) for y in as_tuple(chain(*self.given))]
+        wanted = [t for t in (*self._given, *params) if grads and t.requires_grad]
+        parts = filter(None, map(replaced_forward, self._module.modules()))
+        dtype = self._autocast
+        with (
+            switched_off(parts),
+            torch.autocast(self.device.type, dtype, enabled=dtype is not None),
+        ):
+            dys = [torch.ones_like(y) for y in as_tuple(chain(*self._given))]
 
-                def run(function: Any) -> None:
-                    out = as_tuple(function(*self.given))
-                    if wanted and any(y.requires_grad for y in out):
-                        gradients(out, wanted, dys)
+            def run(function: Any) -> None:
+                gradients(as_tuple(function(*self._given)), wanted, dys)
 
-                for prefer in ("memory", "speed"):
-                    with options(prefer=prefer):
-                        if wrong := self._difference(own, chain, wanted):
-                            text = f"differs from the module: {wrong}"
-                            self.found = Measurement(0, 0, 0, wrong=text)
-                            return
-                with options(prefer="memory"):
-                    ours = saved_bytes(lambda: chain(*self.given), params)
-                with options(prefer="speed"):
-                    theirs = saved_bytes(lambda: own(*self.given), params)
-                    timing = compare(lambda: run(own), lambda: run(chain), self.device)
-        except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.unmeasured = f"{self.title}: it cannot be run by itself here, {text}"
-            return
+            for prefer in ("memory", "speed"):
+                with options(prefer=prefer):
+                    if wrong := self._difference(own, chain, wanted):
+                        return Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
+            with options(prefer="memory"):
+                ours = saved_bytes(lambda: chain(*self._given), params)
+            with options(prefer="speed"):
+                theirs = saved_bytes(lambda: own(*self._given), params)
+                timing = compare(lambda: run(own), lambda: run(chain), self.device)
         took = timing.speed, timing.noise, timing.first - timing.second
-        self.found = Measurement(*took, theirs - ours, rows=self.shape.rows)
+        return Measurement(*took, theirs - ours, rows=self.shape.rows)
 
     def _difference(self, own: Any, chain: Any, wanted: list[Tensor]) -> str:
         """How the chain differs from the module's own operations; both round, so fp64 decides."""
-        exact = in_fp64(self.module, self.replaced.own_operations, self.given, wanted)
-        dtype = self.autocast or self.given[0].dtype
-        return differ(own, chain, self.given, wanted, exact=exact, dtype=dtype)
+        exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
+        dtype = self._autocast or self._given[0].dtype
+        return differ(own, chain, self._given, wanted, exact=exact, dtype=dtype)
 
     def _ways(self) -> tuple[Any, Any]:
         """The chain, and the module's own operations, as functions of what is given."""
-        ways: Any = self.replaced.chain, partial(self.replaced.own_operations, self.module)
-        return (compiled(ways[0]), compiled(ways[1])) if self.compiled else ways
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """A block in which the parts of the module run their own forwards."""
-        below = [r for r in map(replaced_forward, self.module.modules()) if r is not None]
-        for each in below:
-            each.off = True
-        try:
-            yield
-        finally:
-            for each in below:
-                each.off = False
-
-    def _cast(self) -> Any:
-        dtype = self.autocast
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        ways: Any = self.replaced.chain, partial(self.replaced.own_operations, self._module)
+        return (compiled(ways[0]), compiled(ways[1])) if self._compiled else ways
 
     @property
     def gives_way(self) -> bool:
         """Whether the measurements favour the module's own operations."""
-        return self.found is not None and self.replaced.gives_way(self.found, self.compiled)
+        return self.found is not None and self.replaced.gives_way(self.found, self._compiled)
 
-    @property
-    def title(self) -> str:
-        """Its name in progress and reports."""
-        return f"conversion of {op_class(self.module).__name__}"
-
-    def row(self) -> dict[str, Any]:
-        """The entry."""
-        assert self.found is not None
-        return {
-            "setting": tables.setting(self.device),
-            "subject": self.subject,
-            "shape": list(self.shape),
-            "found": dataclasses.asdict(self.found),
-        }
-
-    def result(self, prefer: str) -> Result:
-        """For the report."""
-        assert self.found is not None
-        chain: Any = self.replaced.chain
-        names = tuple(op_class(op).__name__ for op in chain)
-        refusal = self.found.refusal(trades_time=True, prefer=prefer)
+    def result(self) -> Result:
+        """The line of the report."""
         who = (self.replaced.plugin or ("opfuse",))[0]
-        return Result(self.title, who, "whole", names, self.shape, self.found, refusal)
+        chain: Any = self.replaced.chain
+        return self._result(who, "whole", chain, trades_time=True, prefer=self._prefer)
+
+
+@contextlib.contextmanager
+def switched_off(replaced: Iterable[ReplacedForward]) -> Iterator[None]:
+    """A block in which modules run their own forwards."""
+    modules = [*replaced]
+    for each in modules:
+        each.off = True
+    try:
+        yield
+    finally:
+        for each in modules:
+            each.off = False
