@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .core.assign_names import assign_names
     from .report.explain import explain
     from .report.ranks import check_ranks
-    from .report.watching import watch_quantization
     from .tuning import tune
 
 __version__ = "0.1.0"
@@ -69,7 +68,6 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "tune",
-    "watch_quantization",
 ]
 # fmt: on
 
@@ -82,7 +80,7 @@ _AT_FIRST_USE = {  # those of other packages are not in __all__: they need not b
     "quantized_model_init": "opfuse_quantized",
     "revert": "opfuse_convert",
     "tune": "opfuse.tuning",
-    "watch_quantization": "opfuse.report.watching",
+    "watch_quantization": "opfuse_quantized",
 }
 
 

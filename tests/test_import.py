@@ -67,8 +67,7 @@ def test_public_names():
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
     register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning
-    checkpoint_contexts plugins assign_names ops has_same_math tune check_ranks TuningWarning
-    watch_quantization"""
+    checkpoint_contexts plugins assign_names ops has_same_math tune check_ranks TuningWarning"""
     assert set(names.split()) == set(opfuse.__all__)
 
 

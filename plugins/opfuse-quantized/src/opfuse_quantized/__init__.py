@@ -1,9 +1,24 @@
-"""Weights that are stored quantized, by any recipe.
+"""What recipes share: formats with a scale for each block, stored weights, a look at each cast.
 
-Users call ``opfuse.quantized_model_init``.
+Users call ``opfuse.quantized_model_init`` and ``opfuse.watch_quantization``. Who writes a recipe,
+or a kernel that reads its tensors, finds the formats in :mod:`opfuse_quantized.formats`.
 """
 
-from .model_init import quantized_model_init
-from .weight import QuantizedWeight
+from __future__ import annotations
 
-__all__ = ["QuantizedWeight", "quantized_model_init"]
+import importlib
+from typing import Any
+
+_WHERE = {
+    "QuantizedWeight": "weight",
+    "quantized_model_init": "model_init",
+    "watch_quantization": "watching",
+}
+"""Who imports the formats alone does not import the rest."""
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'opfuse_quantized' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

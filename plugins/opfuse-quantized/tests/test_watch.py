@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from opfuse_quantized.formats import MXTensor, NVFP4Tensor
 from torch import nn
 
 import opfuse
 from opfuse import ops, testing
 from opfuse.core.quantization import COLUMNWISE, ROWWISE
-from opfuse.core.quantization.formats import MXTensor, NVFP4Tensor, ScaledTensor
+from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.testing.recipes import offered
 
 
@@ -136,7 +137,7 @@ def watched(x):
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE])
 def test_the_largest_number_of_every_format(usage):
-    from opfuse.report.watching import _limit
+    from opfuse_quantized.watching import _limit
 
     fp8, scale = torch.zeros(32, 64).to(torch.float8_e4m3fn), torch.full((1,), 0.5)
     turned = fp8.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn)
@@ -225,8 +226,8 @@ def test_a_block_in_a_block_tells_both_and_recipes_have_rows_of_their_own():
 
 def test_mixed_values_are_compared_with_mixed_ones():
     """The columnwise copy of NVFP4 may hold each 16 rows times an orthogonal matrix."""
-    from opfuse.core.quantization.hadamard import mixed
-    from opfuse.report.watching import _as_cast
+    from opfuse_quantized.hadamard import mixed
+    from opfuse_quantized.watching import _as_cast
 
     torch.manual_seed(0)
     x, scale = torch.randn(32, 4, dtype=torch.float64), torch.full((1,), 1.0)

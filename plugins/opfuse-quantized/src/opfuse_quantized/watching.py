@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..core.quantization.formats import NVFP4Tensor, QuantizedTensor, Usage
-from ..core.quantization.hadamard import mixed
-from ..core.quantization.observer import Observer
-from ..core.quantization.quantizer import ROWWISE, Quantizer
-from ..core.settings import Setting, current
-from .lines import table
+from opfuse.core.quantization import ROWWISE, QuantizedTensor, Quantizer, Usage
+from opfuse.core.quantization.observer import Observer
+from opfuse.core.settings import Setting, current
+from opfuse.report.lines import table
+
+from .formats import NVFP4Tensor
+from .hadamard import mixed
 
 _COLUMNS: tuple[str, ...] = (
     *("TENSOR", "FORMAT", "CASTS", "AMAX", "TO ZERO", "SATURATED", "NOT FINITE", "ERROR"),
