@@ -9,7 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from .engine.fuser import OperationFuser
+    from .engine.program import Program
+    from .replaced_forward import ReplacedForward
 
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
@@ -132,7 +139,7 @@ class Recorder:
         """Return whether it, or an outer recorder, restores the settings."""
         return self.restores or (self._outer is not None and self._outer.restoring)
 
-    def record(self, fuser: Any, program: Any, given: Any) -> None:
+    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Called before a chain runs; calls an outer recorder too.
 
         Args:
@@ -144,7 +151,9 @@ class Recorder:
         if self._outer is not None:
             self._outer.record(fuser, program, given)
 
-    def replaced(self, replaced: Any, module: Any, tensors: Any) -> None:
+    def replaced(
+        self, replaced: ReplacedForward, module: nn.Module, tensors: tuple[Tensor, ...]
+    ) -> None:
         """Called where a module's chain or its own operations run; calls an outer recorder too.
 
         Args:
@@ -155,7 +164,7 @@ class Recorder:
         if self._outer is not None:
             self._outer.replaced(replaced, module, tensors)
 
-    def saved(self, program: Any, tensors: Any) -> None:
+    def saved(self, program: Program, tensors: Any) -> None:
         """Called with the tensors that a chain keeps; calls an outer recorder too.
 
         Args:
