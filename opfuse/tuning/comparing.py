@@ -112,8 +112,8 @@ def in_fp64(
         wanted: The arguments and parameters that get gradients. The others, and buffers, are
             widened too: operations take one dtype.
     """
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    held = {f"of.{name}": tensor for name, tensor in held.items() if tensor.is_floating_point()}
+    named = (*module.named_parameters(), *module.named_buffers())
+    held = {f"of.{name}": tensor for name, tensor in named if tensor.is_floating_point()}
 
     def exact(dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         floating = [t for t in (*given, *held.values()) if t.is_floating_point()]

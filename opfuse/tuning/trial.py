@@ -52,13 +52,10 @@ class Trial:
         flags = [*needs.inputs[:1], *[flag for of_op in needs.params for flag in of_op]]
         flags += [extra.requires_grad for extra in extras]
         # copies: a fusion that writes into them is wrong, and the user's tensors stay as they are
-        self._leaves = [
-            _copy(tensor).requires_grad_(flag)
-            for tensor, flag in zip(self._owned, flags, strict=True)
-        ]
-        names = [
-            f"{chain.name(i)}.{n}" for i, op in enumerate(chain.ops) for n in op.param_names or ()
-        ]
+        pairs = zip(self._owned, flags, strict=True)
+        self._leaves = [_copy(tensor).requires_grad_(flag) for tensor, flag in pairs]
+        ops = enumerate(chain.ops)
+        names = [f"{chain.name(i)}.{name}" for i, op in ops for name in op.param_names or ()]
         places = [f"extra input {k} of {chain.name(i)}" for i, k in chain.external_inputs]
         self._names = ["the input", *names, *places]
         self._weights: dict[tuple[int, ...], Tensor] = {}
@@ -233,14 +230,12 @@ class Trial:
         """The results in fp64; none if the ops do not support it, then the separate ops decide."""
         if self._separate.env.recipe is not None:
             return {}
-        leaves = [
-            leaf.detach().double().requires_grad_(leaf.requires_grad)
-            if leaf.is_floating_point()
-            else leaf
-            for leaf in self._leaves
-        ]
+        tensors = [leaf.detach() for leaf in self._leaves]
+        wide = [t.double() if t.is_floating_point() else t for t in tensors]
+        for tensor, leaf in zip(wide, self._leaves, strict=True):
+            tensor.requires_grad_(leaf.requires_grad)
         try:
-            return self._run(part_program(self._call, self._of, exact=True), leaves)
+            return self._run(part_program(self._call, self._of, exact=True), wide)
         except Exception:
             return {}
 

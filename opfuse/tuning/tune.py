@@ -137,11 +137,9 @@ class _Candidate(Job):
     def result(self) -> Result:
         """The line of the report."""
         source, env = self._step.source, self._call.program.env
-        rule = {
-            "trades_time": getattr(source.fusion, "trades_time", False),
-            "prefer": env.options.get("prefer", "speed"),
-        }
-        return self._result(source.distribution, source.passes, self._step.matched, **rule)
+        trades, prefer = getattr(source.fusion, "trades_time", False), env.options.get("prefer")
+        of = source.distribution, source.passes, self._step.matched
+        return self._result(*of, trades_time=trades, prefer=prefer or "speed")
 
 
 class _Collector(Recorder):

@@ -58,10 +58,8 @@ class Whole(Job):
         wanted = [t for t in (*self._given, *params) if grads and t.requires_grad]
         parts = filter(None, map(replaced_forward, self._module.modules()))
         dtype = self._autocast
-        with (
-            switched_off(parts),
-            torch.autocast(self.device.type, dtype, enabled=dtype is not None),
-        ):
+        autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        with switched_off(parts), autocast:
             dys = [torch.ones_like(y) for y in as_tuple(chain(*self._given))]
 
             def run(function: Any) -> None:

@@ -34,10 +34,8 @@ def write(name: str, into: Path) -> Path:
             "lower-case letters and digits, beginning with a letter, "
             "words joined by single hyphens, such as 'fast-gelu'"
         )
-    for record in manager.records:
-        if record.group == GROUP and (
-            record.answers_to(short) or record.answers_to(PREFIX + short)
-        ):
+    for record in [record for record in manager.records if record.group == GROUP]:
+        if any(map(record.answers_to, (short, PREFIX + short))):
             taken = f"{record.distribution} {record.version}"
             raise ValueError(
                 f"a plugin called {short!r} is installed already, by {taken}: choose another name"
@@ -49,9 +47,8 @@ def write(name: str, into: Path) -> Path:
         if source.is_file() and "__pycache__" not in source.parts:
             target = folder / fill(source.relative_to(TEMPLATE).as_posix(), short)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(
-                fill(source.read_text(encoding="utf-8"), short), encoding="utf-8", newline="\n"
-            )
+            text = fill(source.read_text(encoding="utf-8"), short)
+            target.write_text(text, encoding="utf-8", newline="\n")
     return folder
 
 
