@@ -145,7 +145,7 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
+    """A bar on stderr: a function of how much is done, of how much, and the name of the next."""
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
@@ -172,7 +172,7 @@ def tune_command(
 ) -> None:
     """Measure on this machine which fusions are right and not slower for a model.
 
-    What is found is written into the table of this device, and every plan goes by it from then on.
+    The results go into the table of this device, and every plan uses them from then on.
     The tables are in the user's cache directory, or where the environment variable OPFUSE_TUNING
     says; if it is empty, nothing is written.
 
@@ -209,7 +209,7 @@ def doctor(as_json: bool) -> None:
     the exit status 1.
     """
     with quiet_stdout():
-        _listing()  # says what fails
+        _listing()  # prints what fails
         found = examine()
     click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
     if is_strict() and found["errors"]:

@@ -217,7 +217,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
 
 
 def _notes(program: Program) -> tuple[str, ...]:
-    """What the fused ops of a program say about themselves."""
+    """The notes of the fused ops of a program."""
     ops = [step.op for step in program.forward]
     noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
     names = [" + ".join(op_class(basic).__name__ for basic in op.basic_ops) for op in noted]

@@ -1,4 +1,4 @@
-"""A plan as a picture: the basic ops from top to bottom, beside them what the passes fuse.
+"""A plan as a picture: the basic ops from top to bottom, and on both sides the fused steps.
 
 ``picture.svg`` is the empty page, with the styles.
 """

@@ -127,7 +127,7 @@ class Trial:
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
         for configuration in offered[:MOST_CONFIGURATIONS]:
             program = make(configuration=dict(configuration))
-            with contextlib.suppress(Exception):  # this GPU has no room for it, say
+            with contextlib.suppress(Exception):  # such as one that this GPU has no room for
                 if not self._difference(program):
                     timing = self._compare(plain, program)
                     if timing.speed - timing.noise > speed:
@@ -137,7 +137,7 @@ class Trial:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether its ops draw random numbers: alike for the same seed, and not for another."""
+        """The ops draw random numbers: results are equal for one seed, and not for another."""
         first, again, other = (self._seeded(self._separate, seed) for seed in (0, 0, 1))
         return _same(first, again) and not _same(first, other)
 
@@ -292,7 +292,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two have the same numbers; NaN is NaN."""
+    """Return whether two have the same numbers; NaN equals NaN."""
     alike = torch.isclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
     return bool(alike.all())
 

@@ -154,7 +154,7 @@ class _Collector(Recorder):
     def hear(self, model: Any, inputs: Any, kwargs: Any) -> None:
         """Make a call, and keep its new candidates."""
         self.candidates, self.wholes = [], []
-        # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+        # a wrong fusion must not disturb it, and a compiled call is not recorded
         with self, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
             model(*inputs, **kwargs)
 
@@ -180,7 +180,7 @@ class _Collector(Recorder):
             self.wholes.append(whole)
 
     def _is_new(self, job: Job, coming: Any) -> bool:
-        """Whether there was none like it before, for such an input of the chain."""
+        """Return whether none was like it before, for such an input of the chain."""
         key = tables.subject_key(job.subject), *coming
         before = len(self._seen)
         self._seen.add(key)

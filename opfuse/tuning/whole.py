@@ -30,7 +30,7 @@ class Whole(Job):
         replaced: Its two ways.
         module: The module.
         given: The chain's input and extra inputs.
-        compiled: Whether to measure it under ``torch.compile``.
+        compiled: Measure it under ``torch.compile``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Whole(Job):
 
     @property
     def gives_way(self) -> bool:
-        """Whether the measurements favour the module's own operations."""
+        """The measurements favour the module's own operations."""
         return self.found is not None and self.replaced.gives_way(self.found, self._compiled)
 
     def result(self) -> Result:

@@ -1,4 +1,4 @@
-"""``opfuse new``: a plugin package out of the template beside this file."""
+"""``opfuse new``: writes a plugin package from the template in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write(name: str, into: Path) -> Path:
     """Write the plugin ``opfuse-plugin-<name>`` into a new folder of that name.
 
     Args:
-        name: What the entry point is called, such as ``fast-gelu``; the prefix may be there
+        name: The name of the entry point, such as ``fast-gelu``; the prefix may be there
             already.
         into: The folder that gets the new one; made if it does not exist.
 
@@ -58,7 +58,7 @@ def fill(text: str, name: str) -> str:
 
 
 def welcome(folder: Path) -> str:
-    """What to do with a plugin that was just written."""
+    """The next steps with a plugin that was just written."""
     return f"""Wrote {folder}. It works as it is:
 
   cd {folder}
