@@ -34,8 +34,10 @@ def describe(
         lines += wrap(f"{cls} x {n} ran its own forward: {why}", "", "  ")
     if not calls:
         none = "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of "
-        could = f" opfuse.convert(model) could convert {convertible} of its modules."
-        return "\n".join([*lines, *wrap(f"{none}opfuse.ops.{could if convertible else ''}", "")])
+        none += "opfuse.ops."
+        if convertible:
+            none += f" opfuse.convert(model) could convert {convertible} of its modules."
+        return "\n".join([*lines, *wrap(none, "")])
     count = f"{counted(len(calls), 'call')} of fusible ops: {_how_many_fused(calls)}."
     lines += [*wrap(count, "", "  "), *total([call.quantized for call in calls]).lines()]
     unfused = {call.unfused for call in calls}
@@ -89,8 +91,10 @@ def title_of(call: Call, numbers: list[int], calls: Sequence[Call], full: bool =
         ops = call.ops if full or len(call.ops) <= 12 else _first(call.ops, 8)
         what += f" [{', '.join(ops)}]"
     which = f"calls {', '.join(map(str, numbers))}"
-    if len(numbers) == 1 or len(numbers) > most:
-        which = f"call {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} calls"
+    if len(numbers) > most:
+        which = f"{len(numbers)} calls"
+    elif len(numbers) == 1:
+        which = f"call {numbers[0]}"
     return f"{where}{what} ({which})"
 
 
