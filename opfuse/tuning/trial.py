@@ -25,7 +25,6 @@ from .timing import TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
 
-
 Results = Mapping[str, Tensor | None]
 """The outputs and gradients of a run, by name."""
 
@@ -33,12 +32,12 @@ Results = Mapping[str, Tensor | None]
 class Trial:
     """One candidate of a call, with the tensors that come to it there.
 
-    Attributes:
-        shape: The shape of the input, for the entry.
-
     Args:
         call: The call.
         step: The candidate.
+
+    Attributes:
+        shape: The shape of the input, for the entry.
     """
 
     def __init__(self, call: Call, step: Step) -> None:
