@@ -13,6 +13,9 @@ from torch import Tensor
 from ..core.op import BasicOperation
 from ..core.op_context import Grads, OperationContext
 
+OpGrads = tuple[Tensor | None, Grads]
+"""What ``op_backward`` returns: the gradients of the input and of the parameters."""
+
 
 def rows_of(tensor: Tensor) -> Tensor:
     """The tensor with one row dimension."""
@@ -24,6 +27,11 @@ def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     rows = tuple(range(tensor.ndim - dims))
     # a sum over no dimension would be a sum over all
     return tensor.sum(rows) if rows else tensor.clone()
+
+
+def expected(op: object, what: str, got: Any) -> str:
+    """The text of a refusal: who expected what, and what came."""
+    return f"{type(op).__name__} expected {what}, got {got}"
 
 
 def whole(value: Any) -> int | None:
@@ -48,10 +56,20 @@ def check_size(op: object, name: str, value: Any) -> int:
     """
     size = whole(value)
     if size is None:
-        raise TypeError(f"{type(op).__name__} expected a whole number as {name}, got {value!r}")
+        raise TypeError(expected(op, f"a whole number as {name}", repr(value)))
     if size < 0:
-        raise ValueError(f"{type(op).__name__} expected {name} of at least 0, got {size}")
+        raise ValueError(expected(op, f"{name} of at least 0", size))
     return size
+
+
+def check_bool(op: object, name: str, value: Any) -> None:
+    """Refuse anything but True and False.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(expected(op, f"a bool as {name}", repr(value)))
 
 
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
@@ -63,7 +81,7 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int,
     """
     shape = tuple(value) if isinstance(value, Iterable) and whole(value) is None else (value,)
     if not shape:
-        raise ValueError(f"{type(op).__name__} expected at least one dimension as {name}, got none")
+        raise ValueError(expected(op, f"at least one dimension as {name}", "none"))
     return tuple(check_size(op, name, size) for size in shape)
 
 
@@ -126,9 +144,7 @@ class ExtraTensorOperation(BasicOperation):
             f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward"
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Refused.
 
         Raises:
@@ -156,5 +172,5 @@ def check_shapes(
         return
     for name, param, shape in zip(op.param_names or (), params, shapes, strict=True):
         if param.shape != shape:
-            what = f"expected {name} of shape {shape}, as when it was made"
-            raise ValueError(f"{type(op).__name__} {what}, got {tuple(param.shape)}")
+            what = f"{name} of shape {shape}, as when it was made"
+            raise ValueError(expected(op, what, tuple(param.shape)))

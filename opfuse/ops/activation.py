@@ -15,31 +15,25 @@ from torch.nn import functional as F
 
 from ..core.identity import PassThrough
 from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import OperationContext
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, dispatch_modes, in_blocks
+from ._common import OpGrads, check_bool, expected
 
+_LINEAR = ("linear_value", "linear_derivative")
+_GRADIENTS = ("derivative", "value", *_LINEAR, "split", "join", "_gradient", "gate_gradient")
 _SHORTCUTS = {
     "value_and_derivative": ("value", "derivative"),
-    "linear_value_and_derivative": ("value", "linear_value", "linear_derivative"),
+    "linear_value_and_derivative": ("value", *_LINEAR),
     "gate_value": ("value",),
     "_gradient": ("derivative",),
     "gate_gradient": ("derivative",),
-    "device_functions": ("value", "derivative", "linear_value", "linear_derivative"),
+    "device_functions": ("value", "derivative", *_LINEAR),
+    "_write_gradients": _GRADIENTS,
+    "backward_value": (*_GRADIENTS, "_write_gradients"),
+    "forward_value": ("value", "linear_value", "split", "gate_value"),
 }
-_ALL = (
-    "derivative",
-    "value",
-    "linear_value",
-    "linear_derivative",
-    "split",
-    "join",
-    "_gradient",
-    "gate_gradient",
-)
-_SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
-_SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
 """Optional methods for speed, and the methods that they must agree with.
 
 The first of the latter is abstract at first.
@@ -100,18 +94,16 @@ class Activation(BasicOperation):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parts_known = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)].__module__.startswith(
-            "opfuse.ops."
-        )
-        if _newest(cls, _COMPUTING) < _newest(cls, {"deterministic"}):
-            type.__setattr__(cls, "deterministic", False)
-        type.__setattr__(cls, "_in_parts", parts_known)
+        computing = _newest(cls, _COMPUTING)
+        if computing < _newest(cls, {"deterministic"}):
+            type.__setattr__(cls, "deterministic", _is_of_ops(cls.__mro__[computing]))
+        formulas = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)]
+        type.__setattr__(cls, "_in_parts", _is_of_ops(formulas))
         for name, replaced in _SHORTCUTS.items():
             newest = _newest(cls, set(replaced))
             for index, base in enumerate(cls.__mro__):
-                made_of_them = getattr(
-                    getattr(base, replaced[0], None), "__isabstractmethod__", False
-                )
+                first = getattr(base, replaced[0], None)
+                made_of_them = getattr(first, "__isabstractmethod__", False)
                 if name in vars(base) and (index <= newest or made_of_them):
                     break
             if name in vars(base) and index > _newest(cls, {name}):
@@ -119,9 +111,7 @@ class Activation(BasicOperation):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        if not isinstance(cache_quantized_input, bool):
-            what = f"a bool as cache_quantized_input, got {cache_quantized_input!r}"
-            raise TypeError(f"{type(self).__name__} expected {what}")
+        check_bool(self, "cache_quantized_input", cache_quantized_input)
         self._caches = cache_quantized_input
 
     @property
@@ -172,23 +162,17 @@ class Activation(BasicOperation):
             if base.__module__.startswith("opfuse.") and issubclass(base, Activation)
         ]
         if not all(map(inspect.isabstract, ready)):
-            raise RuntimeError(
-                f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: "
-                "write a subclass"
-            )
+            why = "cannot be replaced, kernels would not follow: write a subclass"
+            raise RuntimeError(f"{cls.__name__}.{name} {why}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         who = f"{type(self).__name__}.{name}"
         if name in _FORMULAS and hasattr(type(self), name):
-            raise RuntimeError(
-                f"{who} cannot be replaced on one op, whose kernels would not follow: "
-                "write a subclass"
-            )
+            why = "on one op, whose kernels would not follow: write a subclass"
+            raise RuntimeError(f"{who} cannot be replaced {why}")
         if name in self._fixed and hasattr(self, name):
-            raise RuntimeError(
-                f"{who} is fixed, and is {getattr(self, name)!r}: "
-                f"make another {type(self).__name__}"
-            )
+            remedy = f"make another {type(self).__name__}"
+            raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: {remedy}")
         super().__setattr__(name, value)
         own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
         if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
@@ -317,9 +301,7 @@ class Activation(BasicOperation):
         (x,) = ctx.saved_tensors
         return x if type(x) is Tensor else dequantize(x)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Compute the gradient of the input; overwrite ``grad_output`` if allowed."""
         x = self.saved_input(ctx)
         if x is None:
@@ -336,6 +318,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (numbers.Number, str)) or (
         isinstance(value, tuple) and all(map(_is_plain, value))
     )
+
+
+def _is_of_ops(cls: type) -> bool:
+    """Return whether a class is defined here: its formulas take any rows, and do not draw."""
+    return cls.__module__.startswith("opfuse.ops.")
 
 
 def _newest(cls: type, names: set[str]) -> int:
@@ -393,16 +380,13 @@ class GELU(Activation):
         ValueError: ``approximate`` is neither.
     """
 
-    deterministic = True
     _fixed = ("approximate",)
 
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         if approximate not in ("tanh", "none"):
-            raise ValueError(
-                f"{type(self).__name__} expected approximate to be 'tanh' or 'none', "
-                f"got {approximate!r}"
-            )
+            what = "approximate to be 'tanh' or 'none'"
+            raise ValueError(expected(self, what, repr(approximate)))
         self.approximate = approximate
 
     def extra_repr(self) -> str:
@@ -436,8 +420,6 @@ class QGELU(Activation):
     It is the approximation of equation 2 in Hendrycks and Gimpel 2016.
     """
 
-    deterministic = True
-
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(1.702 x)``."""
         return x * torch.sigmoid_(1.702 * x)
@@ -461,8 +443,6 @@ class QGELU(Activation):
 class ReLU(Activation):
     """``max(x, 0)``."""
 
-    deterministic = True
-
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""
         return torch.relu(x)
@@ -477,8 +457,6 @@ class ReLU(Activation):
 
 class SReLU(Activation):
     """Squared ReLU: ``max(x, 0)^2`` (So et al. 2021)."""
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)^2``."""
@@ -499,8 +477,6 @@ class SReLU(Activation):
 
 class SiLU(Activation):
     """``x sigmoid(x)`` (Elfwing et al. 2017), also called Swish."""
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(x)``."""
