@@ -90,15 +90,10 @@ def scaled_by_blocks(
 
 
 def gradients_by_blocks(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    scale: Tensor | None,
-    count: int,
-    needs_x: bool,
-    needs_weight: bool,
+    dy: Tensor, x: Tensor, rstd: Tensor, scale: Tensor | None, count: int, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks of rows."""
+    """The wanted gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks."""
+    needs_x, needs_weight = wants
     dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
     for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
         normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)

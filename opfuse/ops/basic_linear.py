@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.settings import current
-from ._common import WithLaterArguments, check_size, shows
+from ._common import OpGrads, WithLaterArguments, check_size, rows_of, shows
 from ._reading import tensor_of
 
 
@@ -130,10 +130,8 @@ class BasicLinear(WithLaterArguments):
             ValueError: It is not a matrix, or both flags are set.
         """
         if transposed and accumulate_into_main_grad:
-            raise ValueError(
-                "BasicLinear.reading: main_grad has the shape of a Parameter, which "
-                "transposed=True does not: leave out accumulate_into_main_grad"
-            )
+            why = "main_grad has the shape of a Parameter, which transposed=True does not"
+            raise ValueError(f"BasicLinear.reading: {why}: leave out accumulate_into_main_grad")
         sizes = tensor_of(cls, module, weight, dims=2).shape
         outputs, inputs = reversed(sizes) if transposed else sizes
         op = cls(
@@ -234,9 +232,7 @@ class BasicLinear(WithLaterArguments):
         x, w = BasicLinear.quantized_operands(ctx, input_)
         return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> OpGrads:
         """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype.
 
         Autograd casts them at the end.
@@ -247,7 +243,8 @@ class BasicLinear(WithLaterArguments):
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
-        return None if w is None else dy @ w, (None if x is None else _grad_weight(dy, x),)
+        dx = None if w is None else dy @ w
+        return dx, (None if x is None else rows_of(dy).t().mm(rows_of(x)),)
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -304,29 +301,17 @@ def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
     who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
     wanted = f"a tensor of shape {tuple(weight.shape)}"
     if not isinstance(weight, nn.Parameter):
-        raise RuntimeError(
-            f"{who} a Parameter as its weight, "
-            "got a tensor that is computed, as by a parametrization"
-        )
+        got = "got a tensor that is computed, as by a parametrization"
+        raise RuntimeError(f"{who} a Parameter as its weight, {got}")
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
     main_grad = getattr(weight, "main_grad", None)
     if not isinstance(main_grad, Tensor):
-        raise RuntimeError(
-            f"{who} {wanted} as weight.main_grad, got {main_grad!r}: set it before the backward"
-        )
-    if (
-        main_grad.shape != weight.shape
-        or main_grad.device != weight.device
-        or not main_grad.is_floating_point()
-    ):
+        got = f"got {main_grad!r}: set it before the backward"
+        raise RuntimeError(f"{who} {wanted} as weight.main_grad, {got}")
+    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+    if not (fits and main_grad.is_floating_point()):
+        wanted = f"{wanted}, floating point and on {weight.device}, as weight.main_grad"
         got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
-        raise RuntimeError(
-            f"{who} {wanted}, floating point and on {weight.device}, as weight.main_grad, got {got}"
-        )
+        raise RuntimeError(f"{who} {wanted}, got {got}")
     return main_grad
-
-
-def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
-    dy_rows, x_rows = [tensor.unsqueeze(0).flatten(0, -2) for tensor in (grad_output, x)]
-    return dy_rows.t().mm(x_rows)

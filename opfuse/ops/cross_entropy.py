@@ -12,7 +12,7 @@ from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide, widen
 from . import _blocks
-from ._common import ExtraTensorOperation, rows_of, shows, whole
+from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -99,9 +99,8 @@ class CrossEntropy(ExtraTensorOperation):
             ValueError: They have another shape.
         """
         if not shape or targets.shape != shape[:-1]:
-            expected = f"{type(self).__name__} expected targets of shape {tuple(shape[:-1])}"
-            what = f"for logits of shape {tuple(shape)}, got {tuple(targets.shape)}"
-            raise ValueError(f"{expected} {what}")
+            what = f"targets of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
+            raise ValueError(expected(self, what, tuple(targets.shape)))
 
     def in_dtype(self, loss: Tensor, ctx: Any, input_: Tensor) -> Tensor:
         """The loss in the dtype that the op gives; for fusions too."""

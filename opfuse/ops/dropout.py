@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ..core.op_context import Grads
-from ._common import shows
+from ._common import OpGrads, expected, shows
 
 
 class Dropout(BasicOperation):
@@ -38,9 +37,7 @@ class Dropout(BasicOperation):
         super().__init__()
         self.p = p
         if not 0 <= self.p <= 1:
-            raise ValueError(
-                f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}"
-            )
+            raise ValueError(expected(self, "a probability p between 0 and 1", repr(p)))
 
     extra_repr = shows("p")
 
@@ -58,7 +55,7 @@ class Dropout(BasicOperation):
             ctx.save_for_backward(mask if ctx.input_requires_grad else None)
         return y
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = dy * mask / (1 - p)``, with the forward's ``p``."""
         (mask,) = ctx.saved_tensors
         if mask is None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation, FusedOperation
-from ..core.op_context import Grads, ModuleCache, OperationContext
-from ._common import WithLaterArguments, check_size, sum_rows
+from ..core.op_context import ModuleCache, OperationContext
+from ._common import OpGrads, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
 from .basic_linear import BasicLinear
 
@@ -89,9 +89,7 @@ class Bias(WithLaterArguments):
         y: Tensor = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
         if not ctx.param_requires_grad[0]:
             return grad_output, (None,)
@@ -207,9 +205,8 @@ class Linear(FusedOperation):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused for the bias of a layer without one."""
         if name == "bias" and param is not None and len(self.basic_ops) == 1:
-            raise RuntimeError(
-                "Linear(bias=False) does not add a bias: make one with bias=True and set its bias"
-            )
+            remedy = "make one with bias=True and set its bias"
+            raise RuntimeError(f"Linear(bias=False) does not add a bias: {remedy}")
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -237,7 +234,5 @@ class Linear(FusedOperation):
 
     def extra_repr(self) -> str:
         """The sizes, and whether there is a bias."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"

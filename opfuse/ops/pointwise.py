@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ..core.op_context import Grads
-from ._common import shows, whole
+from ._common import OpGrads, expected, shows, whole
 
 
 class ConstantScale(BasicOperation):
@@ -43,7 +42,7 @@ class ConstantScale(BasicOperation):
             ctx.scale = self.scale
         return input_ * self.scale
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = scale * dy``, with the forward's ``scale``."""
         return grad_output * ctx.scale, ()
 
@@ -70,12 +69,10 @@ class Reshape(BasicOperation):
         sizes = [whole(size) for size in shape]
         self.shape = tuple([size for size in sizes if size is not None])
         if len(self.shape) != len(shape):
-            raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {shape}")
+            raise TypeError(expected(self, "whole numbers as shape", shape))
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
-            raise ValueError(
-                f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, "
-                f"got {self.shape}"
-            )
+            what = "sizes of at least 0 and one -1 at most"
+            raise ValueError(expected(self, what, self.shape))
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]
 
@@ -88,6 +85,6 @@ class Reshape(BasicOperation):
             ctx.input_shape = input_.shape
         return input_.reshape(self.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """The gradient in the input's shape."""
         return grad_output.reshape(ctx.input_shape), ()

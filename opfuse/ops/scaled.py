@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.introspection import overridden, why_apart
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
-from ._common import ExtraTensorOperation
+from ._common import ExtraTensorOperation, check_bool, expected
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
@@ -51,12 +51,9 @@ class ScaledActivation(ExtraTensorOperation):
         self, activation: Activation, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__()
-        if not isinstance(activation_recompute_in_mlp, bool):
-            what = f"activation_recompute_in_mlp, got {activation_recompute_in_mlp!r}"
-            raise TypeError(f"{type(self).__name__} expected a bool as {what}")
+        check_bool(self, "activation_recompute_in_mlp", activation_recompute_in_mlp)
         if not isinstance(activation, Activation):
-            got = type(activation).__name__
-            raise TypeError(f"{type(self).__name__} expected an Activation, got {got}")
+            raise TypeError(expected(self, "an Activation", type(activation).__name__))
         if activation_recompute_in_mlp and isinstance(activation, GatedActivation):
             who = f"{type(self).__name__} does not support activation recomputation"
             raise ValueError(f"{who}: activation_recompute_in_mlp=True is for no gated activation")
@@ -82,22 +79,18 @@ class ScaledActivation(ExtraTensorOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "activation" and name in self._modules:
-            raise RuntimeError(
-                f"{type(self).__name__}.activation is fixed: make another {type(self).__name__}"
-            )
+            who = type(self).__name__
+            raise RuntimeError(f"{who}.activation is fixed: make another {who}")
         super().__setattr__(name, value)
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
-        (ctx,) = basic_op_ctxs
-        ((scales,),) = basic_op_extra_inputs
-        if scales.shape != input_.shape[:-1]:
-            expected = f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])}"
-            raise ValueError(
-                f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
-            )
+        (ctx,), ((scales,),) = basic_op_ctxs, basic_op_extra_inputs
+        if scales.shape != (shape := tuple(input_.shape))[:-1]:
+            what = f"scales of shape {shape[:-1]} for an input of shape {shape}"
+            raise ValueError(expected(self, what, tuple(scales.shape)))
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.numbers = self.numbers_of()
@@ -132,9 +125,8 @@ class ScaledActivation(ExtraTensorOperation):
         if x is not None:
             x = widen(x)
         if scales is not None:
-            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(
-                grad_output.dtype
-            )
+            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x)
+            dx = dx.to(grad_output.dtype)
         if ctx.scales_requires_grad:
             dscales = (activation.forward_value(x) * dy).sum(-1)
             dscales = dscales if scales is None else dscales.to(scales.dtype)
