@@ -11,7 +11,7 @@ traces, or where the sizes have no values yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,9 +101,8 @@ def products(
         y = _multiply(groups.ends, x, _stacked(weights).transpose(1, 2))
         return y + _rows_of_groups(groups, biases, x) if biases else y
     if groups.counts is None:
-        y = _products(x, groups.sizes, list(weights), list(biases))
-        return y  # type: ignore[no-any-return]
-    return _loop(x, groups.counts, weights, biases)
+        return _products(groups.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
+    return _loop(groups.counts, x, weights, biases)
 
 
 def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor] | Tensor) -> Tensor:
@@ -121,8 +120,8 @@ def weight_grads(
         whole = stacked_grads(groups, grad_output, x, len(wanted))
         return [whole[i] if wants else None for i, wants in enumerate(wanted)]
     if groups.counts is None:
-        return _only(_weight_grads(grad_output, x, groups.sizes, list(wanted)), wanted)
-    return _only(_loop_weights(grad_output, x, groups.counts, wanted), wanted)
+        return _only(_weight_grads(groups.sizes, grad_output, x, list(wanted)), wanted)
+    return _only(_loop_weights(groups.counts, grad_output, x, wanted), wanted)
 
 
 def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) -> Tensor:
@@ -150,9 +149,9 @@ def row_sums(
         whole = F.grouped_mm(dy.t(), ones, offs=groups.ends)[:, :, 0].contiguous()
         return [whole[i] if wants else None for i, wants in enumerate(wanted)]
     if groups.counts is None:
-        found = _row_sums(dy, groups.sizes, list(wanted))
+        found = _row_sums(groups.sizes, dy, list(wanted))
     else:
-        found = _loop_sums(dy, groups.counts, wanted)
+        found = _loop_sums(groups.counts, dy, wanted)
     return _only([cast(of_group, dtype) for of_group in found], wanted)
 
 
@@ -169,7 +168,10 @@ def scale_grads(groups: Groups, grad_output: Tensor, biases: Sequence[Tensor]) -
 
 def _rows_of_groups(groups: Groups, rows: Sequence[Tensor], x: Tensor) -> Tensor:
     """For each row of ``x``, the row of its group, such as its bias."""
-    return torch.stack(list(rows))[_group_of_rows(groups, x)]
+    sizes = groups.sizes.to(x.device, torch.int64)
+    group = torch.repeat_interleave(sizes, output_size=x.shape[0])
+    of_rows = group.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
+    return torch.stack(list(rows))[of_rows]
 
 
 def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -198,18 +200,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
-    """The group index of each row, in the shape of the rows of ``x``."""
-    sizes = groups.sizes.to(x.device, torch.int64)
-    found = torch.repeat_interleave(sizes, output_size=x.shape[0])
-    return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
-
-
 # The loop, and the same as operators that torch.compile does not trace
 
 
 def _loop(
-    x: Tensor, counts: list[int], weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
+    counts: list[int], x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
 ) -> Tensor:
     each: Sequence[Tensor | None] = biases or [None] * len(weights)
     parts = zip(torch.split(x, counts), weights, each, strict=True)
@@ -217,66 +212,51 @@ def _loop(
 
 
 def _loop_weights(
-    grad_output: Tensor, x: Tensor, counts: list[int], wanted: Sequence[bool]
+    counts: list[int], grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor]:
     parts = zip(torch.split(grad_output, counts), torch.split(x, counts), wanted, strict=True)
     return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
 
 
-def _loop_sums(grad_output: Tensor, counts: list[int], wanted: Sequence[bool]) -> list[Tensor]:
+def _loop_sums(counts: list[int], grad_output: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
     parts = zip(torch.split(grad_output, counts), wanted, strict=True)
     return [sum_rows(dy, 1) for dy, wants in parts if wants]
 
 
-# a graph of CUDA cannot hold what reads sizes on the host
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+def _operator(loop: Callable[..., Any], types: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make the loop an operator, which takes the sizes and reads them when it runs.
+
+    Args:
+        loop: The loop.
+        types: The types of the arguments and of the result.
+
+    Returns:
+        A decorator of a function that makes tensors of the result's shapes.
+    """
+
+    def run(sizes: Tensor, rows: Tensor, *others: Any) -> Any:
+        return loop(_counts(sizes, rows.shape[0]), rows, *others)
+
+    def decorate(fake: Callable[..., Any]) -> Any:
+        name = f"opfuse::grouped{fake.__name__}"
+        tags = (torch.Tag.cudagraph_unsafe,)  # a graph of CUDA cannot hold what reads on the host
+        made = torch.library.custom_op(name, run, mutates_args=(), schema=types, tags=tags)
+        made.register_fake(fake)
+        return made
+
+    return decorate
 
 
-@torch.library.custom_op(
-    "opfuse::grouped_products",
-    mutates_args=(),
-    schema="(Tensor x, Tensor sizes, Tensor[] weights, Tensor[] biases) -> Tensor",
-    tags=_TAGS,
-)
-def _products(
-    x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    return _loop(x, _counts(sizes, x.shape[0]), weights, biases)
-
-
-@torch.library.custom_op(
-    "opfuse::grouped_weight_grads",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor x, Tensor sizes, bool[] wanted) -> Tensor[]",
-    tags=_TAGS,
-)
-def _weight_grads(
-    grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]
-) -> list[Tensor]:
-    return _loop_weights(grad_output, x, _counts(sizes, x.shape[0]), wanted)
-
-
-@torch.library.custom_op(
-    "opfuse::grouped_row_sums",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor sizes, bool[] wanted) -> Tensor[]",
-    tags=_TAGS,
-)
-def _row_sums(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    return _loop_sums(grad_output, _counts(sizes, grad_output.shape[0]), wanted)
-
-
-@_products.register_fake
-def _(x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+@_operator(_loop, "(Tensor sizes, Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
+def _products(sizes: Tensor, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weights[0].shape[0])
 
 
-@_weight_grads.register_fake
-def _(grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    shape = grad_output.shape[-1], x.shape[-1]
-    return [x.new_empty(shape) for wants in wanted if wants]
+@_operator(_loop_weights, "(Tensor sizes, Tensor dy, Tensor x, bool[] wanted) -> Tensor[]")
+def _weight_grads(sizes: Tensor, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [x.new_empty(dy.shape[-1], x.shape[-1]) for wants in wanted if wants]
 
 
-@_row_sums.register_fake
-def _(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    return [grad_output.new_empty(grad_output.shape[-1]) for wants in wanted if wants]
+@_operator(_loop_sums, "(Tensor sizes, Tensor dy, bool[] wanted) -> Tensor[]")
+def _row_sums(sizes: Tensor, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [dy.new_empty(dy.shape[-1]) for wants in wanted if wants]

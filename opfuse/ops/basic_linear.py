@@ -143,8 +143,8 @@ class BasicLinear(WithLaterArguments):
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""
-        if not self._sources and self.weight.numel() and not self.weight.is_meta:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if not self._sources:
+            draw_weight(self.weight)
 
     extra_repr = shows("in_features", "out_features")
 
@@ -254,6 +254,18 @@ class BasicLinear(WithLaterArguments):
         Returns zeros if hooks must run on ``.grad``, and None otherwise.
         """
         return (accumulate_main_grad(self, params[0], grads[0]),)
+
+
+def draw_weight(weight: Tensor) -> None:
+    """Draw a weight as ``torch.nn.Linear`` does, unless it is empty or on the meta device."""
+    if weight.numel() and not weight.is_meta:
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def draw_bias(bias: Tensor, in_features: int | None) -> None:
+    """Draw a bias as ``torch.nn.Linear`` does."""
+    bound = 1 / math.sqrt(in_features) if in_features else 0.0
+    nn.init.uniform_(bias, -bound, bound)
 
 
 def _can_be_saved(weight: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +15,14 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
-from ._common import ExtraTensorOperation, WithLaterArguments, check_shapes, check_size, shows
+from ._common import (
+    ExtraTensorOperation,
+    WithLaterArguments,
+    check_shapes,
+    check_size,
+    expected,
+    shows,
+)
 from ._grouped import (
     Groups,
     add_scaled,
@@ -30,7 +36,7 @@ from ._grouped import (
 )
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, accumulate_main_grad
+from .basic_linear import BasicLinear, accumulate_main_grad, draw_bias, draw_weight
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -138,7 +144,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         )
         self.num_groups = check_size(self, "num_groups", num_groups)
         if not self.num_groups:
-            raise ValueError(f"{type(self).__name__} expected num_groups of at least 1, got 0")
+            raise ValueError(expected(self, "num_groups of at least 1", 0))
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self._register(bias, device=device, dtype=dtype)
@@ -183,14 +189,11 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for name, param in self.named_parameters():
-            if not param.numel():
-                continue
             if name.startswith("weight"):
-                nn.init.kaiming_uniform_(param, a=math.sqrt(5))
+                draw_weight(param)
             else:
-                nn.init.uniform_(param, -bound, bound)
+                draw_bias(param, self.in_features)
 
     @property
     def has_bias(self) -> bool:
@@ -206,10 +209,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """``input``, ``split_sizes``, ``weight0``..., ``input0``..., ``scales``, ``bias0``..."""
         # one weight comes before those that a recipe makes of it, scales only if biases are scaled
-        of_groups = [
-            [f"{n}{i}" for i in range(self.num_groups)] for n in ("input", "weight", "bias")
-        ]
-        inputs, weights, biases = of_groups
+        groups = range(self.num_groups)
+        inputs, weights, biases = [[f"{n}{i}" for i in groups] for n in ("input", "weight", "bias")]
         one, scaled = ["weight"] * self._is_one, ["scales", *biases] if self.scales_bias else []
         return ("input", "split_sizes", *one, *weights, *inputs, *scaled)
 
@@ -258,8 +259,13 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
         into = self._places(basic_op_kwargs[0], input_, dtype, (*params, *scales), recorded)
         biases = [cast(bias, dtype) for bias in params[self._count :]]
-        run = self._quantized_products if ctx.quantizers else self._products
-        y, saved = run(ctx, groups, x, () if scales else biases, dtype)
+        added = () if scales else biases
+        if ctx.quantizers:
+            parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+            y, of_x, of_weights = parts.products(x, added, dtype)
+            saved = (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
+        else:
+            y, saved = self._products(ctx, groups, x, added, dtype)
         if scales:
             y = add_scaled(groups, y, biases, *scales)
         if ctx.requires_grad:
@@ -269,7 +275,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     def _products(
         self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Sequence[Any]]:
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """The products, and what the backward needs, in the order of ``saved_names``."""
         count = self._count
         weights = [cast(weight, dtype) for weight in ctx.params[:count]]
@@ -277,14 +283,6 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         kept_x = x if any(ctx.param_requires_grad[:count]) else None
         kept = weights if ctx.input_requires_grad else [None] * count
         return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self._is_one))
-
-    def _quantized_products(
-        self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Sequence[Any]]:
-        """The quantized products, and what the backward needs, as :meth:`_products`."""
-        parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
-        y, of_x, of_weights = parts.products(x, biases, dtype)
-        return y, (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
 
     def _saved_to_scale(
         self, ctx: Any, biases: Sequence[Tensor], scales: Tensor | None = None
@@ -381,17 +379,17 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         return self.in_features, self.out_features  # type: ignore[return-value]
 
     def _check(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> None:
-        who, expected = type(self).__name__, f"split_sizes of shape ({self.num_groups},)"
+        shape = tuple(input_.shape)
         if not is_kind("integer", split_sizes.dtype):
-            refuse_kind(f"split_sizes of {who}", "integer", split_sizes.dtype)
+            refuse_kind(f"split_sizes of {type(self).__name__}", "integer", split_sizes.dtype)
         if split_sizes.shape != (self.num_groups,):
-            raise ValueError(f"{who} expected {expected}, got {tuple(split_sizes.shape)}")
-        if input_.ndim < 2:
-            shape = tuple(input_.shape)
-            raise ValueError(f"{who} expected an input of at least 2 dimensions, got shape {shape}")
-        if scales is not None and scales.shape != input_.shape[:-1]:
-            shapes = f"{tuple(input_.shape[:-1])}, a scale for each row, got {tuple(scales.shape)}"
-            raise ValueError(f"{who} expected scales of shape {shapes}")
+            what = f"split_sizes of shape ({self.num_groups},)"
+            raise ValueError(expected(self, what, tuple(split_sizes.shape)))
+        if len(shape) < 2:
+            raise ValueError(expected(self, "an input of at least 2 dimensions", f"shape {shape}"))
+        if scales is not None and scales.shape != shape[:-1]:
+            what = f"scales of shape {shape[:-1]}, a scale for each row"
+            raise ValueError(expected(self, what, tuple(scales.shape)))
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..core.op import BasicOperation, FusedOperation
 from ..core.op_context import ModuleCache, OperationContext
 from ._common import OpGrads, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
-from .basic_linear import BasicLinear
+from .basic_linear import BasicLinear, draw_bias, draw_weight
 
 
 class Bias(WithLaterArguments):
@@ -160,7 +159,8 @@ class Linear(FusedOperation):
             op.lend_parameters(self)
         if not bias:
             self.register_parameter("bias", None)
-        self._reset_bias()
+        if self.bias is not None:
+            draw_bias(self.bias, self.in_features)
 
     @classmethod
     def of(
@@ -214,16 +214,9 @@ class Linear(FusedOperation):
 
         On the meta device nothing is drawn.
         """
-        if self.weight.is_meta:
-            return
-        if self.weight.numel():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self._reset_bias()
-
-    def _reset_bias(self) -> None:
+        draw_weight(self.weight)
         if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
-            nn.init.uniform_(self.bias, -bound, bound)
+            draw_bias(self.bias, self.in_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

@@ -77,28 +77,23 @@ class ParallelLinear(BasicOperation):
 
     def __init__(self, linears: Modules) -> None:
         super().__init__()
-        named = _named(linears)
+        named: dict[str, Any] = _named(linears)
         for name, linear in named.items():
             _check_new(name, linear)
             self.add_module(name, linear)
-        self.in_features = next(iter(named.values())).in_features  # type: ignore[assignment]
+        self.in_features = next(iter(named.values())).in_features
         for name, linear in named.items():
             if linear.in_features != self.in_features:
                 who = f"ParallelLinear expected linears of {self.in_features} features"
                 raise ValueError(f"{who}, got {linear.in_features} for {name}")
-        self.sizes = tuple([linear.out_features for linear in named.values()])  # type: ignore[misc]
-        self.biased = tuple(
-            [getattr(linear, "bias", None) is not None for linear in named.values()]
-        )
+        sizes = {name: linear.out_features for name, linear in named.items()}
+        biased = {n: getattr(linear, "bias", None) is not None for n, linear in named.items()}
+        self.sizes, self.biased = tuple(sizes.values()), tuple(biased.values())
         self.out_features = sum(self.sizes)
-        with_bias = [
-            (n, size) for n, size, b in zip(named, self.sizes, self.biased, strict=True) if b
-        ]
-        weights = [f"{name}.weight" for name in named]
-        self.param_names = (*weights, *[f"{name}.bias" for name, _ in with_bias])
-        of_weights: list[Any] = [(size, self.in_features) for size in self.sizes]
-        self._known = frozenset(self.param_names)
-        self._shapes = [*of_weights, *[(size,) for _, size in with_bias]]
+        shapes: dict[str, Any] = {f"{n}.weight": (sizes[n], self.in_features) for n in named}
+        shapes |= {f"{n}.bias": (sizes[n],) for n in named if biased[n]}
+        self.param_names, self._shapes = tuple(shapes), list(shapes.values())
+        self._known = frozenset(shapes)
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
