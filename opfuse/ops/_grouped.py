@@ -22,9 +22,12 @@ from torch.nn import functional as F
 from ..core.precision import cast, widen
 from ._common import sum_rows
 
+Matrices = Sequence[Tensor] | Tensor
+"""The matrix of each group; one tensor may hold all."""
+
 
 class Groups(NamedTuple):
-    """The number of rows in each group.
+    """The number of rows in each group, and the products of such groups.
 
     Attributes:
         sizes: The tensor of sizes; on the CPU if it was read there.
@@ -35,6 +38,74 @@ class Groups(NamedTuple):
     sizes: Tensor
     counts: list[int] | None = None
     ends: Tensor | None = None
+
+    def products(self, x: Tensor, weights: Matrices, biases: Sequence[Tensor]) -> Tensor:
+        """``x_i @ weight_i.T + bias_i`` for each group; biases are optional."""
+        if self.ends is not None:
+            y = _multiply(self.ends, x, _stacked(weights).transpose(1, 2))
+            return y + self._of_rows(biases, x) if biases else y
+        if self.counts is None:
+            return _products(self.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
+        return _loop(self.counts, x, weights, biases)
+
+    def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
+        """``dy_i @ weight_i`` for each group."""
+        if self.ends is not None:
+            return _multiply(self.ends, dy, _stacked(weights))
+        return self.products(dy, [weight.t() for weight in weights], ())
+
+    def weight_grads(self, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """``dy_i.T @ x_i`` for each wanted group; zeros if it has no rows."""
+        if self.ends is not None:
+            whole = self.stacked_grads(dy, x, len(wanted))
+            return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+        if self.counts is None:
+            return _only(_weight_grads(self.sizes, dy, x, list(wanted)), wanted)
+        return _only(_loop_weights(self.counts, dy, x, wanted), wanted)
+
+    def stacked_grads(self, dy: Tensor, x: Tensor, count: int) -> Tensor:
+        """``dy_i.T @ x_i`` for all groups, in one tensor."""
+        if self.ends is not None:
+            return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=self.ends)
+        return _stacked(self.weight_grads(dy, x, (True,) * count))
+
+    def row_sums(
+        self, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """The sum of the rows of each wanted group; zeros if it has no rows.
+
+        With scales, each row is first multiplied by its own.
+        """
+        dtype, dy = grad_output.dtype, grad_output
+        if scales is not None:
+            dy = widen(dy) * widen(scales).unsqueeze(-1)
+        if self.ends is not None:
+            dy = _aligned(cast(dy, dtype))  # there is a product for few dtypes
+            # a product with ones is the same in every run, unlike sums by atomic adds
+            ones = dy.new_ones(dy.shape[0], 8)
+            whole = F.grouped_mm(dy.t(), ones, offs=self.ends)[:, :, 0].contiguous()
+            return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+        if self.counts is None:
+            found = _row_sums(self.sizes, dy, list(wanted))
+        else:
+            found = _loop_sums(self.counts, dy, wanted)
+        return _only([cast(of_group, dtype) for of_group in found], wanted)
+
+    def add_scaled(self, y: Tensor, biases: Sequence[Tensor], scales: Tensor) -> Tensor:
+        """``y_i + bias_i * scales_i`` for each group, with a scale for each row."""
+        of_rows = widen(self._of_rows(biases, y)) * widen(scales).unsqueeze(-1)
+        return cast(widen(y) + of_rows, y.dtype)
+
+    def scale_grads(self, dy: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        """The sum of ``dy_i * bias_i`` over the features, for each row."""
+        return (widen(dy) * widen(self._of_rows(biases, dy))).sum(-1)
+
+    def _of_rows(self, vectors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """For each row of ``x``, the vector of its group, such as its bias."""
+        sizes = self.sizes.to(x.device, torch.int64)
+        group = torch.repeat_interleave(sizes, output_size=x.shape[0])
+        of_rows = group.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
+        return torch.stack(list(vectors))[of_rows]
 
 
 def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False) -> Groups:
@@ -90,90 +161,6 @@ def _has_kernel(device: torch.device) -> bool:
 _has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def products(
-    groups: Groups, x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
-) -> Tensor:
-    """``x_i @ weight_i.T + bias_i`` for each group; biases are optional.
-
-    The weights may be one tensor, also for :func:`input_grads`.
-    """
-    if groups.ends is not None:
-        y = _multiply(groups.ends, x, _stacked(weights).transpose(1, 2))
-        return y + _rows_of_groups(groups, biases, x) if biases else y
-    if groups.counts is None:
-        return _products(groups.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
-    return _loop(groups.counts, x, weights, biases)
-
-
-def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """``dy_i @ weight_i`` for each group."""
-    if groups.ends is not None:
-        return _multiply(groups.ends, grad_output, _stacked(weights))
-    return products(groups, grad_output, [weight.t() for weight in weights], ())
-
-
-def weight_grads(
-    groups: Groups, grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """``dy_i.T @ x_i`` for each wanted group; zeros if it has no rows."""
-    if groups.ends is not None:
-        whole = stacked_grads(groups, grad_output, x, len(wanted))
-        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
-    if groups.counts is None:
-        return _only(_weight_grads(groups.sizes, grad_output, x, list(wanted)), wanted)
-    return _only(_loop_weights(groups.counts, grad_output, x, wanted), wanted)
-
-
-def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) -> Tensor:
-    """``dy_i.T @ x_i`` for all groups, in one tensor."""
-    if groups.ends is not None:
-        dy = _aligned(grad_output)
-        return F.grouped_mm(dy.t(), _aligned(x), offs=groups.ends)
-    return _stacked(weight_grads(groups, grad_output, x, (True,) * count))
-
-
-def row_sums(
-    groups: Groups, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
-) -> list[Tensor | None]:
-    """The sum of the rows of each wanted group; zeros if it has no rows.
-
-    With scales, each row is first multiplied by its own.
-    """
-    dtype, dy = grad_output.dtype, grad_output
-    if scales is not None:
-        dy = widen(dy) * widen(scales).unsqueeze(-1)
-    if groups.ends is not None:
-        dy = _aligned(cast(dy, dtype))  # there is a product for few dtypes
-        # a product with ones is the same in every run, unlike sums by atomic adds
-        ones = dy.new_ones(dy.shape[0], 8)
-        whole = F.grouped_mm(dy.t(), ones, offs=groups.ends)[:, :, 0].contiguous()
-        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
-    if groups.counts is None:
-        found = _row_sums(groups.sizes, dy, list(wanted))
-    else:
-        found = _loop_sums(groups.counts, dy, wanted)
-    return _only([cast(of_group, dtype) for of_group in found], wanted)
-
-
-def add_scaled(groups: Groups, y: Tensor, biases: Sequence[Tensor], scales: Tensor) -> Tensor:
-    """``y_i + bias_i * scales_i`` for each group, with a scale for each row."""
-    of_rows = widen(_rows_of_groups(groups, biases, y)) * widen(scales).unsqueeze(-1)
-    return cast(widen(y) + of_rows, y.dtype)
-
-
-def scale_grads(groups: Groups, grad_output: Tensor, biases: Sequence[Tensor]) -> Tensor:
-    """The sum of ``dy_i * bias_i`` over the features, for each row."""
-    return (widen(grad_output) * widen(_rows_of_groups(groups, biases, grad_output))).sum(-1)
-
-
-def _rows_of_groups(groups: Groups, rows: Sequence[Tensor], x: Tensor) -> Tensor:
-    """For each row of ``x``, the row of its group, such as its bias."""
-    sizes = groups.sizes.to(x.device, torch.int64)
-    group = torch.repeat_interleave(sizes, output_size=x.shape[0])
-    of_rows = group.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
-    return torch.stack(list(rows))[of_rows]
-
-
 def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """The computed results, each at its place among all."""
     rest = iter(found)
@@ -203,23 +190,19 @@ def _aligned(x: Tensor) -> Tensor:
 # The loop, and the same as operators that torch.compile does not trace
 
 
-def _loop(
-    counts: list[int], x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
-) -> Tensor:
+def _loop(counts: list[int], x: Tensor, weights: Matrices, biases: Sequence[Tensor]) -> Tensor:
     each: Sequence[Tensor | None] = biases or [None] * len(weights)
     parts = zip(torch.split(x, counts), weights, each, strict=True)
     return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
 
 
-def _loop_weights(
-    counts: list[int], grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
-) -> list[Tensor]:
-    parts = zip(torch.split(grad_output, counts), torch.split(x, counts), wanted, strict=True)
+def _loop_weights(counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, strict=True)
     return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
 
 
-def _loop_sums(counts: list[int], grad_output: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    parts = zip(torch.split(grad_output, counts), wanted, strict=True)
+def _loop_sums(counts: list[int], dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    parts = zip(torch.split(dy, counts), wanted, strict=True)
     return [sum_rows(dy, 1) for dy, wants in parts if wants]
 
 

@@ -130,13 +130,10 @@ class Activation(BasicOperation):
 
     def _find_numbers(self) -> None:
         """Find the op's own plain values: attributes that no class of the library has."""
-        foreign = [
-            base
-            for base in type(self).__mro__
-            if not base.__module__.startswith(("opfuse.", "torch."))
-        ]
+        mro = type(self).__mro__
+        library = [base for base in mro if base.__module__.startswith(("opfuse.", "torch."))]
+        foreign = [base for base in mro if base not in library]
         members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
-        library = [base for base in type(self).__mro__ if base not in foreign]
         skipped = _COMMON.union(self._fixed, *map(vars, library))
         codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
         if any("training" in code.co_names for code in codes):
@@ -156,12 +153,8 @@ class Activation(BasicOperation):
             raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
         if name not in _FORMULAS:
             return
-        ready = [
-            base
-            for base in cls.__mro__
-            if base.__module__.startswith("opfuse.") and issubclass(base, Activation)
-        ]
-        if not all(map(inspect.isabstract, ready)):
+        library = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.")]
+        if not all(inspect.isabstract(base) for base in library if issubclass(base, Activation)):
             why = "cannot be replaced, kernels would not follow: write a subclass"
             raise RuntimeError(f"{cls.__name__}.{name} {why}")
 
@@ -315,9 +308,9 @@ class Activation(BasicOperation):
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (numbers.Number, str)) or (
-        isinstance(value, tuple) and all(map(_is_plain, value))
-    )
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (numbers.Number, str))
 
 
 def _is_of_ops(cls: type) -> bool:
@@ -327,10 +320,8 @@ def _is_of_ops(cls: type) -> bool:
 
 def _newest(cls: type, names: set[str]) -> int:
     """Return the MRO index of the first class that defines one of these names."""
-    return next(
-        (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))),
-        len(cls.__mro__),
-    )
+    found = (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base)))
+    return next(found, len(cls.__mro__))
 
 
 def _backward_kernel(
@@ -400,14 +391,11 @@ class GELU(Activation):
     def derivative(self, x: Tensor) -> Tensor:
         """``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``; or ``Phi(x) + x phi(x)``."""
         if getattr(self, "approximate", "tanh") == "none":
-            return (
-                0.5 * (1 + torch.erf(x * 0.7071067811865476))
-                + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
-            )
+            cdf = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+            return cdf + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (
-            0.7978845608028654 + 0.10703222440890037 * x * x
-        )
+        du = 0.7978845608028654 + 0.10703222440890037 * x * x
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * du
 
     forward_value = value  # torch computes half precision in fp32 itself
     # the default is for other activations that reuse GELU's methods

@@ -92,9 +92,8 @@ class BasicLinear(WithLaterArguments):
         )
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
-        self.weight = nn.Parameter(
-            torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        )
+        weight = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
         self.reset_parameters()
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
@@ -203,10 +202,8 @@ class BasicLinear(WithLaterArguments):
             x, w = x.to(dtype), weight.to(dtype)
             (kept,) = kept_weights(ctx, (weight,), (w,))
         if ctx.requires_grad:
-            ctx.to_save = (
-                x if ctx.param_requires_grad[0] else None,
-                kept if ctx.input_requires_grad else None,
-            )
+            kept_x = x if ctx.param_requires_grad[0] else None
+            ctx.to_save = kept_x, kept if ctx.input_requires_grad else None
         return x, w
 
     @staticmethod

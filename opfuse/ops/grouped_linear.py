@@ -23,17 +23,7 @@ from ._common import (
     expected,
     shows,
 )
-from ._grouped import (
-    Groups,
-    add_scaled,
-    groups_of,
-    input_grads,
-    products,
-    row_sums,
-    scale_grads,
-    stacked_grads,
-    weight_grads,
-)
+from ._grouped import Groups, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, accumulate_main_grad, draw_bias, draw_weight
@@ -267,7 +257,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         else:
             y, saved = self._products(ctx, groups, x, added, dtype)
         if scales:
-            y = add_scaled(groups, y, biases, *scales)
+            y = groups.add_scaled(y, biases, *scales)
         if ctx.requires_grad:
             ctx.save_for_backward(*saved, *self._saved_to_scale(ctx, biases, *scales))
             ctx.grad_input_buffer = into[1]
@@ -279,7 +269,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """The products, and what the backward needs, in the order of ``saved_names``."""
         count = self._count
         weights = [cast(weight, dtype) for weight in ctx.params[:count]]
-        y = products(groups, x, weights[0] if self._is_one else weights, biases)
+        y = groups.products(x, weights[0] if self._is_one else weights, biases)
         kept_x = x if any(ctx.param_requires_grad[:count]) else None
         kept = weights if ctx.input_requires_grad else [None] * count
         return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self._is_one))
@@ -348,12 +338,12 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """The gradients of the input and of the weights."""
         dx = None
         if weights[0] is not None:
-            dx = input_grads(groups, dy, weights[0] if self._is_one else weights)
+            dx = groups.input_grads(dy, weights[0] if self._is_one else weights)
         if x is None:
             return dx, [None] * self._count
         if self._is_one:
-            return dx, [stacked_grads(groups, dy, x, self.num_groups)]
-        return dx, weight_grads(groups, dy, x, ctx.param_requires_grad[: self._count])
+            return dx, [groups.stacked_grads(dy, x, self.num_groups)]
+        return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
 
     def _bias_grads(
         self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor
@@ -362,12 +352,12 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         wanted = ctx.param_requires_grad[self._count :]
         of_biases: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted):
-            of_biases = row_sums(groups, dy, wanted, scales)
+            of_biases = groups.row_sums(dy, wanted, scales)
         if not self.scales_bias:
             return of_biases, ()
         if scales is None or biases[0] is None:
             return of_biases, (None,)
-        return of_biases, (scale_grads(groups, dy, biases).to(scales.dtype),)
+        return of_biases, (groups.scale_grads(dy, biases).to(scales.dtype),)
 
     @property
     def _count(self) -> int:

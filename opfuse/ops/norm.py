@@ -172,15 +172,12 @@ class LayerNorm(_Norm):
             if (got := tuple(tensor_of(cls, module, bias).shape)) != shape:
                 what = f"{type(module).__name__}.{bias} of shape {shape}, that of {weight}"
                 raise ValueError(f"{cls.__name__}.reading expected {what}, got {got}")
+        number, biased = eps_of(cls, module, eps), "bias" in sources
         op = cls(
-            shape,
-            eps=eps_of(cls, module, eps),
-            bias="bias" in sources,
-            device="meta",
-            zero_centered_gamma=zero_centered_gamma,
+            shape, eps=number, bias=biased, device="meta", zero_centered_gamma=zero_centered_gamma
         )
         op.read_parameters(sources)
-        if bias is not None and "bias" not in sources:
+        if bias is not None and not biased:
             op._absent = (ParamSource(module, bias),)
         op.name = name
         return op
@@ -199,13 +196,9 @@ class LayerNorm(_Norm):
             TypeError: ``module`` is not such a module.
         """
         check_stock(cls, module, nn.LayerNorm)
-        op = cls(
-            module.normalized_shape,
-            eps=module.eps,
-            elementwise_affine=module.elementwise_affine,
-            bias=module.bias is not None,
-            device="meta",
-        )
+        shape, affine = module.normalized_shape, module.elementwise_affine
+        biased = module.bias is not None
+        op = cls(shape, eps=module.eps, elementwise_affine=affine, bias=biased, device="meta")
         op.weight, op.bias, op.name = module.weight, module.bias, name
         return op.train(module.training)
 
@@ -278,9 +271,8 @@ def _layer_norm_backward(
     which gradients are wanted.
     """
     scale, shape, wants = constants
-    grads = torch.ops.aten.native_layer_norm_backward.default(
-        dy, x, shape, mean, rstd, scale, scale, wants
-    )
+    kernel = torch.ops.aten.native_layer_norm_backward.default
+    grads = kernel(dy, x, shape, mean, rstd, scale, scale, wants)
     return tuple([grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)])
 
 

@@ -238,10 +238,8 @@ class ParallelLinear(BasicOperation):
             kept = kept_weights(ctx, kept, params[:count])
         weights, rest = params[:count], iter(params[count:])
         if ctx.requires_grad:
-            ctx.to_save = (
-                x if any(ctx.param_requires_grad[:count]) else None,
-                *(kept if ctx.input_requires_grad else (None,) * count),
-            )
+            kept_x = x if any(ctx.param_requires_grad[:count]) else None
+            ctx.to_save = kept_x, *(kept if ctx.input_requires_grad else (None,) * count)
         return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
 
     @staticmethod

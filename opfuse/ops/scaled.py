@@ -95,10 +95,9 @@ class ScaledActivation(ExtraTensorOperation):
         if ctx.requires_grad:
             ctx.numbers = self.numbers_of()
             ctx.scales_requires_grad = self.wants_gradient(scales)
-            ctx.save_for_backward(
-                x if ctx.input_requires_grad or ctx.scales_requires_grad else None,
-                scales if ctx.input_requires_grad else None,
-            )
+            needs_x = ctx.input_requires_grad
+            kept_x = x if needs_x or ctx.scales_requires_grad else None
+            ctx.to_save = kept_x, scales if needs_x else None
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
 
