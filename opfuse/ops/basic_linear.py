@@ -21,7 +21,27 @@ from ._common import OpGrads, WithLaterArguments, check_size, rows_of, shows
 from ._reading import tensor_of
 
 
-class BasicLinear(WithLaterArguments):
+class LinearOperation(BasicOperation):
+    """The declarations and the input's quantizer, which all ops with matrix products share."""
+
+    keeps_rows = True
+    grad_input = "fresh"
+    differentiable = True
+    params_in_compute_dtype = True
+    casts_input = True
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the input; None if the op quantizes the input itself.
+
+        It does so if the backward needs the unquantized input.
+        """
+        recipe = current.recipe
+        if recipe is not None and recipe.backward_override == "high_precision":
+            return None
+        return super().get_input_quantizer()
+
+
+class BasicLinear(WithLaterArguments, LinearOperation):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Maps ``(..., in_features)`` to ``(..., out_features)``, in the compute dtype. ``weight`` has
@@ -62,11 +82,6 @@ class BasicLinear(WithLaterArguments):
 
     saved_names = ("input", "weight")
     takes_params = ("weight",)
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     splits_backward = True
 
     def __init__(
@@ -157,16 +172,6 @@ class BasicLinear(WithLaterArguments):
         """Input and weight of a linear layer, or the gradient of its output."""
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input; None if the op quantizes the input itself.
-
-        It does so if the backward needs the unquantized input.
-        """
-        recipe = current.recipe
-        if recipe is not None and recipe.backward_override == "high_precision":
-            return None
-        return BasicOperation.get_input_quantizer(self)  # ParallelLinear shares this method
 
     # The operation itself
 

@@ -26,13 +26,13 @@ from ._common import (
 from ._grouped import Groups, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, accumulate_main_grad, draw_bias, draw_weight
+from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw_bias, draw_weight
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
+class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     """``y_i = x_i @ weight_i.T + bias_i`` for each group ``i`` of rows: one linear layer per group.
 
     Takes ``x`` of shape ``(rows, ..., in_features)`` and one extra input ``split_sizes``: integers
@@ -99,13 +99,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     extra_input_dtypes: tuple[str, ...] = ("integer",)
     kwarg_names: ClassVar[tuple[str, ...] | None] = (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)
     context_names = ("grad_input_buffer",)
-    keeps_rows = True
     extras_of_any_dtype = True
     reads_sizes = True  # under a recipe, which torch.compile cannot trace
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     _is_one = False  # whether the weights are one parameter, of another module
 
     def __init__(

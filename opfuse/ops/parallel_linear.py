@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
-from ..core.op import BasicOperation
 from ..core.op_context import Grads, OperationContext
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.products import quantized_backward, quantized_operands
@@ -20,7 +19,7 @@ from ..core.quantization.state import quantizer_names
 from ._blocks import writes_out
 from ._common import check_shapes, rows_of
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, kept_weights
+from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
 
 _LINEARS = nn.Linear, Linear, BasicLinear
@@ -29,7 +28,7 @@ _ATTRIBUTES = vars(Identity()).keys()
 Modules = Mapping[str, nn.Module] | Sequence[nn.Module]
 
 
-class ParallelLinear(BasicOperation):
+class ParallelLinear(LinearOperation):
     """``y = concat(x @ w.T + b for w, b in linears)``: several linear layers of one input.
 
     Takes ``(..., in_features)`` and returns ``(..., out_features)``, in the compute dtype, where
@@ -65,11 +64,6 @@ class ParallelLinear(BasicOperation):
             was not there then.
     """
 
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     sizes: tuple[int, ...] = ()
     biased: tuple[bool, ...] = ()
     _shapes: Sequence[tuple[int, ...]] = ()
@@ -192,8 +186,6 @@ class ParallelLinear(BasicOperation):
         """Input and weights of a linear layer, or the gradient of its output."""
         tensors = ["input", *["weight"] * len(self.sizes)] if mode == "forward" else ["grad_output"]
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
-
-    get_input_quantizer = BasicLinear.get_input_quantizer
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The quantizer of the gradient; None if there are biases: the op then casts it itself."""
