@@ -140,9 +140,8 @@ class ExtraTensorOperation(BasicOperation):
         Raises:
             RuntimeError: Always: extra tensors pass through ``fuser_forward``.
         """
-        raise RuntimeError(
-            f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward"
-        )
+        who = f"{type(self).__name__} has extra tensors"
+        raise RuntimeError(f"{who}: call fuser_forward, not op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Refused.
@@ -150,9 +149,8 @@ class ExtraTensorOperation(BasicOperation):
         Raises:
             RuntimeError: Always: gradients of extra tensors pass through ``fuser_backward``.
         """
-        raise RuntimeError(
-            f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward"
-        )
+        who = f"{type(self).__name__} has extra tensors"
+        raise RuntimeError(f"{who}: call fuser_backward, not op_backward")
 
 
 def check_shapes(

@@ -79,9 +79,8 @@ class QuantizedGroups:
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
-        for group, rows, *saved in zip(
-            self._groups, self._split(grad_output), xs, weights, strict=True
-        ):
+        parts = zip(self._groups, self._split(grad_output), xs, weights, strict=True)
+        for group, rows, *saved in parts:
             dx = grad = None
             if any(tensor is not None for tensor in saved):
                 group.saved_tensors = saved

@@ -242,7 +242,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         x = input_ if ctx.quantizers else cast(input_, dtype)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
         groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
-        into = self._places(basic_op_kwargs[0], input_, dtype, (*params, *scales), recorded)
+        into = self._places(basic_op_kwargs[0], input_, dtype, [*params, *scales], recorded)
         biases = [cast(bias, dtype) for bias in params[self._count :]]
         added = () if scales else biases
         if ctx.quantizers:
@@ -280,12 +280,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         return scales if needed else None, *(biases if wanted else [None] * len(biases))
 
     def _places(
-        self,
-        given: dict[str, Any],
-        x: Tensor,
-        dtype: torch.dtype,
-        others: Sequence[Tensor],
-        recorded: bool,
+        self, given: Any, x: Tensor, dtype: torch.dtype, read: list[Tensor], recorded: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """The caller's tensors for the output and for the gradient of the input."""
         if not given:
@@ -296,7 +291,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         output, grad_input = [given.get(n) for n in (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)]
         like = x.new_empty(0, dtype=dtype)
         shape = (*x.shape[:-1], self.out_features)
-        check_buffer(self, OUTPUT_BUFFER_KEY, output, shape, like, (x, *others))
+        check_buffer(self, OUTPUT_BUFFER_KEY, output, shape, like, [x, *read])
         check_buffer(self, GRAD_INPUT_BUFFER_KEY, grad_input, x.shape, like)
         return output, grad_input
 

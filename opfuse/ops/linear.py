@@ -197,9 +197,8 @@ class Linear(FusedOperation):
         ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
         for op in ops:
             vars(op)["_sources"] = {name: ParamSource(twin, name) for name in vars(op)["_sources"]}
-        vars(twin).update(
-            vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache()
-        )
+        modules = {**self._modules, "basic_ops": ops}
+        vars(twin).update(vars(self), _modules=modules, _cache=ModuleCache())
         return twin
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

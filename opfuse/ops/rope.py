@@ -111,7 +111,7 @@ class RoPE(_Rotary):
     ) -> Outputs:
         """The rotated input; saves ``(positions,)``, leaves how it rotates."""
         (ctx,), ((positions,),) = basic_op_ctxs, basic_op_extra_inputs
-        _check_fits(self, "positions", positions.shape, input_.shape[:-2], input_)
+        _check_fits(self, "positions", positions.shape, input_)
         rotation = self.rotation
         if ctx.requires_grad:
             ctx.rotation = rotation
@@ -161,7 +161,7 @@ class ApplyRoPE(_Rotary):
             if given.shape[-1:] not in ((self.rotary_dim,), (self.rotary_dim // 2,)):
                 what = f"{self.rotary_dim} or {self.rotary_dim // 2} features in {name}"
                 raise ValueError(expected(self, what, f"shape {tuple(given.shape)}"))
-            _check_fits(self, name, given.shape[:-1], input_.shape[:-2], input_)
+            _check_fits(self, name, given.shape[:-1], input_)
             if ctx.requires_grad and given.requires_grad and not torch.compiler.is_compiling():
                 who = f"{type(self).__name__} gives no gradient of {name}, and it requires grad"
                 raise RuntimeError(f"{who}: detach it")
@@ -183,10 +183,9 @@ class ApplyRoPE(_Rotary):
         return found[0], found[1]
 
 
-def _check_fits(
-    op: object, name: str, shape: torch.Size, wanted: torch.Size, input_: Tensor
-) -> None:
+def _check_fits(op: object, name: str, shape: torch.Size, input_: Tensor) -> None:
     """Refuse shapes that do not broadcast to the dimensions before the heads."""
+    wanted = input_.shape[:-2]
     pairs = zip(reversed(shape), reversed(wanted), strict=False)
     fits = len(shape) <= len(wanted) and all(a in (1, b) for a, b in pairs)
     if input_.ndim < 2 or not fits:
