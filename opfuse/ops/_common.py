@@ -14,7 +14,7 @@ from ..core.op import BasicOperation
 from ..core.op_context import Grads, OperationContext
 
 OpGrads = tuple[Tensor | None, Grads]
-"""What ``op_backward`` returns: the gradients of the input and of the parameters."""
+"""The result of ``op_backward``: the gradients of the input and of the parameters."""
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -90,6 +90,17 @@ def shows(*names: str) -> Callable[[Any], str]:
     return lambda op: ", ".join(
         f"{name}={value}" for name in names if (value := getattr(op, name)) is not None
     )
+
+
+class RowwiseOperation(BasicOperation):
+    """An op of differentiable torch operations, whose output has a row for each row of its input.
+
+    The gradient of its input is a new tensor, unless it declares otherwise.
+    """
+
+    keeps_rows = True
+    differentiable = True
+    grad_input = "fresh"
 
 
 class WithLaterArguments(BasicOperation):

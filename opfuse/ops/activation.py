@@ -19,7 +19,7 @@ from ..core.op_context import OperationContext
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, dispatch_modes, in_blocks
-from ._common import OpGrads, check_bool, expected
+from ._common import OpGrads, RowwiseOperation, check_bool, expected
 
 _LINEAR = ("linear_value", "linear_derivative")
 _GRADIENTS = ("derivative", "value", *_LINEAR, "split", "join", "_gradient", "gate_gradient")
@@ -45,7 +45,7 @@ _COMMON = frozenset(vars(PassThrough()))
 """The attributes that every op has."""
 
 
-class Activation(BasicOperation):
+class Activation(RowwiseOperation):
     """An elementwise function. A subclass implements only :meth:`value` and :meth:`derivative`.
 
     Accepts any shape, which the output keeps; the output is in the compute dtype. Half precision is
@@ -82,9 +82,6 @@ class Activation(BasicOperation):
     deterministic: bool = True
     saved_names = ("input",)
     feature_ratio = 1
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
     casts_input = True
     _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set again
     _caches: bool = False
@@ -116,7 +113,7 @@ class Activation(BasicOperation):
 
     @property
     def cache_quantized_input(self) -> bool:
-        """Whether the input is kept in FP8."""
+        """True if the input is kept in FP8."""
         return self._caches
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:

@@ -17,16 +17,13 @@ from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.settings import current
-from ._common import OpGrads, WithLaterArguments, check_size, rows_of, shows
+from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, rows_of, shows
 from ._reading import tensor_of
 
 
-class LinearOperation(BasicOperation):
+class LinearOperation(RowwiseOperation):
     """The declarations and the input's quantizer, which all ops with matrix products share."""
 
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
     params_in_compute_dtype = True
     casts_input = True
 

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.op import BasicOperation
-from ._common import OpGrads, expected, shows
+from ._common import OpGrads, RowwiseOperation, expected, shows
 
 
-class Dropout(BasicOperation):
+class Dropout(RowwiseOperation):
     """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
 
     See Srivastava et al. 2014. Takes and gives any shape, in the dtype of the input. Draws from
@@ -26,12 +25,10 @@ class Dropout(BasicOperation):
     """
 
     saved_names = ("mask",)
-    keeps_rows = True
     context_names = ("p",)
     real_numbers = ("p",)
     feature_ratio = 1
     grad_input = "same"
-    differentiable = True
 
     def __init__(self, p: float) -> None:
         super().__init__()

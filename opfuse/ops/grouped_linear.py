@@ -36,13 +36,13 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     """``y_i = x_i @ weight_i.T + bias_i`` for each group ``i`` of rows: one linear layer per group.
 
     Takes ``x`` of shape ``(rows, ..., in_features)`` and one extra input ``split_sizes``: integers
-    of shape ``(num_groups,)``, how many rows of the first dimension belong to each group, one group
-    behind the other. Gives ``(rows, ..., out_features)``, in the compute dtype. A group may have no
-    rows; the gradients of its parameters are zeros then.
+    of shape ``(num_groups,)``, the number of rows of each group. The groups follow one another in
+    the first dimension. Gives ``(rows, ..., out_features)``, in the compute dtype. A group may have
+    no rows; the gradients of its parameters are zeros then.
 
     With ``scale_bias`` there is a second extra input, ``scales`` of shape ``(rows, ...)`` and any
-    floating dtype: a group's bias is multiplied by the scale of each row before it is added, as the
-    last layer of a mixture of experts needs it whose activation is weighted.
+    floating dtype: a group's bias is multiplied by the scale of each row before it is added. The
+    last layer of a mixture of experts needs this if its activation is weighted.
 
     The parameters are ``weight0``, ``weight1``, ... of shape ``(out_features, in_features)`` and
     ``bias0``, ``bias1``, ... of shape ``(out_features,)``; each pair starts as that of
@@ -81,7 +81,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         single_grouped_weight: False; True comes with a later release.
         single_grouped_bias: False; True comes with a later release.
         delay_wgrad_compute: False; True comes with a later release.
-        scale_bias: Whether the biases are scaled, see above. Without biases it changes nothing.
+        scale_bias: Scale the biases, see above. Without biases it changes nothing.
 
     Raises:
         TypeError: A size is not a whole number; in a call, ``split_sizes`` that are not integers,
@@ -151,8 +151,8 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
         """Return an op without biases that reads all weights from one parameter of another module.
 
-        Mixtures of experts keep them so. The op then has one parameter, ``weight``, and one
-        gradient for all groups. See :meth:`BasicLinear.reading`.
+        Mixtures of experts often store them that way. The op then has one parameter, ``weight``,
+        and one gradient for all groups. See :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the weights.
@@ -182,12 +182,12 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     @property
     def has_bias(self) -> bool:
-        """Whether there are biases."""
+        """True if there are biases."""
         return self.bias0 is not None
 
     @property
     def scales_bias(self) -> bool:
-        """Whether there are biases, and each is scaled by row."""
+        """True if there are biases, and each is scaled by row."""
         return self.num_extra_inputs == 2
 
     @property

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation, FusedOperation
 from ..core.op_context import ModuleCache, OperationContext
-from ._common import OpGrads, WithLaterArguments, check_size, sum_rows
+from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
 from .basic_linear import BasicLinear, draw_bias, draw_weight
 
 
-class Bias(WithLaterArguments):
+class Bias(WithLaterArguments, RowwiseOperation):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and returns ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
@@ -39,8 +39,6 @@ class Bias(WithLaterArguments):
     saved_names = ()
     takes_params = ("bias",)
     grad_input = "same"
-    keeps_rows = True
-    differentiable = True
 
     def __init__(
         self,

@@ -10,23 +10,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..core.fusible import ParamSource
-from ..core.op import BasicOperation
 from ..core.precision import cast, wide
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
-from ._common import OpGrads, check_shape, expected, shows, sum_rows
+from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
 
 
-class _Norm(BasicOperation):
+class _Norm(RowwiseOperation):
     """The base of LayerNorm and RMSNorm: the shape, the parameters, and their arguments."""
 
     context_names = ("zero_centered_gamma",)
     real_numbers = ("eps",)
     takes_params = ("weight", "bias")
-    grad_input = "fresh"
-    differentiable = True
     autocast_dtype = torch.float32
-    keeps_rows = True
     weight: nn.Parameter | None
 
     def __init__(
@@ -163,7 +159,7 @@ class LayerNorm(_Norm):
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
             ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape. In a
-                call, the module has got a bias since.
+                call, the module has a bias that it did not have when the op was made.
         """
         shape = tuple(tensor_of(cls, module, weight).shape)
         sources = {"weight": ParamSource(module, weight)}
@@ -412,7 +408,7 @@ class RMSNorm(_Norm):
         return dx, (dw,) if ctx.param_requires_grad else ()
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(RowwiseOperation):
     """``y = x / sqrt(sum(x^2) + eps)`` over the last dimension.
 
     Takes and returns ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in
@@ -426,10 +422,7 @@ class L2Normalization(BasicOperation):
 
     saved_names = ("input", "rstd")
     real_numbers = ("eps",)
-    keeps_rows = True
     feature_ratio = 1
-    grad_input = "fresh"
-    differentiable = True
     autocast_dtype = torch.float32
 
     def __init__(

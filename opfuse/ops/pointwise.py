@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ._common import OpGrads, expected, shows, whole
+from ._common import OpGrads, RowwiseOperation, expected, shows, whole
 
 
-class ConstantScale(BasicOperation):
+class ConstantScale(RowwiseOperation):
     """``y = scale * x``, for any shape, in the dtype of the input.
 
     Args:
@@ -25,9 +25,6 @@ class ConstantScale(BasicOperation):
     context_names = ("scale",)
     real_numbers = ("scale",)
     feature_ratio = 1
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()

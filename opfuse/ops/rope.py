@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide
-from ._common import ExtraTensorOperation, check_bool, check_size, expected, shows
+from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, check_size, expected, shows
 
 Turns = tuple[Tensor, Tensor]
 """Cosine and sine of each pair, ``(..., rotary_dim / 2)``."""
@@ -24,13 +24,10 @@ class Rotation(NamedTuple):
     rotary_dim: int
 
 
-class _Rotary(ExtraTensorOperation):
+class _Rotary(RowwiseOperation, ExtraTensorOperation):
     """The base of both ops: they rotate pairs of features, and the backward rotates them back."""
 
     context_names = ("rotation",)
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
     _turns: Callable[..., Turns]  # from the extra inputs, the rotation, and the dtype of its input
 
     def __init__(

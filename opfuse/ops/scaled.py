@@ -13,12 +13,12 @@ from torch import Tensor
 from ..core.introspection import overridden, why_apart
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
-from ._common import ExtraTensorOperation, check_bool, expected
+from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, expected
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
 
-class ScaledActivation(ExtraTensorOperation):
+class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
     """``y = activation(x) * scales[..., None]``, as a mixture of experts weights its tokens.
 
     Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation
@@ -40,11 +40,8 @@ class ScaledActivation(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
-    keeps_rows = True
     saved_names = ("input", "scales")
     context_names = ("scales_requires_grad", "numbers")
-    grad_input = "fresh"
-    differentiable = True
     casts_input = True
 
     def __init__(
@@ -106,9 +103,9 @@ class ScaledActivation(ExtraTensorOperation):
         return self.activation.numbers_of()
 
     def wants_gradient(self, scales: Tensor) -> bool:
-        """Whether the gradient of ``scales`` is needed.
+        """Return whether the gradient of ``scales`` is needed.
 
-        Traced tensors do not know. A tracer may override the answer.
+        Traced tensors do not tell. A tracer may override the answer.
         """
         return scales.requires_grad or torch.compiler.is_compiling()
 
