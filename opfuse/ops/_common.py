@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -162,24 +162,3 @@ class ExtraTensorOperation(BasicOperation):
         """
         who = f"{type(self).__name__} has extra tensors"
         raise RuntimeError(f"{who}: call fuser_backward, not op_backward")
-
-
-def check_shapes(
-    op: BasicOperation, params: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
-) -> None:
-    """Refuse parameters whose shape changed since the op was made.
-
-    Args:
-        op: The op.
-        params: Its parameters.
-        shapes: Their original shapes.
-
-    Raises:
-        ValueError: One has another shape.
-    """
-    if [param.shape for param in params] == shapes:
-        return
-    for name, param, shape in zip(op.param_names or (), params, shapes, strict=True):
-        if param.shape != shape:
-            what = f"{name} of shape {shape}, as when it was made"
-            raise ValueError(expected(op, what, tuple(param.shape)))

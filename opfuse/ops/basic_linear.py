@@ -17,7 +17,15 @@ from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.settings import current
-from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, rows_of, shows
+from ._common import (
+    OpGrads,
+    RowwiseOperation,
+    WithLaterArguments,
+    check_size,
+    expected,
+    rows_of,
+    shows,
+)
 from ._reading import tensor_of
 
 
@@ -26,6 +34,16 @@ class LinearOperation(RowwiseOperation):
 
     params_in_compute_dtype = True
     casts_input = True
+    _shapes: Sequence[tuple[int, ...]] = ()  # of the parameters when the op was made
+
+    def _check_shapes(self, params: Sequence[Tensor]) -> None:
+        """Refuse parameters whose shape changed since the op was made."""
+        if [param.shape for param in params] == self._shapes:
+            return
+        for name, param, shape in zip(self.param_names or (), params, self._shapes, strict=True):
+            if param.shape != shape:
+                what = f"{name} of shape {shape}, as when it was made"
+                raise ValueError(expected(self, what, tuple(param.shape)))
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The quantizer of the input; None if the op quantizes the input itself.
@@ -155,7 +173,7 @@ class BasicLinear(WithLaterArguments, LinearOperation):
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""
         if not self._sources:
-            draw_weight(self.weight)
+            draw(self.weight, self.in_features)
 
     extra_repr = shows("in_features", "out_features")
 
@@ -255,16 +273,18 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         return (accumulate_main_grad(self, params[0], grads[0]),)
 
 
-def draw_weight(weight: Tensor) -> None:
-    """Draw a weight as ``torch.nn.Linear`` does, unless it is empty or on the meta device."""
-    if weight.numel() and not weight.is_meta:
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+def draw(param: Tensor | None, in_features: int | None) -> None:
+    """Draw a weight, or a bias of one dimension, as ``torch.nn.Linear`` does.
 
-
-def draw_bias(bias: Tensor, in_features: int | None) -> None:
-    """Draw a bias as ``torch.nn.Linear`` does."""
-    bound = 1 / math.sqrt(in_features) if in_features else 0.0
-    nn.init.uniform_(bias, -bound, bound)
+    Nothing is drawn on the meta device.
+    """
+    if param is None or param.is_meta or not param.numel():
+        return
+    if param.ndim > 1:
+        nn.init.kaiming_uniform_(param, a=math.sqrt(5))
+    else:
+        bound = 1 / math.sqrt(in_features) if in_features else 0.0
+        nn.init.uniform_(param, -bound, bound)
 
 
 def _can_be_saved(weight: Tensor) -> bool:

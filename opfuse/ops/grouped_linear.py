@@ -15,18 +15,11 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
-from ._common import (
-    ExtraTensorOperation,
-    WithLaterArguments,
-    check_shapes,
-    check_size,
-    expected,
-    shows,
-)
+from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
 from ._grouped import Groups, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw_bias, draw_weight
+from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -174,11 +167,8 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
-        for name, param in self.named_parameters():
-            if name.startswith("weight"):
-                draw_weight(param)
-            else:
-                draw_bias(param, self.in_features)
+        for param in self.parameters():
+            draw(param, self.in_features)
 
     @property
     def has_bias(self) -> bool:
@@ -237,7 +227,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         """
         (ctx,), ((split_sizes, *scales),) = basic_op_ctxs, basic_op_extra_inputs
         self._check(input_, split_sizes, *scales)
-        check_shapes(self, ctx.params, self._shapes)
+        self._check_shapes(ctx.params)
         dtype, params = ctx.dtype or input_.dtype, ctx.params
         x = input_ if ctx.quantizers else cast(input_, dtype)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))

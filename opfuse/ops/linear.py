@@ -14,7 +14,7 @@ from ..core.op import BasicOperation, FusedOperation
 from ..core.op_context import ModuleCache, OperationContext
 from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
-from .basic_linear import BasicLinear, draw_bias, draw_weight
+from .basic_linear import BasicLinear, draw
 
 
 class Bias(WithLaterArguments, RowwiseOperation):
@@ -157,8 +157,7 @@ class Linear(FusedOperation):
             op.lend_parameters(self)
         if not bias:
             self.register_parameter("bias", None)
-        if self.bias is not None:
-            draw_bias(self.bias, self.in_features)
+        draw(self.bias, self.in_features)
 
     @classmethod
     def of(
@@ -211,9 +210,8 @@ class Linear(FusedOperation):
 
         On the meta device nothing is drawn.
         """
-        draw_weight(self.weight)
-        if self.bias is not None:
-            draw_bias(self.bias, self.in_features)
+        for param in (self.weight, self.bias):
+            draw(param, self.in_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

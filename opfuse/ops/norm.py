@@ -64,9 +64,13 @@ class _Norm(RowwiseOperation):
         return f"{known}, zero_centered_gamma={self.zero_centered_gamma}"
 
     def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
-        if self.weight is not None and not self._sources:
+        """Set the parameters so that the op only normalizes, unless another module holds them."""
+        if self._sources:
+            return
+        if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if (bias := getattr(self, "bias", None)) is not None:
+            nn.init.zeros_(bias)
 
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape  # of one dimension: the chain has checked it
@@ -202,12 +206,6 @@ class LayerNorm(_Norm):
         """The shape and the constants."""
         lacks_bias = self.elementwise_affine and self.bias is None
         return super().extra_repr() + (", bias=False" if lacks_bias else "")
-
-    def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
-        super().reset_parameters()
-        if getattr(self, "bias", None) is not None and not self._sources:
-            nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
                    next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip

@@ -17,7 +17,7 @@ from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.quantization.state import quantizer_names
 from ._blocks import writes_out
-from ._common import check_shapes, rows_of
+from ._common import OpGrads, rows_of
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
@@ -66,7 +66,6 @@ class ParallelLinear(LinearOperation):
 
     sizes: tuple[int, ...] = ()
     biased: tuple[bool, ...] = ()
-    _shapes: Sequence[tuple[int, ...]] = ()
     _known: frozenset[str] = frozenset()
 
     def __init__(self, linears: Modules) -> None:
@@ -200,7 +199,7 @@ class ParallelLinear(LinearOperation):
 
         See :meth:`BasicLinear.quantized_operands`.
         """
-        check_shapes(self, ctx.params, self._shapes)
+        self._check_shapes(ctx.params)
         names = quantizer_names(self, "forward")[1:]
         rest = iter(ctx.params[len(names) :])
         biases = [next(rest) if has_bias else None for has_bias in self.biased]
@@ -223,7 +222,7 @@ class ParallelLinear(LinearOperation):
             plain = [tensor.dequantize().to(dtype) for tensor in (of_x, *of_weights)]
             return plain[0], plain[1:], [b if b is None else b.to(dtype) for b in biases]
         x: Any = input_
-        check_shapes(self, params, self._shapes)
+        self._check_shapes(params)
         kept: Sequence[Tensor] = params[:count]
         if ctx.dtype is not None:
             x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
@@ -269,7 +268,7 @@ class ParallelLinear(LinearOperation):
                 torch.addmm(bias, rows, weight.t(), out=place)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
-    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> OpGrads:
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
         if ctx.quantizers:
             dx, of_weights = quantized_backward(ctx, grad_output, self.sizes)
