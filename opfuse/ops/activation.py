@@ -63,7 +63,7 @@ class Activation(RowwiseOperation):
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
         deterministic: Whether the same input always gives the same output, so that it may be
             computed again. False for a class that implements any of the computing methods and does
-            not declare it.
+            not declare it, unless it is one of opfuse's.
 
     Args:
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
