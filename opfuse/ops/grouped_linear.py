@@ -349,16 +349,17 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         return self.in_features, self.out_features  # type: ignore[return-value]
 
     def _check(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> None:
-        shape = tuple(input_.shape)
+        shape = input_.shape
         if not is_kind("integer", split_sizes.dtype):
             refuse_kind(f"split_sizes of {type(self).__name__}", "integer", split_sizes.dtype)
         if split_sizes.shape != (self.num_groups,):
             what = f"split_sizes of shape ({self.num_groups},)"
             raise ValueError(expected(self, what, tuple(split_sizes.shape)))
         if len(shape) < 2:
-            raise ValueError(expected(self, "an input of at least 2 dimensions", f"shape {shape}"))
+            got = f"shape {tuple(shape)}"
+            raise ValueError(expected(self, "an input of at least 2 dimensions", got))
         if scales is not None and scales.shape != shape[:-1]:
-            what = f"scales of shape {shape[:-1]}, a scale for each row"
+            what = f"scales of shape {tuple(shape[:-1])}, a scale for each row"
             raise ValueError(expected(self, what, tuple(scales.shape)))
 
     def accumulate_grads(

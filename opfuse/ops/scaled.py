@@ -85,7 +85,8 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
     ) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
         (ctx,), ((scales,),) = basic_op_ctxs, basic_op_extra_inputs
-        if scales.shape != (shape := tuple(input_.shape))[:-1]:
+        if scales.shape != input_.shape[:-1]:
+            shape = tuple(input_.shape)
             what = f"scales of shape {shape[:-1]} for an input of shape {shape}"
             raise ValueError(expected(self, what, tuple(scales.shape)))
         x = input_.to(ctx.dtype or input_.dtype)
