@@ -366,13 +366,10 @@ def test_norm(name, added):
     extra = None if not added else extra.float() if "another" in added else extra
     given = (weight, bias)[: len(list(op.parameters()))]
     weight, bias = (*given, None, None)[:2]
-    kind = "layer" if isinstance(op, ops.LayerNorm) else "rms"
-    which = launch_norms.Norm(kind, op.eps, op.zero_centered_gamma)
+    tensors = x, extra, weight, bias
 
     def run(quantizer, usage=BOTH):
-        made = launch_norms.norm(
-            x, extra, weight, bias, which, dtype, extra is not None, True, quantizer, usage
-        )
+        made = launch_norms.norm(op, tensors, dtype, extra is not None, True, quantizer, usage)
         results.append(made)
         return made.output
 
@@ -384,7 +381,7 @@ def test_norm(name, added):
     truth, mean, rstd = true_norm(op, total.double(), weight, bias)
     assert_close(values, truth)
     assert_close(results[0].rstd, rstd)
-    if kind == "layer":
+    if isinstance(op, ops.LayerNorm):
         assert_close(results[0].mean, mean)
     wanted = [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE), ("MX", ROWWISE)]
     for form, usage in [*wanted, ("delayed", COLUMNWISE), ("delayed", ROWWISE)]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from opfuse import ops
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 
-from . import formulas, twins
+from . import formulas, library, twins
 from .kernels import launch, launch_norms
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 
@@ -59,13 +59,9 @@ def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: in
     return found
 
 
-def _parts(made: QuantizedTensor) -> list[Tensor]:
-    """Its tensors, in the order of :func:`_results`."""
-    return [tensor for tensor in made.tensors() if tensor is not None]
-
-
-def _given(*made: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in made if tensor is not None]
+def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors of a cast, in the order of :func:`_results`, and what else there is."""
+    return tuple([tensor for tensor in (*made.tensors(), *others) if tensor is not None])
 
 
 def _floor(tensors: Callable[..., Mapping[str, Operand]], *again: str) -> Callable[..., int] | None:
@@ -107,15 +103,14 @@ def _forward(
         casting = launch.Casting(quantizer, usage, shape, x.dtype, x.device, values=known)
         numbers = formula.numbers(() if op is None else op.numbers_of())
         launch.forward(formula, numbers, x, bias, kept, casting)
-        made = _parts(casting.made())
-        return tuple([*made, *_given(kept), *_given(casting.values if values else None)])
+        return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer, kept = QUANTIZERS[form](_E4M3, x.device), None
+        quantizer = QUANTIZERS[form](_E4M3, x.device)
         if op is None:
-            return tuple(_parts(twins.cast(x, quantizer, usage)))
-        y, kept = twins.activation(op, x, bias, x.dtype, bias is not None, quantizer, usage)
-        return tuple([*_parts(y), *_given(kept)])
+            return _outputs(twins.cast(x, quantizer, usage))
+        given = op, x, bias, x.dtype, bias is not None, quantizer, usage
+        return _outputs(*twins.activation(*given))
 
     again = () if form != "current" else ("values",) if values else ("x",)
     floor = _floor(tensors, *again)
@@ -141,17 +136,14 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
     def run(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
         quantizer = QUANTIZERS[form](_E5M2, dy.device)
         if not values:
-            given = formula, formula.numbers(numbers), dy, x, sums
-            dx, dbias = launch.gradient(*given, quantizer, BOTH)
-            return tuple([*_parts(dx), *_given(dbias)])
+            return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, quantizer, BOTH))
         casting = launch.Casting(quantizer, BOTH, x.shape, dy.dtype, dy.device)
         dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
-        return tuple([*_parts(casting.made()), *_given(dbias, casting.values)])
+        return _outputs(casting.made(), dbias, casting.values)
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
         quantizer = QUANTIZERS[form](_E5M2, dy.device)
-        dx, dbias = twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH)
-        return tuple([*_parts(dx), *_given(dbias)])
+        return _outputs(*twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH))
 
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
     if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
@@ -160,9 +152,8 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
     return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
 
 
-def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
-    which = launch_norms.Norm(kind, 1e-5, False)
-    adds, layer, values = "add" in name, kind == "layer", form == "current"
+def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
+    layer, adds, values = isinstance(op, ops.LayerNorm), "add" in name, form == "current"
 
     def tensors(rows: int, features: int) -> dict[str, Operand]:
         full, vector = Operand((rows, features), _BF16), Operand((features,), _BF16, "vector")
@@ -176,21 +167,19 @@ def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) ->
 
     def run(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> tuple[Tensor, ...]:
         quantizer = QUANTIZERS[form](_E4M3, x.device)
-        given = x, extra, weight, bias, which, None, adds, True, quantizer, usage
-        made = launch_norms.norm(*given)
-        parts = _given(made.total, made.mean, made.rstd, made.values)
-        return tuple([*_parts(made.output), *parts])
+        tensors = x, extra, weight, bias
+        made, *others = launch_norms.norm(op, tensors, None, adds, True, quantizer, usage)
+        return _outputs(made, *others)
 
     def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
         total = x if extra is None else x + extra
         wide = total.float()
         mean = wide.mean(-1, keepdim=True) if layer else None
         centered = wide if mean is None else wide - mean
-        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + which.eps)
+        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + op.eps)
         y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
         made = twins.cast(y, QUANTIZERS[form](_E4M3, x.device), usage)
-        parts = _given(total if adds else None, mean, rstd)
-        return tuple([*_parts(made), *parts])
+        return _outputs(made, total if adds else None, mean, rstd)
 
     again = ["values"] if values else []
     if form == "delayed" and usage.columnwise:
@@ -207,6 +196,7 @@ def _each(make: Callable[..., KernelCase], *given: Any, **more: Any) -> Sequence
     return [make(name, op, form, *shapes, **more) for form in forms]
 
 
+_RMS, _LAYER = ops.RMSNorm(1, eps=1e-5), ops.LayerNorm(1, eps=1e-5)
 _GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
 _BY_32, _BY_1 = ops.SwiGLU(glu_interleave_size=32), ops.SwiGLU(glu_interleave_size=1)
 
@@ -226,12 +216,12 @@ CASES = [
     _backward("cast + bias + SwiGLU", _SWIGLU, "MX", _LLAMA, sums=True),
     _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
     _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
-    *_each(_norm, "RMSNorm + cast", "rms", _MODEL, _WIDE),
-    _norm("rowwise RMSNorm + cast", "rms", "delayed", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", "rms", "1 x 128", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", "rms", "MX", _MODEL, usage=ROWWISE),
-    *_each(_norm, "add + RMSNorm + cast", "rms", _MODEL),
-    _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
-    _norm("LayerNorm + cast", "layer", "MX", _MODEL),
+    *_each(_norm, "RMSNorm + cast", _RMS, _MODEL, _WIDE),
+    _norm("rowwise RMSNorm + cast", _RMS, "delayed", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", _RMS, "1 x 128", _MODEL, usage=ROWWISE),
+    _norm("rowwise RMSNorm + cast", _RMS, "MX", _MODEL, usage=ROWWISE),
+    *_each(_norm, "add + RMSNorm + cast", _RMS, _MODEL),
+    _norm("LayerNorm + cast", _LAYER, "delayed", _MODEL),
+    _norm("LayerNorm + cast", _LAYER, "MX", _MODEL),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
@@ -20,6 +21,9 @@ from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read and cast. They compute in fp32."""
+
+PLAIN = Tensor, torch.nn.Parameter
+"""A subclass of them has its own operations."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
@@ -151,3 +155,11 @@ def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str
     if env.measured is None:
         return "its kernels run on a GPU, and this is cpu: opfuse tune measures compiled code here"
     return True
+
+
+def output_shape(op: Any, shape: torch.Size) -> torch.Size | None:
+    """The shape of an activation's output; None: the op says what is wrong with the features."""
+    if not op.gated:
+        return shape
+    whole = bool(shape) and shape[-1] % (2 * (op.glu_interleave_size or 1)) == 0
+    return torch.Size((*shape[:-1], shape[-1] // 2)) if whole else None

@@ -28,10 +28,8 @@ class ForwardNormCast(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        op = basic_ops[-2]
         # in a tuple, since looking up a module's attributes is slow
         self._ops, self._nothing = tuple(basic_ops), ((),) * len(basic_ops)
-        self._kind = "layer" if isinstance(op, LayerNorm) else "rms"
         self._adds = isinstance(basic_ops[0], AddExtraInput)
         self._compiles = False
         self._forks = len(basic_ops) > 2 and isinstance(basic_ops[-3], MakeExtraOutput)
@@ -79,18 +77,15 @@ class ForwardNormCast(FusedOperation):
         """What the kernel gives, or compiled code; None: that does not take the call."""
         op: Any = self._ops[-2]
         weight, bias = (*ctx.params, None, None)[:2]
+        tensors, into = (x, extra, weight, bias), (cast.quantizer, cast.usage)
         keep = extra is not None and (save or self._forks)
         if self._compiles:
             from . import compiled
 
-            tensors = x, extra, weight, bias
-            return compiled.norm(op, tensors, ctx.dtype, keep, cast.quantizer, cast.usage)
+            return compiled.norm(op, tensors, ctx.dtype, keep, *into)
         from .kernels import launch_norms
 
-        which = launch_norms.Norm(self._kind, op.eps, op.zero_centered_gamma)
-        return launch_norms.norm(
-            *(x, extra, weight, bias, which, ctx.dtype, keep, save), *(cast.quantizer, cast.usage)
-        )
+        return launch_norms.norm(op, tensors, ctx.dtype, keep, save, *into)
 
     def _takes(self, ctx: Any, cast: Any, x: Tensor, extra: Tensor | None) -> bool:
         """Whether the kernels take the tensors; if not, the ops say what is wrong with them."""

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from . import twins
-from .conditions import DTYPES
+from .conditions import DTYPES, PLAIN, output_shape
 from .formulas import Formula
-from .kernels import launch
+from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
 from .quantizers import BlockQuantizer, MXQuantizer
-
-_PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
 
 
 def cast(
     x: Any, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
 ) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
-    if type(x) in _PLAIN and not x.is_contiguous():
+    if type(x) in PLAIN and not x.is_contiguous():
         x = x.contiguous()
     if not (takes(x) and has_blocks(quantizer, usage, x.shape)):
         return twins.cast(x, quantizer, usage, again)
-    return launch.cast(x, quantizer, usage, again)
+    casting = Casting(quantizer, usage, x.shape, x.dtype, x.device, again=again, values=x)
+    forward(IDENTITY, (), x, None, None, casting)
+    return casting.made()
 
 
 def activation(
@@ -41,16 +41,14 @@ def activation(
     again: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.activation`, by the kernels if they take the call."""
-    fits = (bias is None or bias.shape == x.shape[-1:]) and _splits(formula, x)
-    if not (
-        fits
-        and dtype in DTYPES
-        and takes(x, bias)
-        and has_blocks(quantizer, usage, _output(formula, x.shape))
-    ):
+    shape = output_shape(op, x.shape)
+    fits = dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
+    if shape is None or not (fits and takes(x, bias) and has_blocks(quantizer, usage, shape)):
         return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
-    numbers = formula.numbers(op.numbers_of())
-    return launch.activation(formula, numbers, x, bias, dtype, keep, quantizer, usage, again)
+    kept = torch.empty_like(x, dtype=dtype) if keep else None
+    casting = Casting(quantizer, usage, shape, dtype, x.device, again=again)
+    forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
+    return casting.made(), kept
 
 
 def gradient(
@@ -66,37 +64,38 @@ def gradient(
     """:func:`opfuse_fp8.twins.gradient`, by the kernels if they take the call."""
     # autograd gives expanded ones, from a sum
     dy = (dy if x is None else dy.to(x.dtype)).contiguous()
-    shape = dy.shape if x is None else x.shape
+    shape, known = (dy.shape, dy) if x is None else (x.shape, None)
     parts = 2 if formula.gated and not formula.size else 1
-    fits = x is None or (_splits(formula, x) and dy.shape == _output(formula, x.shape))
+    fits = x is None or dy.shape == output_shape(op, shape)
     if not (fits and takes(dy, x) and has_blocks(quantizer, usage, shape, parts)):
         return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
-    values = formula.numbers(numbers or ())
-    return launch.gradient(formula, values, dy, x, needs_sums, quantizer, usage)
+
+    def launched(copies: Usage, sums_too: bool) -> tuple[QuantizedTensor, Tensor | None]:
+        casting = Casting(quantizer, copies, shape, dy.dtype, dy.device, values=known)
+        sums = backward(formula, formula.numbers(numbers or ()), dy, x, sums_too, casting)
+        return casting.made(), sums
+
+    if not takes_two_passes(formula, quantizer, usage):
+        return launched(usage, needs_sums)
+    (row, sums), (column, _) = launched(ROWWISE, needs_sums), launched(COLUMNWISE, False)
+    pairs = zip(row.tensors(), column.tensors(), strict=True)
+    return row.rebuild([a if b is None else b for a, b in pairs]), sums
 
 
 def takes(first: Any, *others: Tensor | None) -> bool:
     """Whether the kernels take these tensors."""
     if not isinstance(first, Tensor) or not first.ndim or not first.numel():
         return False
-    for tensor in (first, *others):
-        if tensor is not None and not (
-            type(tensor) in _PLAIN
+    return all(
+        tensor is None
+        or (
+            type(tensor) in PLAIN
             and tensor.dtype in DTYPES
             and tensor.is_contiguous()
             and tensor.device == first.device
-        ):
-            return False
-    return True
-
-
-def _splits(formula: Formula, x: Tensor) -> bool:
-    """Whether the features of a gated activation split evenly."""
-    return not formula.gated or bool(x.ndim and x.shape[-1] % (2 * (formula.size or 1)) == 0)
-
-
-def _output(formula: Formula, shape: torch.Size) -> torch.Size:
-    return torch.Size((*shape[:-1], shape[-1] // 2)) if formula.gated else shape
+        )
+        for tensor in (first, *others)
+    )
 
 
 def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:

@@ -5,7 +5,7 @@ The cast is the quantizer's own, so codes and scales are those of the separate o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -86,3 +86,21 @@ def gradient(
     dx = dy if x is None else op.with_numbers(numbers).backward_value(dy.to(x.dtype), x)
     sums = dx.unsqueeze(0).flatten(0, -2).sum(0) if needs_sums else None
     return cast(dx, quantizer, usage), sums
+
+
+class Normalized(NamedTuple):
+    """A norm that ends with a cast, by a kernel or by compiled code; the twin is the ops.
+
+    Attributes:
+        output: The output, quantized.
+        total: What was normalized, where that is a sum and wanted; or None.
+        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
+        rstd: What each row is multiplied by, likewise; or None.
+        values: The output before it was cast, where a kernel writes it; or None.
+    """
+
+    output: QuantizedTensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    values: Tensor | None = None

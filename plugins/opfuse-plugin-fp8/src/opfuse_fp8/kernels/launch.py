@@ -10,17 +10,10 @@ import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
-from opfuse.core.quantization.formats import BlockScaledTensor, MXTensor, ScaledTensor
+from opfuse.core.quantization import QuantizedTensor, Usage
 
 from ..formulas import Formula, formula_of
-from ..quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    MXQuantizer,
-    RescaledTensor,
-)
+from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from . import elementwise, tiles
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -127,19 +120,15 @@ class Casting:
         """The quantized tensor, once the kernel is launched."""
         if isinstance(self._quantizer, CurrentQuantizer):
             return self._cast_values()
-        data = self._data()
-        given = self._shape, self._dtype, self._quantizer
-        if isinstance(self._quantizer, DelayedQuantizer):
+        codes, quantizer = self._viewed_codes(), self._quantizer
+        if isinstance(quantizer, DelayedQuantizer):
             if self._amax is not None:
-                self._quantizer.record(self._amax.amax().reshape(1))
+                quantizer.record(self._amax.amax().reshape(1))
             assert self._scale is not None
-            return RescaledTensor(*given, *data, self._scale.reciprocal(), self._scale)
-        row_scale, column_scale = self._scales
-        both = data[0], row_scale, data[1], column_scale
-        if isinstance(self._quantizer, BlockQuantizer):
-            return BlockScaledTensor(*given, *both, block=self._quantizer.block)
-        exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in both[1::2]]
-        return MXTensor(*given, data[0], exponents[0], data[1], exponents[1])
+            tensors = *codes, self._scale.reciprocal(), self._scale
+        else:
+            tensors = codes[0], self._scales[0], codes[1], self._scales[1]
+        return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
 
     def _cast_values(self) -> QuantizedTensor:
         """Cast values whose largest magnitudes are known."""
@@ -158,8 +147,8 @@ class Casting:
             **self.constants,
             **IDENTITY.forward,
         )
-        data = self._data()
-        return ScaledTensor(self._shape, self._dtype, self._quantizer, *data, inverse)
+        tensors = *self._viewed_codes(), inverse
+        return self._quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
 
     def _allocate(self) -> None:
         """Make room for codes and scales, as the format has them."""
@@ -188,40 +177,9 @@ class Casting:
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _data(self) -> tuple[Tensor | None, ...]:
+    def _viewed_codes(self) -> tuple[Tensor | None, ...]:
         dtype = self._quantizer.dtype
         return tuple([None if codes is None else codes.view(dtype) for codes in self._codes])
-
-
-# The calls. The tensors are contiguous, and not empty
-
-
-def cast(
-    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
-    """See :func:`opfuse_fp8.twins.cast`."""
-    casting = Casting(quantizer, usage, x.shape, x.dtype, x.device, again=again, values=x)
-    forward(IDENTITY, (), x, None, None, casting)
-    return casting.made()
-
-
-def activation(
-    formula: Formula,
-    numbers: tuple[float, ...],
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """See :func:`opfuse_fp8.twins.activation`."""
-    shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
-    kept = torch.empty_like(x, dtype=dtype) if keep else None
-    casting = Casting(quantizer, usage, shape, dtype, x.device, again=again)
-    forward(formula, numbers, x, bias, kept, casting)
-    return casting.made(), kept
 
 
 def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
@@ -234,31 +192,7 @@ def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
     return apart and all(usage) and isinstance(quantizer, BlockQuantizer)
 
 
-def gradient(
-    formula: Formula,
-    numbers: tuple[float, ...],
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """See :func:`opfuse_fp8.twins.gradient`; ``dy`` has the dtype of ``x``."""
-    shape, known = (dy.shape, dy) if x is None else (x.shape, None)
-    if takes_two_passes(formula, quantizer, usage):
-        each = []
-        for one, sums_too in ((ROWWISE, needs_sums), (COLUMNWISE, False)):
-            casting = Casting(quantizer, one, shape, dy.dtype, dy.device)
-            sums = backward(formula, numbers, dy, x, sums_too, casting)
-            each.append((casting.made(), sums))
-        (row, sums), (column, _) = each
-        merged = [
-            a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)
-        ]
-        return row.rebuild(merged), sums
-    casting = Casting(quantizer, usage, shape, dy.dtype, dy.device, values=known)
-    sums = backward(formula, numbers, dy, x, needs_sums, casting)
-    return casting.made(), sums
+# The launches. The tensors are contiguous, and not empty
 
 
 def forward(

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
-from opfuse.core.quantization import BOTH, COLUMNWISE, QuantizedTensor, Usage
+from opfuse.core.quantization import BOTH, COLUMNWISE, Usage
+from opfuse.ops import LayerNorm
 
+from ..twins import Normalized
 from . import norms, tiles
 from .launch import Casting, format_of
-
-
-class Norm(NamedTuple):
-    """Which norm is meant.
-
-    Attributes:
-        kind: ``"rms"`` or ``"layer"``.
-        eps: Added to the variance.
-        zero_centered: Whether the factor is ``1 + weight``.
-    """
-
-    kind: str
-    eps: float
-    zero_centered: bool
-
-
-class Normalized(NamedTuple):
-    """What a norm gives.
-
-    Attributes:
-        output: The output, quantized.
-        total: What was normalized, where that is a sum; None: it is not wanted.
-        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
-        rstd: What each row is multiplied by, likewise; or None.
-        values: The output before it was cast, where that is written; or None.
-    """
-
-    output: QuantizedTensor
-    total: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    values: Tensor | None
 
 
 def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -69,27 +39,21 @@ def takes_two_reads(quantizer: Any, usage: Usage) -> bool:
 
 
 def norm(
-    x: Tensor,
-    extra: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    which: Norm,
+    op: Any,
+    tensors: Sequence[Tensor | None],
     dtype: torch.dtype | None,
     keep: bool,
     save: bool,
     quantizer: Any,
     usage: Usage,
 ) -> Normalized:
-    """The norm of ``x``, or of ``x + extra`` rounded to its dtype, quantized.
-
-    The tensors are contiguous, and not empty.
+    """A norm of the last dimension, of a sum that is rounded to its dtype, quantized.
 
     Args:
-        x: The input, ``(..., features)``.
-        extra: What is added to it, in the same shape, or None.
-        weight: ``(features,)``, or None.
-        bias: Likewise, of a LayerNorm.
-        which: The norm.
+        op: The norm.
+        tensors: The input ``(..., features)``; what is added to it, in the same shape; the weight
+            ``(features,)``; the bias of a LayerNorm, likewise. All but the first may be None. They
+            are contiguous, and not empty.
         dtype: What the output is rounded to before it is cast; None: the dtype of what is
             normalized.
         keep: Whether the sum is wanted.
@@ -97,6 +61,8 @@ def norm(
         quantizer: One that the kernels know; it records what it saw.
         usage: Which copies are needed.
     """
+    x: Any
+    x, extra, weight, bias = tensors
     summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
     twice = takes_two_reads(quantizer, usage)
     transposes = format_of(quantizer) == "tensor" and usage.columnwise
@@ -104,11 +70,10 @@ def norm(
     casting = Casting(quantizer, needed, x.shape, dtype or summed, x.device)
     total = torch.empty_like(x, dtype=summed) if extra is not None and (keep or twice) else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if save or twice else None
-    mean = torch.empty_like(rstd) if rstd is not None and which.kind == "layer" else None
-    tensors = x, extra, weight, bias, total, mean, rstd
-    _launch_rows(casting, tensors, which, twice, transposes)
+    mean = torch.empty_like(rstd) if rstd is not None and isinstance(op, LayerNorm) else None
+    _launch_rows(op, (*tensors, total, mean, rstd), casting, twice, transposes)
     if twice:
-        _launch_tiles(casting, x if total is None else total, weight, bias, mean, rstd, which)
+        _launch_tiles(op, (x if total is None else total, weight, bias, mean, rstd), casting)
     made = casting.made()
     if transposes and not usage.rowwise:
         made = made.only(COLUMNWISE)
@@ -117,7 +82,7 @@ def norm(
 
 
 def _launch_rows(
-    casting: Casting, tensors: tuple[Any, ...], which: Norm, twice: bool, transposes: bool
+    op: Any, tensors: tuple[Any, ...], casting: Casting, twice: bool, transposes: bool
 ) -> None:
     x, rows, features = tensors[0], casting.rows, casting.columns
     config = ROWS.pick(current_target(x.device), {"features": features})
@@ -129,10 +94,10 @@ def _launch_rows(
     row, column = pointers[1], pointers[3]
     ROWS.launch(
         (count,),
-        *(*tensors, *pointers[:3], None, *pointers[4:], rows, features, which.eps),
+        *(*tensors, *pointers[:3], None, *pointers[4:], rows, features, op.eps),
         config=config,
-        KIND=which.kind,
-        ZERO_CENTERED=which.zero_centered,
+        KIND="layer" if isinstance(op, LayerNorm) else "rms",
+        ZERO_CENTERED=op.zero_centered_gamma,
         **constants,
     )
     if transposes:
@@ -141,16 +106,16 @@ def _launch_rows(
         )
 
 
-def _launch_tiles(
-    casting: Casting, x: Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, which: Norm
-) -> None:
+def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
     rows, features = casting.rows, casting.columns
-    config = TILES.pick(current_target(x.device), {**casting.facts(), "features": features})
+    config = TILES.pick(
+        current_target(tensors[0].device), {**casting.facts(), "features": features}
+    )
     _, *pointers, _, _ = casting.pointers(0)
     TILES.launch(
         (tiles.programs(rows, features, config),),
-        *(x, weight, bias, mean, rstd, *pointers, rows, features),
+        *(*tensors, *pointers, rows, features),
         config=config,
-        ZERO_CENTERED=which.zero_centered,
+        ZERO_CENTERED=op.zero_centered_gamma,
         **casting.constants,
     )
