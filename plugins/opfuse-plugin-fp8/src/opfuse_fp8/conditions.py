@@ -113,6 +113,22 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
     return f"{name} has more attributes than numbers, and what is compiled is shared"
 
 
+def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[str, str]:
+    """Which module computes a fused cast, and if that is the twins, why it is not the kernels.
+
+    Args:
+        env: Where it is to run.
+        quantizer: What it is to cast with.
+        activation: The activation in it, or None.
+    """
+    given = env, quantizer, activation
+    if not (why := why_not(*given)):
+        return "library", ""
+    if env.options.get("fp8.twins") or why_not_compiled(*given):
+        return "twins", why
+    return "compiled", ""
+
+
 def no_compiler() -> str:
     """Which C++ compiler Inductor lacks on this CPU, in words; empty: it has one."""
     if sys.platform == "win32":  # there it finds one by itself

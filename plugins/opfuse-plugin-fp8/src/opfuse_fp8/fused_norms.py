@@ -36,12 +36,8 @@ class ForwardNormCast(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        quantizer = self._ops[-1].quantizer
-        self.fallback = conditions.why_not(env, quantizer)
-        twins = env.options.get("fp8.twins") or conditions.why_not_compiled(env, quantizer)
-        self._compiles = bool(self.fallback) and not twins
-        if self._compiles:
-            self.fallback = ""
+        module, self.fallback = conditions.chosen(env, self._ops[-1].quantizer)
+        self._compiles = module == "compiled"
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any

@@ -72,19 +72,10 @@ class ForwardParallelProduct(_Product):
 
 
 class BackwardProduct(_Product):
-    """The backward of a linear: products of codes for the gradients of input and weight."""
+    """The backward of a linear: products of codes for the gradients of input and weight.
 
-    def fuser_backward(
-        self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
-    ) -> tuple[Tensor | None, Any, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        op: Any = self.basic_ops[0]
-        dx, grads = gradients(basic_op_ctxs[0], grad_output, [op.out_features])
-        return dx, (grads,), ((),)
-
-
-class BackwardParallelProduct(_Product):
-    """The same of linears side by side: the gradients of the input are added up in fp32."""
+    The gradients of one input of several linears side by side are added up in fp32.
+    """
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
@@ -92,8 +83,15 @@ class BackwardParallelProduct(_Product):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         op: Any = self.basic_ops[0]
         ctx = basic_op_ctxs[0]
-        dx, grads = gradients(ctx, grad_output, op.sizes)
-        return dx, ((*grads, *op.bias_grads(ctx, grad_output)),), ((),)
+        dx, grads = gradients(ctx, grad_output, _sizes(op))
+        if isinstance(op, ParallelLinear):
+            grads = *grads, *op.bias_grads(ctx, grad_output)
+        return dx, (grads,), ((),)
+
+
+def _sizes(op: Any) -> tuple[int, ...]:
+    """The output features of each weight."""
+    return tuple(getattr(op, "sizes", (op.out_features,)))
 
 
 def gradients(
@@ -180,7 +178,7 @@ def _emulated(ops: Any, env: Environment) -> str:
 
 def _does_not_fit(op: Any, kind: str, env: Environment) -> str:
     """Which dimension of a linear no GEMM takes on a GPU, as a sentence."""
-    who, sizes = type(op).__name__, getattr(op, "sizes", (op.out_features,))
+    who, sizes = type(op).__name__, _sizes(op)
     for what, size in (("in_features", op.in_features), *[("out_features", s) for s in sizes]):
         if size % DEPTH:
             pad = size + -size % DEPTH
@@ -210,8 +208,8 @@ def _bias_apart(env: Environment) -> str:
     return ""
 
 
-_FIRST = 50
-"""The priority: what a recipe is for goes before what saves a pass over memory."""
+# what a recipe is for goes before what saves a pass over memory
+_EACH: Any = {"priority": 50, "needs_row_alignment": True, "needs_recipe": True}
 
 FORWARD = [
     Fusion(
@@ -219,42 +217,20 @@ FORWARD = [
         ForwardProduct,
         forward_runs,
         lambda ops, env: float(len(ops)),
-        priority=_FIRST,
         name="fp8 linear+bias",
-        needs_row_alignment=True,
-        needs_recipe=True,
+        **_EACH,
     ),
     Fusion(
         (ParallelLinear,),
         ForwardParallelProduct,
         forward_runs,
         1.0,
-        priority=_FIRST,
         name="fp8 parallel linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
+        **_EACH,
     ),
 ]
 
 BACKWARD = [
-    Fusion(
-        (BasicLinear,),
-        BackwardProduct,
-        backward_runs,
-        1.0,
-        priority=_FIRST,
-        name="fp8 linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
-    Fusion(
-        (ParallelLinear,),
-        BackwardParallelProduct,
-        backward_runs,
-        1.0,
-        priority=_FIRST,
-        name="fp8 parallel linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
+    Fusion((of,), BackwardProduct, backward_runs, 1.0, name=name, **_EACH)
+    for of, name in ((BasicLinear, "fp8 linear"), (ParallelLinear, "fp8 parallel linear"))
 ]

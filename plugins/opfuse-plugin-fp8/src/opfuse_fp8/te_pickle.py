@@ -40,8 +40,8 @@ def why(error: BaseException) -> str:
     return _ADVICE.split(text)[0].strip()[:300] or type(error).__name__
 
 
-class NotReadable(ValueError):
-    """A pickle holds what the state of a recipe does not consist of."""
+class Refused(ValueError):
+    """An extra state holds what the state of a recipe does not consist of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +80,18 @@ def read(pickled: bytes) -> Any:
         pickled: What ``pickle.dumps`` gave.
 
     Raises:
-        NotReadable: It holds something else, or is no pickle.
+        Refused: It holds something else, or is no pickle.
     """
     reader = _Reader(len(pickled))
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             reader.follow(opcode.name, argument)
-    except NotReadable:
+    except Refused:
         raise
     except Exception as error:  # cut off, or out of order
-        raise NotReadable(f"it is no whole pickle: {str(error)[:300]}") from error
+        raise Refused(f"it is no whole pickle: {str(error)[:300]}") from error
     if len(reader.stack) != 1:
-        raise NotReadable("it is no whole pickle: it ends early")
+        raise Refused("it is no whole pickle: it ends early")
     return reader.stack[0]
 
 
@@ -126,11 +126,11 @@ class _Reader:
         elif (step := _STEPS.get(name)) is not None:
             step(self, argument)
         else:
-            raise NotReadable(f"it has the instruction {name}, which no state needs")
+            raise Refused(f"it has the instruction {name}, which no state needs")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise NotReadable("it is no whole pickle: a value is missing")
+            raise Refused("it is no whole pickle: a value is missing")
         found = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return found
@@ -139,7 +139,7 @@ class _Reader:
         places = reversed(range(len(self.stack)))
         at = next((i for i in places if self.stack[i] is _MARK), None)
         if at is None:
-            raise NotReadable("it is no whole pickle: a mark is missing")
+            raise Refused("it is no whole pickle: a mark is missing")
         found = self.stack[at + 1 :]
         del self.stack[at:]
         return found
@@ -149,7 +149,7 @@ class _Reader:
         target = self._target(dict)
         for key in items[::2]:
             if not isinstance(key, _SCALAR):
-                raise NotReadable(f"it has {short(key)} as the key of a dictionary")
+                raise Refused(f"it has {short(key)} as the key of a dictionary")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _append(self, _: Any, items: list[Any] | None = None) -> None:
@@ -158,13 +158,13 @@ class _Reader:
 
     def _target(self, kind: type) -> Any:
         if not isinstance(self.stack[-1], kind):
-            raise NotReadable(f"it adds to a {type(self.stack[-1]).__name__}")
+            raise Refused(f"it adds to a {type(self.stack[-1]).__name__}")
         return self.stack[-1]
 
     def _name(self, argument: Any) -> None:
         parts = self._pop(2) if argument is None else argument.split(" ")
         if not all(isinstance(part, str) for part in parts):
-            raise NotReadable(f"it names {short(parts)}")
+            raise Refused(f"it names {short(parts)}")
         self.stack.append(Name(*parts))
 
     def _call(self, _: Any) -> None:
@@ -172,14 +172,14 @@ class _Reader:
         if isinstance(function, Name) and isinstance(given, tuple) and str(function) == _STORAGE:
             self.room -= sum(len(saved) for saved in given if isinstance(saved, bytes))
             if self.room < 0:
-                raise NotReadable("it has one storage many times")
+                raise Refused("it has one storage many times")
         self.stack.append(_called(function, given))
 
     def _build(self, _: Any) -> None:
         (state,) = self._pop(1)
         target = self._target(Value)
         if not isinstance(state, dict):
-            raise NotReadable(f"it sets the attributes of {target.name} to {short(state)}")
+            raise Refused(f"it sets the attributes of {target.name} to {short(state)}")
         target.fields.update(state)
 
 
@@ -215,43 +215,41 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
 def _called(function: Any, given: Any) -> Any:
     """What stands in for the call that a pickle asks for."""
     if not isinstance(function, Name) or not isinstance(given, tuple):
-        raise NotReadable(f"it calls {short(function)}")
+        raise Refused(f"it calls {short(function)}")
     if function.module == _RECIPES:
         return Value(function, given, {})
     known = _KNOWN.get(str(function))
     if known is None:
-        raise NotReadable(f"it calls {function}, which is no part of the state of a recipe")
+        raise Refused(f"it calls {function}, which is no part of the state of a recipe")
     return known(*given)
 
 
 def _member(of: Any, name: Any) -> Value:
     """A member of an enumeration, as Python 3.11 and 3.12 write it at times."""
     if not isinstance(of, Name) or of.module != _RECIPES or not isinstance(name, str):
-        raise NotReadable(f"it takes {short(name)} of {short(of)}")
+        raise Refused(f"it takes {short(name)} of {short(of)}")
     return Value(of, (name,), {})
 
 
 def _storage(saved: bytes) -> Any:
     """A storage, which torch has saved by itself."""
     if not isinstance(saved, bytes) or saved.startswith(b"PK"):
-        raise NotReadable("it has a storage that is not as pickle.dumps writes it")
+        raise Refused("it has a storage that is not as pickle.dumps writes it")
     try:
         return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise NotReadable(
-            f"torch.load(weights_only=True) refuses a storage: {why(error)}"
-        ) from None
+        raise Refused(f"torch.load(weights_only=True) refuses a storage: {why(error)}") from None
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
     """A tensor over a storage; torch refuses one that reaches beyond it."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise NotReadable(f"it makes a tensor of {short(storage)}")
+        raise Refused(f"it makes a tensor of {short(storage)}")
     if not isinstance(size, tuple) or not all(isinstance(n, int) and n >= 0 for n in size):
-        raise NotReadable(f"it has a tensor of shape {short(size)}")
+        raise Refused(f"it has a tensor of shape {short(size)}")
     whole = torch.empty(0, dtype=storage.dtype).set_(storage)
     if math.prod(size) > whole.numel():
-        raise NotReadable(f"a tensor of shape {short(size)} is larger than its storage")
+        raise Refused(f"a tensor of shape {short(size)} is larger than its storage")
     return whole.as_strided(size, stride, offset)
 
 
