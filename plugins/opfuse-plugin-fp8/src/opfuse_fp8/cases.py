@@ -64,17 +64,22 @@ def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...
     return tuple([tensor for tensor in (*made.tensors(), *others) if tensor is not None])
 
 
-def _floor(tensors: Callable[..., Mapping[str, Operand]], *again: str) -> Callable[..., int] | None:
-    """The floor of a case: its operands, and what has to be read twice once more."""
-    if not any(again):
-        return None
+def _case(
+    name: str,
+    run: Callable[..., Any],
+    separate: Callable[..., Any],
+    tensors: Callable[..., Mapping[str, Operand]],
+    shapes: Sequence[Any],
+    again: Sequence[str],
+) -> KernelCase:
+    """A case that has to move its full operands, and once more those in ``again``."""
 
     def floor(**shape: int) -> int:
         found = tensors(**shape)
         full = [operand for operand in found.values() if operand.role == "full"]
         return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
 
-    return floor
+    return KernelCase(name, run, tensors, shapes, _SMALL, floor, separate=separate)
 
 
 def _forward(
@@ -113,8 +118,7 @@ def _forward(
         return _outputs(*twins.activation(*given))
 
     again = () if form != "current" else ("values",) if values else ("x",)
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
 def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -> KernelCase:
@@ -148,8 +152,7 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
     if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
         again = "dy", "x"
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
 def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
@@ -186,42 +189,41 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
         again = ["row codes"]
     if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, "cpu"), usage):
         again = ["sum" if adds else "x"]
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
-def _each(make: Callable[..., KernelCase], *given: Any, **more: Any) -> Sequence[KernelCase]:
-    name, op, *shapes = given
-    forms = ("delayed", "current", "1 x 128", "MX")
+def _each(
+    make: Callable[..., KernelCase],
+    name: str,
+    op: Any,
+    *shapes: Any,
+    forms: Sequence[str] = ("delayed", "current", "1 x 128", "MX"),
+    **more: Any,
+) -> Sequence[KernelCase]:
     return [make(name, op, form, *shapes, **more) for form in forms]
 
 
 _RMS, _LAYER = ops.RMSNorm(1, eps=1e-5), ops.LayerNorm(1, eps=1e-5)
 _GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
 _BY_32, _BY_1 = ops.SwiGLU(glu_interleave_size=32), ops.SwiGLU(glu_interleave_size=1)
+_BUT_CURRENT = "delayed", "1 x 128", "MX"
 
 CASES = [
     *_each(_forward, "cast", None, _MODEL, _HIDDEN),
     _forward("cast", None, "128 x 128", _MODEL),
-    _forward("rowwise cast", None, "delayed", _MODEL, usage=ROWWISE),
-    _forward("rowwise cast", None, "1 x 128", _MODEL, usage=ROWWISE),
-    _forward("rowwise cast", None, "MX", _MODEL, usage=ROWWISE),
+    *_each(_forward, "rowwise cast", None, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
     *_each(_forward, "bias + GELU + cast", _GELU, _HIDDEN, inputs="x bias"),
     *_each(_forward, "SwiGLU + cast", _SWIGLU, _LLAMA),
     _forward("SwiGLU by 32 + cast", _BY_32, "delayed", _LLAMA),
     *_each(_backward, "cast + bias", None, _MODEL, sums=True),
     *_each(_backward, "cast + bias + GELU", _GELU, _HIDDEN, sums=True),
     *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
-    _backward("cast + bias + SwiGLU", _SWIGLU, "delayed", _LLAMA, sums=True),
-    _backward("cast + bias + SwiGLU", _SWIGLU, "MX", _LLAMA, sums=True),
+    *_each(_backward, "cast + bias + SwiGLU", _SWIGLU, _LLAMA, sums=True, forms=("delayed", "MX")),
     _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
     _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
     *_each(_norm, "RMSNorm + cast", _RMS, _MODEL, _WIDE),
-    _norm("rowwise RMSNorm + cast", _RMS, "delayed", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", _RMS, "1 x 128", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", _RMS, "MX", _MODEL, usage=ROWWISE),
+    *_each(_norm, "rowwise RMSNorm + cast", _RMS, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
     *_each(_norm, "add + RMSNorm + cast", _RMS, _MODEL),
-    _norm("LayerNorm + cast", _LAYER, "delayed", _MODEL),
-    _norm("LayerNorm + cast", _LAYER, "MX", _MODEL),
+    *_each(_norm, "LayerNorm + cast", _LAYER, _MODEL, forms=("delayed", "MX")),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

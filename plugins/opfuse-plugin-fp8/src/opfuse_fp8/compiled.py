@@ -28,8 +28,8 @@ from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.ops import LayerNorm
 
 from . import casts, twins
-from .conditions import DTYPES, PLAIN, described, output_shape
-from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from .conditions import DTYPES, PLAIN, described, has_blocks, output_shape
+from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 from .twins import Normalized
 
 logger = logging.getLogger("opfuse.fp8")
@@ -67,12 +67,10 @@ class Casting:
 
     def takes(self, shape: torch.Size) -> bool:
         """Whether blocks are whole where they have to be; if not, the quantizer sees to it."""
-        usage, rows = self._usage, shape[:-1].numel()
         # of others, in both ways, Inductor fuses loops wrongly
         if isinstance(self._quantizer, BlockQuantizer):
             return shape[-1] % 128 == 0
-        odd = (usage.rowwise and shape[-1] % 32) or (usage.columnwise and rows % 32)
-        return not isinstance(self._quantizer, MXQuantizer) or not odd
+        return has_blocks(self._quantizer, self._usage, shape)
 
     def caster(self) -> Callable[[Tensor, Any], tuple[Any, Any]]:
         """From values and the scale to the tensors of the format, and the amax to record."""

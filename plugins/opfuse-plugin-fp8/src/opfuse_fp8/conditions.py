@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
+from opfuse.core.quantization import Usage
 from opfuse.ops import Identity
 
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
@@ -179,3 +180,15 @@ def output_shape(op: Any, shape: torch.Size) -> torch.Size | None:
         return shape
     whole = bool(shape) and shape[-1] % (2 * (op.glu_interleave_size or 1)) == 0
     return torch.Size((*shape[:-1], shape[-1] // 2)) if whole else None
+
+
+def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:
+    """Whether blocks are whole where they have to be, also within halves that lie side by side."""
+    columns = shape[-1]
+    rows = shape.numel() // max(columns, 1)
+    if isinstance(quantizer, MXQuantizer):
+        across = usage.rowwise and columns % (32 * parts)
+        return not (across or (usage.columnwise and rows % 32))
+    if isinstance(quantizer, BlockQuantizer) and parts > 1:
+        return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
+    return True

@@ -94,7 +94,7 @@ class ForwardNormCast(FusedOperation):
         from . import library
 
         fits = library.takes(x, extra, *ctx.params) and (ctx.dtype or x.dtype) in conditions.DTYPES
-        return fits and library.has_blocks(cast.quantizer, cast.usage, x.shape)
+        return fits and conditions.has_blocks(cast.quantizer, cast.usage, x.shape)
 
 
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:

@@ -10,10 +10,9 @@ from torch import Tensor
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from . import twins
-from .conditions import DTYPES, PLAIN, output_shape
+from .conditions import DTYPES, PLAIN, has_blocks, output_shape
 from .formulas import Formula
 from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
-from .quantizers import BlockQuantizer, MXQuantizer
 
 
 def cast(
@@ -96,15 +95,3 @@ def takes(first: Any, *others: Tensor | None) -> bool:
         )
         for tensor in (first, *others)
     )
-
-
-def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:
-    """Whether blocks are whole where they have to be, also within halves that lie side by side."""
-    columns = shape[-1]
-    rows = shape.numel() // max(columns, 1)
-    if isinstance(quantizer, MXQuantizer):
-        across = usage.rowwise and columns % (32 * parts)
-        return not (across or (usage.columnwise and rows % 32))
-    if isinstance(quantizer, BlockQuantizer) and parts > 1:
-        return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
-    return True

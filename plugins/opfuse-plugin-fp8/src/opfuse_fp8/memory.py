@@ -59,8 +59,8 @@ def is_asked_for(ops: Any, env: Environment) -> bool | str:
     return recomputes(ops, env)
 
 
-_LAST = -150
-"""The priority: fusions that are faster, and keep as little, go first."""
+# the priority: fusions that are faster, and keep as little, go first
+_EACH: Any = {"priority": -150, "needs_recipe": True}
 
 FORWARD = [
     Fusion(
@@ -68,18 +68,16 @@ FORWARD = [
         RecomputedActivation,
         recomputes,
         0.0,
-        priority=_LAST,
         name="recomputed activation",
         trades_time=True,
-        needs_recipe=True,
+        **_EACH,
     ),
     Fusion(
         (Subclasses(Activation),),
         RecomputedActivation,
         is_asked_for,
         0.0,
-        priority=_LAST,
         name="recomputed from codes",
-        needs_recipe=True,
+        **_EACH,
     ),
 ]

@@ -88,9 +88,8 @@ class BaseQuantizer(Quantizer):
             tensors: As :meth:`tensors_of` gives them.
         """
         data, *others = tensors
-        return self.format(
-            shape, dtype, self, *(None if data is None else data.view(shape), *others)
-        )
+        data = None if data is None else data.view(shape)
+        return self.format(shape, dtype, self, data, *others)
 
 
 def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:

@@ -192,7 +192,7 @@ def cast_backward(
         if SIZE > 0:
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
-            )  # fmt: skip
+            )
             both = _together(da, db, SIZE)
             _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
             largest = emit(
@@ -209,7 +209,7 @@ def cast_backward(
             )  # fmt: skip
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
-            )  # fmt: skip
+            )
             _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
             other = emit(
                 db, first_row, features + first, rows, 2 * features, 2 * features,
