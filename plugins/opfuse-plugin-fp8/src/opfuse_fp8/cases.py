@@ -16,6 +16,7 @@ from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 from . import formulas, library, twins
 from .kernels import launch, launch_norms
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from .twins import Into
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 _HIDDEN = {"rows": 8192, "features": 16384}
@@ -32,6 +33,10 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "MX": lambda dtype, device: MXQuantizer(dtype),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
+
+
+def _into(form: str, dtype: torch.dtype, x: Any = None, usage: Usage = BOTH) -> Into:
+    return Into(QUANTIZERS[form](dtype, None if x is None else x.device), usage)
 
 
 def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: int) -> Any:
@@ -101,21 +106,19 @@ def _forward(
         return found
 
     def run(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E4M3, x.device)
         shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
         kept = None if bias is None else torch.empty_like(x)
         known = x if op is None else None
-        casting = launch.Casting(quantizer, usage, shape, x.dtype, x.device, values=known)
+        casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device, known)
         numbers = formula.numbers(() if op is None else op.numbers_of())
         launch.forward(formula, numbers, x, bias, kept, casting)
         return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E4M3, x.device)
+        into = _into(form, _E4M3, x, usage)
         if op is None:
-            return _outputs(twins.cast(x, quantizer, usage))
-        given = op, x, bias, x.dtype, bias is not None, quantizer, usage
-        return _outputs(*twins.activation(*given))
+            return _outputs(twins.cast(x, into))
+        return _outputs(*twins.activation(op, x, bias, x.dtype, bias is not None, into))
 
     again = () if form != "current" else ("values",) if values else ("x",)
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
@@ -138,19 +141,18 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         return found
 
     def run(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E5M2, dy.device)
+        into = _into(form, _E5M2, dy)
         if not values:
-            return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, quantizer, BOTH))
-        casting = launch.Casting(quantizer, BOTH, x.shape, dy.dtype, dy.device)
+            return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, into))
+        casting = launch.Casting(into, x.shape, dy.dtype, dy.device)
         dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
         return _outputs(casting.made(), dbias, casting.values)
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E5M2, dy.device)
-        return _outputs(*twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH))
+        return _outputs(*twins.gradient(op, numbers, dy, x, sums, _into(form, _E5M2, dy)))
 
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
-    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
+    if form == "1 x 128" and launch.takes_two_passes(formula, _into(form, _E5M2)):
         again = "dy", "x"
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
@@ -169,10 +171,9 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
         return found | ({"values": replace(full, output=True)} if values else {})
 
     def run(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E4M3, x.device)
-        tensors = x, extra, weight, bias
-        made, *others = launch_norms.norm(op, tensors, None, adds, True, quantizer, usage)
-        return _outputs(made, *others)
+        tensors, into = (x, extra, weight, bias), _into(form, _E4M3, x, usage)
+        made: Any = launch_norms.norm(op, tensors, None, adds, True, into)
+        return _outputs(*made)
 
     def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
         total = x if extra is None else x + extra
@@ -181,13 +182,13 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
         centered = wide if mean is None else wide - mean
         rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + op.eps)
         y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
-        made = twins.cast(y, QUANTIZERS[form](_E4M3, x.device), usage)
+        made = twins.cast(y, _into(form, _E4M3, x, usage))
         return _outputs(made, total if adds else None, mean, rstd)
 
     again = ["values"] if values else []
     if form == "delayed" and usage.columnwise:
         again = ["row codes"]
-    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, "cpu"), usage):
+    if launch_norms.takes_two_reads(_into(form, _E4M3, usage=usage)):
         again = ["sum" if adds else "x"]
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 

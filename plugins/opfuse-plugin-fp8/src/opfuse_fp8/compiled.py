@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import PluginWarning
-from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import LayerNorm
 
 from . import casts, twins
 from .conditions import DTYPES, PLAIN, described, has_blocks, output_shape
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
-from .twins import Normalized
+from .twins import Into, Normalized
 
 logger = logging.getLogger("opfuse.fp8")
 
@@ -48,17 +48,16 @@ class Casting:
     """The cast at the end of a call: what it reads before, and what it makes of the tensors.
 
     Args:
-        quantizer: One that the kernels know.
-        usage: Which copies are needed.
-        again: See :func:`opfuse_fp8.twins.cast`.
+        into: What the values are cast into, by a quantizer that the kernels know.
 
     Attributes:
         key: What the compiled code depends on.
         scale: What values are multiplied by, where that is state; or None.
     """
 
-    def __init__(self, quantizer: Any, usage: Usage, again: Any = None) -> None:
-        self._quantizer, self._usage, self._records = quantizer, usage, again is None
+    def __init__(self, into: Into) -> None:
+        quantizer, usage, again = into
+        self._into, self._quantizer, self._usage = into, quantizer, usage
         block, power_of_2 = (getattr(quantizer, name, None) for name in ("block", "power_of_2"))
         self.key = type(quantizer), quantizer.dtype, block, power_of_2, usage
         self.scale: Any = None
@@ -70,7 +69,7 @@ class Casting:
         # of others, in both ways, Inductor fuses loops wrongly
         if isinstance(self._quantizer, BlockQuantizer):
             return shape[-1] % 128 == 0
-        return has_blocks(self._quantizer, self._usage, shape)
+        return has_blocks(self._into, shape)
 
     def caster(self) -> Callable[[Tensor, Any], tuple[Any, Any]]:
         """From values and the scale to the tensors of the format, and the amax to record."""
@@ -86,7 +85,7 @@ class Casting:
 
     def made(self, shape: Any, dtype: torch.dtype, tensors: Any, amax: Any) -> QuantizedTensor:
         """The quantized tensor; records what was seen."""
-        if amax is not None and self._records:
+        if amax is not None and self._into.again is None:
             self._quantizer.record(amax)
         if self.scale is not None:
             tensors = *tensors, self.scale
@@ -202,39 +201,30 @@ def _plain(tensor: Tensor | None) -> Any:
 # The calls of the twins
 
 
-def cast(
-    x: Any, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
+def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, compiled."""
     made = None
-    if _takes(x) and (casting := Casting(quantizer, usage, again)).takes(x.shape):
+    if _takes(x) and (casting := Casting(into)).takes(x.shape):
         made = _called("a cast", (), casting, (x,), casting.caster)
     if made is None:
-        return twins.cast(x, quantizer, usage, again)
+        return twins.cast(x, into)
     return casting.made(x.shape, x.dtype, *made)
 
 
 def activation(
-    op: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: Any,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    op: Any, x: Tensor, bias: Tensor | None, dtype: Any, keep: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.activation`, compiled."""
     made, same = None, bias is None and dtype is x.dtype
     fits = _takes(x, bias) and dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
     shape = output_shape(op, x.shape) if fits else None
-    if shape is not None and (casting := Casting(quantizer, usage, again)).takes(shape):
+    if shape is not None and (casting := Casting(into)).takes(shape):
         key = described(op), dtype, keep and not same
         title = f"{type(op).__name__} with a cast"
         make = lambda: _activation(op, dtype, keep and not same, casting)  # noqa: E731
         made = _called(title, key, casting, (x, bias), make)
     if made is None or shape is None:
-        return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
+        return twins.activation(op, x, bias, dtype, keep, into)
     tensors, amax, hidden = made
     kept = None if not keep else x if same else hidden.view(x.shape)
     return casting.made(shape, dtype, tensors, amax), kept
@@ -251,24 +241,18 @@ def _activation(op: Any, dtype: torch.dtype, keep: bool, casting: Casting) -> An
 
 
 def gradient(
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, numbers: Any, dy: Tensor, x: Tensor | None, needs_sums: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.gradient`, compiled."""
     made, like = None, dy if x is None else x
     fits = _takes(like, dy) and (x is None or dy.shape == output_shape(op, x.shape))
-    if fits and (casting := Casting(quantizer, usage)).takes(like.shape):
+    if fits and (casting := Casting(into)).takes(like.shape):
         then = None if x is None else op.with_numbers(numbers)
         title = f"the gradient of {'an output' if x is None else type(op).__name__} with a cast"
         make = lambda: _gradient(then, needs_sums, casting)  # noqa: E731
         made = _called(title, (described(then), needs_sums), casting, (dy, x), make)
     if made is None:
-        return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
+        return twins.gradient(op, numbers, dy, x, needs_sums, into)
     tensors, amax, sums = made
     return casting.made(like.shape, like.dtype, tensors, amax), sums
 
@@ -287,12 +271,7 @@ def _gradient(op: Any, needs_sums: bool, casting: Casting) -> Any:
 
 
 def norm(
-    op: Any,
-    tensors: Sequence[Tensor | None],
-    dtype: torch.dtype | None,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, tensors: Sequence[Any], dtype: torch.dtype | None, keep: bool, save: bool, into: Into
 ) -> Normalized | None:
     """A norm of the last dimension, quantized; None: compiled code does not take the call.
 
@@ -302,12 +281,12 @@ def norm(
         dtype: What the output is rounded to before it is cast; None: the dtype of what is
             normalized.
         keep: Whether the sum is wanted.
-        quantizer: One that the kernels know; it records what it saw.
-        usage: Which copies are needed.
+        save: Whether the statistics are; compiled code always gives them.
+        into: What the output is cast into, by a quantizer that the kernels know.
     """
-    x: Any = tensors[0]
-    extra, made = tensors[1], None
-    if _takes(*tensors) and (casting := Casting(quantizer, usage)).takes(x.shape):
+    x, extra, *_ = tensors
+    made = None
+    if _takes(*tensors) and (casting := Casting(into)).takes(x.shape):
         summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
         which = isinstance(op, LayerNorm), op.eps, op.zero_centered_gamma, dtype or summed
         title = f"{type(op).__name__} with a cast"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
-from opfuse.core.quantization import Usage
 from opfuse.ops import Identity
 
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from .twins import Into
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read and cast. They compute in fp32."""
@@ -182,8 +182,9 @@ def output_shape(op: Any, shape: torch.Size) -> torch.Size | None:
     return torch.Size((*shape[:-1], shape[-1] // 2)) if whole else None
 
 
-def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:
+def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     """Whether blocks are whole where they have to be, also within halves that lie side by side."""
+    quantizer, usage, _ = into
     columns = shape[-1]
     rows = shape.numel() // max(columns, 1)
     if isinstance(quantizer, MXQuantizer):
@@ -192,3 +193,19 @@ def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) 
     if isinstance(quantizer, BlockQuantizer) and parts > 1:
         return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
     return True
+
+
+def takes(first: Any, *others: Tensor | None) -> bool:
+    """Whether the kernels take these tensors."""
+    if not isinstance(first, Tensor) or not first.ndim or not first.numel():
+        return False
+    return all(
+        tensor is None
+        or (
+            type(tensor) in PLAIN
+            and tensor.dtype in DTYPES
+            and tensor.is_contiguous()
+            and tensor.device == first.device
+        )
+        for tensor in (first, *others)
+    )

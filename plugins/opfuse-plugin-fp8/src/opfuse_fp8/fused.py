@@ -14,6 +14,7 @@ from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import Activation, Bias, Cast
 
 from . import conditions
+from .twins import Into
 
 Ctxs = list[Any]
 """Contexts: that of a cast has its quantizer and the usage."""
@@ -72,7 +73,7 @@ class CastAlone(_Fused):
     def _quantized(self, cast: Any, x: Any) -> Any:
         if x is None or isinstance(x, QuantizedTensor):  # as it is, or refused
             return None if x is None else cast.quantizer(x, cast.usage)
-        return self._run(x, cast.quantizer, cast.usage)
+        return self._run(x, Into(cast.quantizer, cast.usage))
 
 
 class ForwardActivationCast(_Fused):
@@ -100,7 +101,8 @@ class ForwardActivationCast(_Fused):
         dtype = ctx.dtype or input_.dtype
         saves = ctx.requires_grad and ctx.input_requires_grad
         keep = saves and (bias is not None or dtype is not input_.dtype)
-        y, kept = self._run(op, input_, bias, dtype, keep, cast.quantizer, cast.usage)
+        into = Into(cast.quantizer, cast.usage)
+        y, kept = self._run(op, input_, bias, dtype, keep, into)
         if ctx.requires_grad:  # what it is given is kept only if it saves
             op.operand(ctx, kept if keep else input_ if saves else input_.new_empty(0, dtype=dtype))
         if self.recomputes and basic_op_ctxs[0].may_recompute and saves:
@@ -113,8 +115,8 @@ class ForwardActivationCast(_Fused):
         (op,) = self._act
         x = op.saved_input(ctx)
         op = op.with_numbers(getattr(ctx, "numbers", None) or op.numbers_of())
-        given = op, x, None, x.dtype, False, cast.quantizer, cast.usage, cast.saved_tensors[0]
-        return self._run(*given)[0]
+        into = Into(cast.quantizer, cast.usage, cast.saved_tensors[0])
+        return self._run(op, x, None, x.dtype, False, into)[0]
 
 
 class BackwardCast(_Fused):
@@ -136,8 +138,8 @@ class BackwardCast(_Fused):
             if x is None:
                 return None, self._nothing, self._nothing
         needs_sums = self._has_bias and first.param_requires_grad[0]
-        into = cast.quantizer, cast.usage
-        dx, sums = self._run(op, numbers, grad_output, x, needs_sums, *into)
+        into = Into(cast.quantizer, cast.usage)
+        dx, sums = self._run(op, numbers, grad_output, x, needs_sums, into)
         of_params = [(sums,) if isinstance(op, Bias) else () for op in self.basic_ops]
         return dx, of_params, self._nothing
 

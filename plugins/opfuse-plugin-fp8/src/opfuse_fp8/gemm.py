@@ -87,11 +87,11 @@ class Operand(NamedTuple):
         codes = F.pad(self.data.view(torch.uint8), (0, short))
         return self._replace(data=codes.view(self.data.dtype))
 
-    def given_scale(self) -> Tensor:
-        """The scale as ``scaled_mm`` takes it."""
-        if self.kind is ScalingType.TensorWise:
-            return self.scale
-        return swizzled(self.scale) if self.kind is ScalingType.BlockWise1x32 else self.scale.t()
+    def scaling(self) -> tuple[Tensor, ScalingType]:
+        """The scale as ``scaled_mm`` takes it, and its kind."""
+        if self.kind is ScalingType.BlockWise1x32:
+            return swizzled(self.scale), self.kind
+        return self.scale if self.kind is ScalingType.TensorWise else self.scale.t(), self.kind
 
 
 def multiply(
@@ -120,12 +120,9 @@ def multiply(
     return F.scaled_mm(
         left.data,
         right.data.t(),
-        left.given_scale(),
-        left.kind,
-        right.given_scale(),
-        right.kind,
-        swizzle,
-        swizzle,
+        *left.scaling(),
+        *right.scaling(),
+        *(swizzle, swizzle),
         bias=bias,
         output_dtype=dtype,
         use_fast_accum=fast,

@@ -7,23 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 
 from . import twins
-from .conditions import DTYPES, PLAIN, has_blocks, output_shape
+from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
 from .formulas import Formula
 from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
+from .kernels.launch_norms import norm
+from .twins import Into
+
+__all__ = ["activation", "cast", "gradient", "norm"]
 
 
-def cast(
-    x: Any, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
+def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
     if type(x) in PLAIN and not x.is_contiguous():
         x = x.contiguous()
-    if not (takes(x) and has_blocks(quantizer, usage, x.shape)):
-        return twins.cast(x, quantizer, usage, again)
-    casting = Casting(quantizer, usage, x.shape, x.dtype, x.device, again=again, values=x)
+    if not (takes(x) and has_blocks(into, x.shape)):
+        return twins.cast(x, into)
+    casting = Casting(into, x.shape, x.dtype, x.device, values=x)
     forward(IDENTITY, (), x, None, None, casting)
     return casting.made()
 
@@ -35,17 +37,15 @@ def activation(
     bias: Tensor | None,
     dtype: torch.dtype,
     keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    into: Into,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.activation`, by the kernels if they take the call."""
     shape = output_shape(op, x.shape)
     fits = dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
-    if shape is None or not (fits and takes(x, bias) and has_blocks(quantizer, usage, shape)):
-        return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
+    if shape is None or not (fits and takes(x, bias) and has_blocks(into, shape)):
+        return twins.activation(op, x, bias, dtype, keep, into)
     kept = torch.empty_like(x, dtype=dtype) if keep else None
-    casting = Casting(quantizer, usage, shape, dtype, x.device, again=again)
+    casting = Casting(into, shape, dtype, x.device)
     forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
     return casting.made(), kept
 
@@ -57,8 +57,7 @@ def gradient(
     dy: Tensor,
     x: Tensor | None,
     needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    into: Into,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.gradient`, by the kernels if they take the call."""
     # autograd gives expanded ones, from a sum
@@ -66,32 +65,17 @@ def gradient(
     shape, known = (dy.shape, dy) if x is None else (x.shape, None)
     parts = 2 if formula.gated and not formula.size else 1
     fits = x is None or dy.shape == output_shape(op, shape)
-    if not (fits and takes(dy, x) and has_blocks(quantizer, usage, shape, parts)):
-        return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
+    if not (fits and takes(dy, x) and has_blocks(into, shape, parts)):
+        return twins.gradient(op, numbers, dy, x, needs_sums, into)
 
-    def launched(copies: Usage, sums_too: bool) -> tuple[QuantizedTensor, Tensor | None]:
-        casting = Casting(quantizer, copies, shape, dy.dtype, dy.device, values=known)
+    def launched(into: Into, sums_too: bool) -> tuple[QuantizedTensor, Tensor | None]:
+        casting = Casting(into, shape, dy.dtype, dy.device, values=known)
         sums = backward(formula, formula.numbers(numbers or ()), dy, x, sums_too, casting)
         return casting.made(), sums
 
-    if not takes_two_passes(formula, quantizer, usage):
-        return launched(usage, needs_sums)
-    (row, sums), (column, _) = launched(ROWWISE, needs_sums), launched(COLUMNWISE, False)
+    if not takes_two_passes(formula, into):
+        return launched(into, needs_sums)
+    row, sums = launched(into._replace(usage=ROWWISE), needs_sums)
+    column, _ = launched(into._replace(usage=COLUMNWISE), False)
     pairs = zip(row.tensors(), column.tensors(), strict=True)
     return row.rebuild([a if b is None else b for a, b in pairs]), sums
-
-
-def takes(first: Any, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
-    if not isinstance(first, Tensor) or not first.ndim or not first.numel():
-        return False
-    return all(
-        tensor is None
-        or (
-            type(tensor) in PLAIN
-            and tensor.dtype in DTYPES
-            and tensor.is_contiguous()
-            and tensor.device == first.device
-        )
-        for tensor in (first, *others)
-    )

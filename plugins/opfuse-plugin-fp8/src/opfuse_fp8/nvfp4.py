@@ -263,7 +263,7 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
     wide = casts.wide(matrix)
     # so that no sum overflows; it grows to at most 4 times the largest
     found = mixed(wide / 16, signs) * 16
-    most = torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
+    most = min(torch.finfo(matrix.dtype).max, casts.FP32_MAX)
     groups = wide.reshape(matrix.shape[0], matrix.shape[1] // BLOCK, BLOCK)
     finite = groups.isfinite().all(-1, keepdim=True).expand(groups.shape).reshape(wide.shape)
     return torch.where(finite, found.clamp(-most, most), torch.nan).to(matrix.dtype)

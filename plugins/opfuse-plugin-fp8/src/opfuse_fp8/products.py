@@ -37,38 +37,31 @@ class _Product(FusedOperation):
 
 
 class ForwardProduct(_Product):
-    """Linear [+ bias]: the codes are multiplied, and the bias is added in the product."""
+    """Linear [+ bias], or linears side by side: a product of codes for each weight.
 
-    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        linear, *biased = basic_op_ctxs
-        x, weight = BasicLinear.quantized_operands(linear, input_)
-        dtype = linear.dtype or x.dtype
-        bias = biased[0].params[0].to(dtype) if biased else None
-        left, right = Operand.of(x, ROWWISE), Operand.of(weight, ROWWISE)
-        y = multiply(left, right, dtype, bias=bias, fast=self._fast)
-        return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
-
-
-class ForwardParallelProduct(_Product):
-    """Linears side by side: a product of codes for each, and one copy to join them."""
+    A bias is added in the product where it can be; else before the result is rounded.
+    """
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         op: Any = self.basic_ops[0]
-        ctx = basic_op_ctxs[0]
-        x, weights, biases = op.quantized_operands(ctx, input_)
+        ctx, *biased = basic_op_ctxs
+        if isinstance(op, ParallelLinear):
+            x, weights, biases = op.quantized_operands(ctx, input_)
+        else:
+            x, weight = BasicLinear.quantized_operands(ctx, input_)
+            weights, biases = [weight], [biased[0].params[0] if biased else None]
         dtype, left = ctx.dtype or x.dtype, Operand.of(x, ROWWISE)
         parts = []
         for weight, bias in zip(weights, biases, strict=True):
-            inside = bias is not None and self._adds_bias  # else it is added before the rounding
+            inside = bias is not None and self._adds_bias
             made = torch.float32 if bias is not None and not inside else dtype
             given = bias.to(dtype) if inside else None
             right = Operand.of(weight, ROWWISE)
             part = multiply(left, right, made, bias=given, fast=self._fast)
             parts.append(part if bias is None or inside else part.add_(bias).to(dtype))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return y.view(*x.shape[:-1], y.shape[1]), ((),)
+        return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
 
 
 class BackwardProduct(_Product):
@@ -110,19 +103,18 @@ def gradients(
     dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-    dx, grads, alone = None, [None] * len(sizes), len(sizes) == 1
+    dx, grads = None, [None] * len(sizes)
     if dgrad:
         left = Operand.of(dy, ROWWISE)
-        wide = dtype if alone else torch.float32
+        wide = dtype if len(sizes) == 1 else torch.float32
         for span, weight in zip(spans, weights, strict=True):
-            part = left if alone else left.inner(*span)
-            product = multiply(part, Operand.of(weight, COLUMNWISE), wide)
+            product = multiply(left.inner(*span), Operand.of(weight, COLUMNWISE), wide)
             dx = product if dx is None else dx.add_(product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = Operand.of(dy, COLUMNWISE), Operand.of(x, COLUMNWISE)
-        parts = [left if alone else left.outer(*span) for span in spans]
+        parts = [left.outer(*span) for span in spans]
         wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
         grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
     return dx, tuple(grads)
@@ -221,12 +213,7 @@ FORWARD = [
         **_EACH,
     ),
     Fusion(
-        (ParallelLinear,),
-        ForwardParallelProduct,
-        forward_runs,
-        1.0,
-        name="fp8 parallel linear",
-        **_EACH,
+        (ParallelLinear,), ForwardProduct, forward_runs, 1.0, name="fp8 parallel linear", **_EACH
     ),
 ]
 

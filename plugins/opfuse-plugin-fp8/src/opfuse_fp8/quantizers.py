@@ -340,9 +340,7 @@ class BlockQuantizer(_BlockwiseQuantizer):
         padded = matrix.new_zeros(down * tall, across * wide)
         padded[:rows, :columns] = matrix
         blocks = padded.view(down, tall, across, wide)
-        infinite = (
-            torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
-        )
+        infinite = min(torch.finfo(matrix.dtype).max, casts.FP32_MAX)
         scale = casts.scale_of(
             casts.largest(blocks, (1, 3)),
             torch.finfo(self.dtype).max,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import te_pickle
-from .recipes import DelayedScaling, Format
+from .recipes import BY_NAME, DelayedScaling, Format
 from .te_pickle import Refused, short
 
 __all__ = ["from_te_extra_state"]
@@ -31,12 +31,7 @@ _FIELDS = (
 )
 _KNOWN = {"recipe", "scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 _TENSORS = ("input", "weight", "grad_output")
-_STATELESS = (
-    "Float8CurrentScaling",
-    "Float8BlockScaling",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-)
+_STATELESS = {cls.__name__ for cls in BY_NAME.values()} - {"DelayedScaling", "CustomRecipe"}
 
 
 class _Column(NamedTuple):

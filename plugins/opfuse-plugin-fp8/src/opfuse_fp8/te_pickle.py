@@ -109,24 +109,10 @@ class _Reader:
 
     def follow(self, name: str, argument: Any) -> None:
         """Follow one instruction."""
-        if name in _ABOUT_THE_STREAM:
-            return
-        if name in _LITERALS:
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _TUPLES:
-            self.stack.append(tuple(self._pop(_TUPLES[name])))
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = self.stack[-1]
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self.memo[int(argument)] = self.stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            self.stack.append(self.memo[int(argument)])
-        elif (step := _STEPS.get(name)) is not None:
-            step(self, argument)
-        else:
+        step = _STEPS.get(name)
+        if step is None:
             raise Refused(f"it has the instruction {name}, which no state needs")
+        step(self, argument)
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
@@ -144,16 +130,17 @@ class _Reader:
         del self.stack[at:]
         return found
 
-    def _set_items(self, _: Any, items: list[Any] | None = None) -> None:
-        items = self._pop(2) if items is None else items
+    def _memoize(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+    def _set_items(self, items: list[Any]) -> None:
         target = self._target(dict)
         for key in items[::2]:
             if not isinstance(key, _SCALAR):
                 raise Refused(f"it has {short(key)} as the key of a dictionary")
         target.update(zip(items[::2], items[1::2], strict=True))
 
-    def _append(self, _: Any, items: list[Any] | None = None) -> None:
-        items = self._pop(1) if items is None else items
+    def _append(self, items: list[Any]) -> None:
         self._target(list).extend(items)
 
     def _target(self, kind: type) -> Any:
@@ -183,27 +170,38 @@ class _Reader:
         target.fields.update(state)
 
 
-_ABOUT_THE_STREAM = ("PROTO", "FRAME", "STOP")
+def _push(make: Callable[[Any], Any]) -> Callable[[_Reader, Any], None]:
+    """An instruction that puts a value on the stack, made from its argument."""
+    return lambda self, argument: self.stack.append(make(argument))
+
+
 _LITERALS = (
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
 )
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _MARK,
-}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda self, _: None),  # about the stream
+    **dict.fromkeys(_LITERALS, _push(lambda argument: argument)),
+    "NONE": _push(lambda _: None),
+    "NEWTRUE": _push(lambda _: True),
+    "NEWFALSE": _push(lambda _: False),
+    "EMPTY_DICT": _push(lambda _: {}),
+    "EMPTY_LIST": _push(lambda _: []),
+    "EMPTY_TUPLE": _push(lambda _: ()),
+    "MARK": _push(lambda _: _MARK),
     "TUPLE": lambda self, _: self.stack.append(tuple(self._pop_to_mark())),
-    "SETITEM": _Reader._set_items,
-    "SETITEMS": lambda self, _: self._set_items(None, self._pop_to_mark()),
-    "APPEND": _Reader._append,
-    "APPENDS": lambda self, _: self._append(None, self._pop_to_mark()),
+    "TUPLE1": lambda self, _: self.stack.append(tuple(self._pop(1))),
+    "TUPLE2": lambda self, _: self.stack.append(tuple(self._pop(2))),
+    "TUPLE3": lambda self, _: self.stack.append(tuple(self._pop(3))),
+    "MEMOIZE": lambda self, _: self._memoize(len(self.memo)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "PUT"), lambda self, at: self._memoize(int(at))),
+    **dict.fromkeys(
+        ("BINGET", "LONG_BINGET", "GET"), lambda self, at: self.stack.append(self.memo[int(at)])
+    ),
+    "SETITEM": lambda self, _: self._set_items(self._pop(2)),
+    "SETITEMS": lambda self, _: self._set_items(self._pop_to_mark()),
+    "APPEND": lambda self, _: self._append(self._pop(1)),
+    "APPENDS": lambda self, _: self._append(self._pop_to_mark()),
     "GLOBAL": _Reader._name,
     "STACK_GLOBAL": _Reader._name,
     "REDUCE": _Reader._call,

@@ -12,32 +12,31 @@ from torch import Tensor
 from opfuse.core.quantization import QuantizedTensor, Usage
 
 
-def cast(
-    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
-    """``x``, quantized.
+class Into(NamedTuple):
+    """What a result is cast into.
 
-    Args:
-        x: The values.
-        quantizer: What they are quantized with; it records what it saw.
+    Attributes:
+        quantizer: What it is quantized with; it records what it saw.
         usage: Which copies are needed.
         again: What ``quantizer`` made of the same values before, with or without the data: they are
             cast again with these scales, and nothing is recorded.
     """
+
+    quantizer: Any
+    usage: Usage
+    again: Any = None
+
+
+def cast(x: Tensor, into: Into) -> QuantizedTensor:
+    """``x``, quantized."""
+    quantizer, usage, again = into
     if again is not None:
         return quantizer.requantize(x, again, usage)  # type: ignore[no-any-return]
     return quantizer(x, usage)  # type: ignore[no-any-return]
 
 
 def activation(
-    op: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: Any,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    op: Any, x: Tensor, bias: Tensor | None, dtype: Any, keep: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """``act(x + bias)``, quantized.
 
@@ -47,25 +46,17 @@ def activation(
         bias: ``(features,)`` as ``x``, or None. The sum is rounded to the dtype of ``x``.
         dtype: What to compute in, which is the dtype of the output before it is cast.
         keep: Whether to give what the activation is applied to.
-        quantizer: See :func:`cast`.
-        usage: See :func:`cast`.
-        again: See :func:`cast`.
+        into: What the output is cast into.
 
     Returns:
         The quantized output; what the activation is applied to in ``dtype``, or None.
     """
     hidden = (x if bias is None else (x + bias).to(x.dtype)).to(dtype)
-    return cast(op.forward_value(hidden), quantizer, usage, again), hidden if keep else None
+    return cast(op.forward_value(hidden), into), hidden if keep else None
 
 
 def gradient(
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, numbers: Any, dy: Tensor, x: Tensor | None, needs_sums: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """The gradient of an activation, quantized, and its sum over all rows.
 
@@ -76,8 +67,7 @@ def gradient(
         x: What the activation was applied to; None: there is no activation, and the gradient is
             ``dy``.
         needs_sums: Whether to give the sums.
-        quantizer: See :func:`cast`.
-        usage: See :func:`cast`.
+        into: What the gradient is cast into.
 
     Returns:
         The quantized gradient of ``x``; the sums ``(features,)`` in the dtype of the gradient, or
@@ -85,7 +75,7 @@ def gradient(
     """
     dx = dy if x is None else op.with_numbers(numbers).backward_value(dy.to(x.dtype), x)
     sums = dx.unsqueeze(0).flatten(0, -2).sum(0) if needs_sums else None
-    return cast(dx, quantizer, usage), sums
+    return cast(dx, into), sums
 
 
 class Normalized(NamedTuple):

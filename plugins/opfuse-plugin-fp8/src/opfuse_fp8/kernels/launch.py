@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, current_target
 from torch import Tensor
 
-from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import QuantizedTensor
 
 from ..formulas import Formula, formula_of
-from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
+from ..twins import Into
 from . import elementwise, tiles
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -24,11 +25,6 @@ FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
 SCALE = Kernel(elementwise.scale_of_tensor, [Config({"BLOCK": 2048}, 8)])
 SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
-
-
-def _converts(target: Target) -> bool:
-    """Whether fp32 becomes FP8 in one instruction that rounds once, to the OCP formats."""
-    return target.backend == "cuda" and int(target.arch) >= 89
 
 
 def format_of(quantizer: Any) -> str:
@@ -47,12 +43,10 @@ class Casting:
     their largest magnitude is known. With the others it writes the codes.
 
     Args:
-        quantizer: One that the kernels know.
-        usage: Which copies are needed.
+        into: What the values are cast into, by a quantizer that the kernels know.
         shape: That of the values.
         dtype: What the values are rounded to.
         device: Where they are.
-        again: What the quantizer made of these values before, to be cast with its scale.
         values: The values, where they are there already.
 
     Attributes:
@@ -64,16 +58,14 @@ class Casting:
 
     def __init__(
         self,
-        quantizer: Any,
-        usage: Usage,
+        into: Into,
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        again: QuantizedTensor | None = None,
         values: Tensor | None = None,
     ) -> None:
-        self._quantizer, self._usage, self._again = quantizer, usage, again
+        quantizer, target = into.quantizer, current_target(device)
+        self._quantizer, self._usage, self._again = into
         self._shape, self._dtype, self._device = shape, dtype, device
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
@@ -85,7 +77,8 @@ class Casting:
             "DTYPE": _TL[dtype],
             "FORMAT": format_of(quantizer),
             "MANTISSA": _MANTISSA[quantizer.dtype],
-            "NATIVE": _converts(current_target(device)),
+            # whether fp32 becomes FP8 of the OCP in one instruction, which rounds once
+            "NATIVE": target.backend == "cuda" and int(target.arch) >= 89,
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
         }
@@ -118,20 +111,24 @@ class Casting:
 
     def made(self) -> QuantizedTensor:
         """The quantized tensor, once the kernel is launched."""
-        if isinstance(self._quantizer, CurrentQuantizer):
-            return self._cast_values()
-        codes, quantizer = self._viewed_codes(), self._quantizer
-        if isinstance(quantizer, DelayedQuantizer):
+        quantizer, inverse = self._quantizer, None
+        if isinstance(quantizer, CurrentQuantizer):
+            inverse = self._cast_values()
+        row, column = [
+            None if codes is None else codes.view(quantizer.dtype) for codes in self._codes
+        ]
+        if inverse is not None:
+            tensors: Any = row, column, inverse
+        elif self._scale is not None:
             if self._amax is not None:
                 quantizer.record(self._amax.amax().reshape(1))
-            assert self._scale is not None
-            tensors = *codes, self._scale.reciprocal(), self._scale
+            tensors = row, column, self._scale.reciprocal(), self._scale
         else:
-            tensors = codes[0], self._scales[0], codes[1], self._scales[1]
+            tensors = row, self._scales[0], column, self._scales[1]
         return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
 
-    def _cast_values(self) -> QuantizedTensor:
-        """Cast values whose largest magnitudes are known."""
+    def _cast_values(self) -> Tensor:
+        """Cast values whose largest magnitudes are known; gives the inverse of their scale."""
         assert self._amax is not None and self.values is not None
         scale = self._empty((1,), torch.float32)
         inverse = torch.empty_like(scale)
@@ -147,8 +144,7 @@ class Casting:
             **self.constants,
             **IDENTITY.forward,
         )
-        tensors = *self._viewed_codes(), inverse
-        return self._quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
+        return inverse
 
     def _allocate(self) -> None:
         """Make room for codes and scales, as the format has them."""
@@ -177,19 +173,15 @@ class Casting:
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _viewed_codes(self) -> tuple[Tensor | None, ...]:
-        dtype = self._quantizer.dtype
-        return tuple([None if codes is None else codes.view(dtype) for codes in self._codes])
 
-
-def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
+def takes_two_passes(formula: Formula, into: Into) -> bool:
     """Whether a gradient is computed once for each copy.
 
     A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
     lie side by side a program would have twice as many, more than its registers hold.
     """
     apart = formula.gated and not formula.size
-    return apart and all(usage) and isinstance(quantizer, BlockQuantizer)
+    return apart and all(into.usage) and isinstance(into.quantizer, BlockQuantizer)
 
 
 # The launches. The tensors are contiguous, and not empty

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import triton
 from opfuse_triton import Config, Kernel, Target, current_target
-from torch import Tensor
 
-from opfuse.core.quantization import BOTH, COLUMNWISE, Usage
+from opfuse.core.quantization import BOTH, COLUMNWISE
 from opfuse.ops import LayerNorm
 
-from ..twins import Normalized
+from ..conditions import has_blocks, takes
+from ..twins import Into, Normalized
 from . import norms, tiles
 from .launch import Casting, format_of
 
@@ -32,42 +32,37 @@ TILES = Kernel(norms.norm_tiles, tiles.configs)
 TRANSPOSE = Kernel(norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64}, 4)])
 
 
-def takes_two_reads(quantizer: Any, usage: Usage) -> bool:
+def takes_two_reads(into: Into) -> bool:
     """Whether tiles read the input once more than the statistics do."""
-    form = format_of(quantizer)
-    return form == "square" or (form in ("block", "mx") and usage.columnwise)
+    form = format_of(into.quantizer)
+    return form == "square" or (form in ("block", "mx") and into.usage.columnwise)
 
 
 def norm(
-    op: Any,
-    tensors: Sequence[Tensor | None],
-    dtype: torch.dtype | None,
-    keep: bool,
-    save: bool,
-    quantizer: Any,
-    usage: Usage,
-) -> Normalized:
-    """A norm of the last dimension, of a sum that is rounded to its dtype, quantized.
+    op: Any, tensors: Sequence[Any], dtype: torch.dtype | None, keep: bool, save: bool, into: Into
+) -> Normalized | None:
+    """A norm of the last dimension, quantized; None: no kernel takes the tensors.
+
+    A sum is rounded to its dtype before it is normalized.
 
     Args:
         op: The norm.
         tensors: The input ``(..., features)``; what is added to it, in the same shape; the weight
-            ``(features,)``; the bias of a LayerNorm, likewise. All but the first may be None. They
-            are contiguous, and not empty.
+            ``(features,)``; the bias of a LayerNorm, likewise. All but the first may be None.
         dtype: What the output is rounded to before it is cast; None: the dtype of what is
             normalized.
         keep: Whether the sum is wanted.
         save: Whether the statistics are.
-        quantizer: One that the kernels know; it records what it saw.
-        usage: Which copies are needed.
+        into: What the output is cast into, by a quantizer that the kernels know.
     """
-    x: Any
     x, extra, weight, bias = tensors
+    if not (takes(*tensors) and has_blocks(into, x.shape)):
+        return None
     summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
-    twice = takes_two_reads(quantizer, usage)
-    transposes = format_of(quantizer) == "tensor" and usage.columnwise
-    needed = BOTH if transposes else usage
-    casting = Casting(quantizer, needed, x.shape, dtype or summed, x.device)
+    twice, usage = takes_two_reads(into), into.usage
+    transposes = format_of(into.quantizer) == "tensor" and usage.columnwise
+    into = into._replace(usage=BOTH) if transposes else into
+    casting = Casting(into, x.shape, dtype or summed, x.device)
     total = torch.empty_like(x, dtype=summed) if extra is not None and (keep or twice) else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if save or twice else None
     mean = torch.empty_like(rstd) if rstd is not None and isinstance(op, LayerNorm) else None
