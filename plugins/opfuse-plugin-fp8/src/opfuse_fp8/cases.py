@@ -18,6 +18,8 @@ from .kernels import launch, launch_norms
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
+Call = Callable[..., Any]
+
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 _HIDDEN = {"rows": 8192, "features": 16384}
 _MODEL = {"rows": 8192, "features": 4096}
@@ -33,6 +35,9 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "MX": lambda dtype, device: MXQuantizer(dtype),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
+
+
+_FORMS = "delayed", "current", "1 x 128", "MX"
 
 
 def _into(form: str, dtype: torch.dtype, x: Any = None, usage: Usage = BOTH) -> Into:
@@ -70,12 +75,7 @@ def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...
 
 
 def _case(
-    name: str,
-    run: Callable[..., Any],
-    separate: Callable[..., Any],
-    tensors: Callable[..., Mapping[str, Operand]],
-    shapes: Sequence[Any],
-    again: Sequence[str],
+    name: str, run: Call, separate: Call, tensors: Call, shapes: Any, again: Sequence[str]
 ) -> KernelCase:
     """A case that has to move its full operands, and once more those in ``again``."""
 
@@ -194,12 +194,7 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
 
 
 def _each(
-    make: Callable[..., KernelCase],
-    name: str,
-    op: Any,
-    *shapes: Any,
-    forms: Sequence[str] = ("delayed", "current", "1 x 128", "MX"),
-    **more: Any,
+    make: Any, name: str, op: Any, *shapes: Any, forms: Sequence[str] = _FORMS, **more: Any
 ) -> Sequence[KernelCase]:
     return [make(name, op, form, *shapes, **more) for form in forms]
 

@@ -28,7 +28,7 @@ from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import LayerNorm
 
 from . import casts, twins
-from .conditions import DTYPES, PLAIN, described, has_blocks, output_shape
+from .conditions import DTYPES, are_plain, described, has_blocks, output_shape
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 from .twins import Into, Normalized
 
@@ -148,11 +148,7 @@ class _Function:
 
 
 def _called(
-    title: str,
-    key: Any,
-    casting: Casting,
-    tensors: Sequence[Tensor | None],
-    make: Callable[[], Any],
+    title: str, key: Any, casting: Casting, tensors: Sequence[Any], make: Callable[[], Any]
 ) -> Any:
     """What a compiled function makes of tensors; None: it failed, or there are too many.
 
@@ -179,16 +175,10 @@ def _called(
 def _takes(*tensors: Any) -> bool:
     """Whether compiled code takes these tensors, the first of which has the rows."""
     x = tensors[0]
-    if not isinstance(x, Tensor) or not x.ndim or x.shape[:-1].numel() < 2 or not x.numel():
+    if not are_plain(*tensors) or not x.is_cpu or x.shape[:-1].numel() < 2 or not x.numel():
         return False
     # a mode is to see the operations, and a caller's trace too
-    if is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(
-        tensor is None
-        or (type(tensor) in PLAIN and tensor.dtype in DTYPES and tensor.device.type == "cpu")
-        for tensor in tensors
-    )
+    return not is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _plain(tensor: Tensor | None) -> Any:

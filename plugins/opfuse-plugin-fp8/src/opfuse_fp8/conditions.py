@@ -76,15 +76,12 @@ def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
     if why := of_machine(env) or of_quantizer(quantizer):
         return why
     if env.dtype not in DTYPES:
-        name = str(env.dtype).removeprefix("torch.")
-        return f"its kernels compute in fp32, and the ops in {name}"
+        return f"its kernels compute in fp32, and the ops in {str(env.dtype)[6:]}"
     if env.compiling:
         return "its kernels are not in graphs: torch.compile fuses the separate ops"
-    if activation is None:
-        return ""
     from . import formulas
 
-    return formulas.why_not(activation)
+    return "" if activation is None else formulas.why_not(activation)
 
 
 def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -> str:
@@ -102,16 +99,15 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
     if env.compiling:
         return "its kernels are not in graphs: torch.compile fuses the separate ops"
     if env.dtype not in DTYPES:
-        name = str(env.dtype).removeprefix("torch.")
-        return f"its kernels run on a GPU, this is cpu, and {name} is not compiled"
+        return f"its kernels run on a GPU, this is cpu, and {str(env.dtype)[6:]} is not compiled"
     if why := no_compiler():
         return f"its kernels run on a GPU, this is cpu, and {why}"
-    if activation is None or (activation.deterministic and described(activation) is not None):
-        return ""
     name = type(activation).__name__
-    if not activation.deterministic:
+    if activation is not None and not activation.deterministic:
         return f"{name} does not declare itself deterministic, and compiled it may draw others"
-    return f"{name} has more attributes than numbers, and what is compiled is shared"
+    if described(activation) is None:
+        return f"{name} has more attributes than numbers, and what is compiled is shared"
+    return ""
 
 
 def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[str, str]:
@@ -195,17 +191,17 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     return True
 
 
-def takes(first: Any, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
-    if not isinstance(first, Tensor) or not first.ndim or not first.numel():
-        return False
-    return all(
-        tensor is None
-        or (
-            type(tensor) in PLAIN
-            and tensor.dtype in DTYPES
-            and tensor.is_contiguous()
-            and tensor.device == first.device
-        )
-        for tensor in (first, *others)
+def are_plain(*tensors: Any) -> bool:
+    """Whether tensors, of which all but the first may be None, are plain and on one device."""
+    first = tensors[0]
+    return isinstance(first, Tensor) and all(
+        t is None or (type(t) in PLAIN and t.dtype in DTYPES and t.device == first.device)
+        for t in tensors
     )
+
+
+def takes(*tensors: Any) -> bool:
+    """Whether the kernels take these tensors, of which all but the first may be None."""
+    if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
+        return False
+    return all(t is None or t.is_contiguous() for t in tensors)

@@ -130,23 +130,15 @@ def forward_runs(ops: Any, env: Environment) -> bool | str:
 
 def backward_runs(ops: Any, env: Environment) -> bool | str:
     """The same of a backward."""
-    return _plain_backward(env) or _emulated(ops, env) or _two_formats(env) or True
-
-
-def _plain_backward(env: Environment) -> str:
-    """Why a backward has nothing quantized to multiply; empty: it has."""
-    override = None if env.recipe is None else env.recipe.backward_override
-    if override is None:
-        return ""
-    return f"backward_override={override!r}: the backward multiplies plain tensors"
-
-
-def _two_formats(env: Environment) -> str:
-    """Why gradients are not multiplied with what they are; empty: they are."""
     recipe: Any = env.recipe
-    if hardware.kind_of(type(recipe)) == "tensor" or recipe.fp8_format is recipes.Format.E4M3:
-        return ""
-    return "emulated: blocks are multiplied in E4M3, and Format.HYBRID has gradients in E5M2"
+    override = None if recipe is None else recipe.backward_override
+    if override is not None:
+        return f"backward_override={override!r}: the backward multiplies plain tensors"
+    if why := _emulated(ops, env):
+        return why
+    if hardware.kind_of(type(recipe)) != "tensor" and recipe.fp8_format is not recipes.Format.E4M3:
+        return "emulated: blocks are multiplied in E4M3, and Format.HYBRID has gradients in E5M2"
+    return True
 
 
 def _emulated(ops: Any, env: Environment) -> str:
@@ -200,21 +192,20 @@ def _bias_apart(env: Environment) -> str:
     return ""
 
 
+def _saved(ops: Any, env: Environment) -> float:
+    """A bias that is added in the product saves a pass over memory."""
+    return float(len(ops))
+
+
 # what a recipe is for goes before what saves a pass over memory
 _EACH: Any = {"priority": 50, "needs_row_alignment": True, "needs_recipe": True}
 
 FORWARD = [
-    Fusion(
-        (BasicLinear, Optional(Bias)),
-        ForwardProduct,
-        forward_runs,
-        lambda ops, env: float(len(ops)),
-        name="fp8 linear+bias",
-        **_EACH,
-    ),
-    Fusion(
-        (ParallelLinear,), ForwardProduct, forward_runs, 1.0, name="fp8 parallel linear", **_EACH
-    ),
+    Fusion(pattern, ForwardProduct, forward_runs, _saved, name=name, **_EACH)
+    for pattern, name in (
+        ((BasicLinear, Optional(Bias)), "fp8 linear+bias"),
+        ((ParallelLinear,), "fp8 parallel linear"),
+    )
 ]
 
 BACKWARD = [

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
@@ -65,10 +66,8 @@ class BaseQuantizer(Quantizer):
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
         with torch.no_grad():
-            return _written(self._make(tensor, usage), out)
-
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        return self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
+            made = self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
+            return _written(made, out)
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """The tensors of the format, in its order; exponents of MX scales as bytes.
@@ -352,9 +351,7 @@ class BlockQuantizer(_BlockwiseQuantizer):
         if tall == 1:
             inverse = inverse.t().contiguous()
         else:
-            room = inverse.new_zeros(down, 4 * -(-across // 4))
-            room[:, :across] = inverse
-            inverse = room
+            inverse = F.pad(inverse, (0, -across % 4))
         return codes[:rows, :columns].contiguous(), inverse
 
 
@@ -406,14 +403,16 @@ class MXQuantizer(_BlockwiseQuantizer):
 class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
+    format = ScaledTensor
     quantizes = False
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return "unchanged"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        return unchanged(tensor, usage, self)
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        return unchanged(tensor, usage, self).tensors()
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

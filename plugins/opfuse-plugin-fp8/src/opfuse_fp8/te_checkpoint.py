@@ -87,18 +87,18 @@ def from_te_extra_state(
             f"from_te_extra_state: recipe expected a DelayedScaling or {_NAME!r}, got {recipe!r}"
         )
     names = dict(names or {})
-    found = {key: value for key, value in state_dict.items() if not _is_extra(key)}
-    seen = set()
-    for key, value in state_dict.items():
-        if _is_extra(key):
-            module = key.removesuffix(_KEY).removesuffix(".")
-            seen.add(module)
-            found |= _read(key, module, value, recipe, names.get(module), found)
-    if unknown := sorted(names.keys() - seen):
+    modules = {
+        key: key.removesuffix(_KEY).removesuffix(".") for key in state_dict if _is_extra(key)
+    }
+    if unknown := sorted(names.keys() - set(modules.values())):
+        known = ", ".join(map(repr, sorted(modules.values()))) or "none"
         raise ValueError(
             f"from_te_extra_state: names has {unknown[0]!r}, of which the checkpoint has no "
-            f"{_KEY}; it has {', '.join(map(repr, sorted(seen))) or 'none'}"
+            f"{_KEY}; it has {known}"
         )
+    found = {key: value for key, value in state_dict.items() if key not in modules}
+    for key, module in modules.items():
+        found |= _read(key, module, state_dict[key], recipe, names.get(module), found)
     return found
 
 

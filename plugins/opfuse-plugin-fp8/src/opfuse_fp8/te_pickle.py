@@ -85,7 +85,10 @@ def read(pickled: bytes) -> Any:
     reader = _Reader(len(pickled))
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
-            reader.follow(opcode.name, argument)
+            step = _STEPS.get(opcode.name)
+            if step is None:
+                raise Refused(f"it has the instruction {opcode.name}, which no state needs")
+            step(reader, argument)
     except Refused:
         raise
     except Exception as error:  # cut off, or out of order
@@ -106,13 +109,6 @@ class _Reader:
         self.room = room
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-
-    def follow(self, name: str, argument: Any) -> None:
-        """Follow one instruction."""
-        step = _STEPS.get(name)
-        if step is None:
-            raise Refused(f"it has the instruction {name}, which no state needs")
-        step(self, argument)
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:

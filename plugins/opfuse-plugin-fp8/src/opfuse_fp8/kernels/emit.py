@@ -14,6 +14,19 @@ from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scal
 
 
 @triton.jit
+def _emit_with_scale(
+    v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One scale, which is known: both copies have the same codes."""
+    codes = codes_of(v, tl.load(scale_ptr), MANTISSA, NATIVE)
+    if row_ptr is not None:
+        tl.store(row_ptr + row * columns + column, codes, inside)
+    if column_ptr is not None:
+        tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+
+
+@triton.jit
 def _emit_blocks(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
@@ -133,12 +146,9 @@ def emit(
     if wide_ptr is not None:
         tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
     if FORMAT == "tensor":
-        # the scale is known, so that both copies have the same codes
-        codes = codes_of(v, tl.load(scale_ptr), MANTISSA, NATIVE)
-        if row_ptr is not None:
-            tl.store(row_ptr + row * columns + column, codes, inside)
-        if column_ptr is not None:
-            tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+        _emit_with_scale(
+            v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr, MANTISSA, NATIVE
+        )  # fmt: skip
     elif FORMAT == "block":
         _emit_blocks(
             v, first_row, first_column, row, column, inside, rows, columns, stop,

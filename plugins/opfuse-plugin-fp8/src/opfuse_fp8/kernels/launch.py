@@ -105,8 +105,7 @@ class Casting:
         if form == "tensor":
             given: Any = self._again
             self._scale = self._quantizer.scale.clone() if given is None else given.scale
-        row, column = self._codes
-        row_scale, column_scale = self._scales
+        (row, column), (row_scale, column_scale) = self._codes, self._scales
         return None, row, row_scale, column, column_scale, self._scale, self._amax
 
     def made(self) -> QuantizedTensor:
@@ -114,9 +113,7 @@ class Casting:
         quantizer, inverse = self._quantizer, None
         if isinstance(quantizer, CurrentQuantizer):
             inverse = self._cast_values()
-        row, column = [
-            None if codes is None else codes.view(quantizer.dtype) for codes in self._codes
-        ]
+        row, column = [None if c is None else c.view(quantizer.dtype) for c in self._codes]
         if inverse is not None:
             tensors: Any = row, column, inverse
         elif self._scale is not None:
@@ -164,10 +161,9 @@ class Casting:
             return self._empty((triton.cdiv(inner, 128), outer), torch.float32)
         if form == "square":
             down, across = triton.cdiv(outer, 128), triton.cdiv(inner, 128)
-            if across % 4 == 0:
-                return self._empty((down, across), torch.float32)
+            make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
             shape = down, 4 * triton.cdiv(across, 4)
-            return torch.zeros(shape, dtype=torch.float32, device=self._device)
+            return make(shape, dtype=torch.float32, device=self._device)
         return self._empty((outer, inner // 32), torch.uint8) if form == "mx" else None
 
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
