@@ -75,11 +75,13 @@ class Op:
         make = getattr(self.cls, self.via) if self.via else self.cls
         return make(*map(_made, self.args), **dict(self.kwargs))  # type: ignore[no-any-return]
 
+    def with_(self, cls: Any = None, **kwargs: Any) -> Op:
+        """The op of another class, or with some arguments changed; its class makes it itself."""
+        return Op(cls or self.cls, *self.args, **{**dict(self.kwargs), **kwargs})
+
     def __repr__(self) -> str:
-        given = [repr(arg) for arg in self.args] + [
-            f"{name}={value!r}"
-            for name, value in (*self.kwargs, *(("via", self.via),) * bool(self.via))
-        ]
+        named = [*self.kwargs, *([("via", self.via)] if self.via else [])]
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in named)]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
 
 
@@ -102,11 +104,8 @@ def where(cls: type) -> str:
     """How code names a class."""
     if getattr(built_in, cls.__name__, None) is cls:
         return f"ops.{cls.__name__}"
-    return (
-        f"testing.{cls.__name__}"
-        if cls.__module__.startswith(__package__)
-        else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    own = cls.__module__.startswith(__package__)
+    return f"testing.{cls.__name__}" if own else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def recipe_code(recipe: Recipe) -> str:
@@ -186,14 +185,14 @@ class Built(NamedTuple):
     prefer: str = "speed"
     recipe: Recipe | None = None
 
+    def named_inputs(self) -> dict[str, Tensor]:
+        """Input and extra inputs of one call by name; a copy of what is written into."""
+        given = {name: leaf for name, leaf in self.leaves.items() if "." not in name}
+        return {name: leaf * 1 if name in self.writable else leaf for name, leaf in given.items()}
+
     def inputs(self) -> list[Tensor]:
-        """Input and extra inputs of one call; a copy of what is written into."""
-        given = {
-            name: leaf
-            for name, leaf in self.leaves.items()
-            if name == "input" or name.startswith("extra ")
-        }
-        return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
+        """The same in the order of the chain's arguments."""
+        return list(self.named_inputs().values())
 
     def params(self) -> dict[str, Tensor]:
         """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
@@ -314,10 +313,8 @@ class Case:
     @property
     def edges(self) -> set[int]:
         """The edges of the chain on which its pattern has a cast."""
-        numbers = [
-            len(self.before) + n - sum(map(is_cast, self.ops[:n])) for n in range(len(self.ops))
-        ]
-        return {edge for edge, op in zip(numbers, self.ops, strict=True) if is_cast(op)}
+        places = [n for n, op in enumerate(self.ops) if is_cast(op)]
+        return {len(self.before) + n - earlier for earlier, n in enumerate(places)}
 
     @property
     def gemm(self) -> bool:
@@ -419,11 +416,8 @@ class Case:
             leaves[f"extra {number}"] = lay_out(extra, layout)
         writable = [getattr(basic[i], "in_place", False) for i, _ in structure.external_inputs]
         for number, op in enumerate(basic):
-            own = (
-                torch.float32
-                if self.wide and half and not op.params_in_compute_dtype
-                else self.dtype
-            )
+            wide = self.wide and half and not op.params_in_compute_dtype
+            own = torch.float32 if wide else self.dtype
             for name, param in params_of(op).items():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)

@@ -247,13 +247,9 @@ def _quantized(
         for rows, at in ((case.rows, width), *SHAPES_OF_RECIPES):
             ops = case.ops if at == width else next(iter(chains(elements, at, makers)), ())
             behind = width_behind(ops, at)
-            found = case.with_(
-                ops=ops,
-                rows=rows,
-                recipe=recipe,
-                before=(Op(built_in.BasicLinear, at, at),),
-                after=(Op(built_in.BasicLinear, behind, behind),),
-            )
+            found = case.with_(ops=ops, rows=rows, recipe=recipe)
+            before, after = (Op(built_in.BasicLinear, size, size) for size in (at, behind))
+            found = found.with_(before=(before,), after=(after,))
             try:
                 separate(found)
             except Declined:
@@ -303,13 +299,10 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         forked = () if forks else (Op(built_in.MakeExtraOutput),)
         found = found.with_(before=(*forked, *found.before))
         shape, basic = (*found.rows, found.first_width()), found.basic_ops()
-        pairs = zip(basic, input_shapes(basic, shape), strict=True)
-        shapes = {
-            extra_shape(op, at, k)
-            for op, at in pairs
-            for k, kind in enumerate(kinds_of(op))
-            if kind == "floating"
-        }
+        shapes = set()
+        for op, at in zip(basic, input_shapes(basic, shape), strict=True):
+            kinds = enumerate(kinds_of(op))
+            shapes |= {extra_shape(op, at, k) for k, kind in kinds if kind == "floating"}
         if shapes == {shape} and refusal(found.with_(residual=True)) is None:
             yield found.with_(residual=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -36,12 +37,9 @@ def classes_of(element: Any) -> list[type]:
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
     if isinstance(element, Subclasses):
         found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
-        own = (
-            []
-            if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation)
-            else [element.cls]
-        )
-        return list(dict.fromkeys([*own, *found]))
+        if issubclass(element.cls, BasicOperation) and not inspect.isabstract(element.cls):
+            found = [element.cls, *found]
+        return list(dict.fromkeys(found))
     return [element]
 
 
@@ -58,16 +56,14 @@ def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
 def _by_constructor(cls: type, width: int) -> list[Op]:
     found = []
     for op in (Op(cls), Op(cls, width)):
-        try:
+        with contextlib.suppress(Exception):  # whatever its constructor wants, it is not this
             op()
-        except Exception:  # whatever its constructor wants, it is not this
-            continue
-        found.append(op)
-        break
+            found.append(op)
+            break
     if issubclass(cls, _NAMED):
         takes = inspect.signature(cls).parameters
         given = {n: v for n, v in {**_OTHERWISE, "rotary_dim": width // 2}.items() if n in takes}
-        found += [Op(cls, *op.args, **{n: v}) for op in found for n, v in given.items()]
+        found += [op.with_(**{n: v}) for op in found for n, v in given.items()]
     if cls in _ARGUMENTS:
         found.append(Op(cls, **_ARGUMENTS[cls]))
     return found
@@ -113,6 +109,12 @@ def _parallel(width: int) -> list[Op]:
     return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
 
 
+def _grouped(width: int) -> list[Op]:
+    plain = Op(built_in.GroupedLinear, 3, width, width + width // 2)
+    one = Op(built_in.GroupedLinear, 1, width, width, bias=False)
+    return [plain, one, plain.with_(scale_bias=True)]
+
+
 _MAKERS: Makers = {
     built_in.Cast: lambda width: CAST,
     built_in.BasicLinear: _linears,
@@ -130,11 +132,7 @@ _MAKERS: Makers = {
         Op(built_in.AddExtraInput),
         Op(built_in.AddExtraInput, in_place=True),
     ],
-    built_in.GroupedLinear: lambda width: [
-        Op(built_in.GroupedLinear, 3, width, width + width // 2),
-        Op(built_in.GroupedLinear, 1, width, width, bias=False),
-        Op(built_in.GroupedLinear, 3, width, width + width // 2, scale_bias=True),
-    ],
+    built_in.GroupedLinear: _grouped,
     built_in.Dropout: lambda width: [Op(built_in.Dropout, p) for p in (0.0, 0.5, 1.0)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
     built_in.CrossEntropy: lambda width: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],

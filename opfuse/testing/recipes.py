@@ -78,14 +78,9 @@ class _PerTensor(Quantizer):
 
     def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
         data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()
-        return ScaledTensor(
-            tensor.shape,
-            tensor.dtype,
-            self,
-            rowwise_data=data if usage.rowwise else None,
-            columnwise_data=_matrix(data).t().contiguous() if usage.columnwise else None,
-            scale_inv=scale,
-        )
+        row = data if usage.rowwise else None
+        column = _matrix(data).t().contiguous() if usage.columnwise else None
+        return ScaledTensor(tensor.shape, tensor.dtype, self, row, column, scale)
 
 
 class _Delayed(_PerTensor):
@@ -129,16 +124,9 @@ class _PerBlock(Quantizer):
         values = _matrix(tensor.detach())
         row, row_scale = self._copy(values) if usage.rowwise else (None, None)
         column, column_scale = self._copy(values.t()) if usage.columnwise else (None, None)
-        return BlockScaledTensor(
-            tensor.shape,
-            tensor.dtype,
-            self,
-            row if row is None else row.reshape(tensor.shape),
-            row_scale,
-            column,
-            column_scale,
-            block=self.block,
-        )
+        row = row if row is None else row.reshape(tensor.shape)
+        copies = row, row_scale, column, column_scale
+        return BlockScaledTensor(tensor.shape, tensor.dtype, self, *copies, block=self.block)
 
     def _copy(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales of a matrix whose blocks lie along its last dimension."""
@@ -177,11 +165,7 @@ def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide / scale).clamp(-most, most).to(dtype)
 
 
-TOYS: Mapping[type[Recipe], type[Quantizer]] = {
-    PerTensor: _PerTensor,
-    PerBlock: _PerBlock,
-    Delayed: _Delayed,
-}
+TOYS: Mapping[type[Recipe], Any] = {PerTensor: _PerTensor, PerBlock: _PerBlock, Delayed: _Delayed}
 """The recipes of the kit, and their quantizers."""
 
 
@@ -199,8 +183,7 @@ class _Plugin:
     ) -> Quantizer | None:
         """See :func:`opfuse.core.hookspecs.opfuse_quantizer`."""
         if type(recipe) in TOYS:
-            toy: Any = TOYS[type(recipe)]
-            return toy(role, env and env.device)  # type: ignore[no-any-return]
+            return TOYS[type(recipe)](role, env and env.device)  # type: ignore[no-any-return]
         given: Any = dict(recipe=recipe, role=role, env=env)
         for record in manager.records:
             if record.name != NAME and type(recipe) in record.recipes.values():
@@ -222,9 +205,8 @@ def _record() -> PluginRecord:
 def offered() -> Iterator[None]:
     """The plugin ``opfuse-testing`` is there, for a ``with`` block; it serves every recipe."""
     record, before = _record(), manager.records
-    record.recipes = {
-        name: cls for other in (*before, record) for name, cls in other.recipes.items()
-    }
+    for other in before:
+        record.recipes = {**record.recipes, **other.recipes}
     manager.records = [*before, record]
     try:
         yield

@@ -34,6 +34,15 @@ class Failure(AssertionError):
     """
 
 
+@contextlib.contextmanager
+def saying(before: str = "", hint: str = "") -> Iterator[None]:
+    """Add words before and after the message of a failure, for a ``with`` block."""
+    try:
+        yield
+    except Failure as failure:
+        raise Failure(f"{before}{failure}{hint}") from failure
+
+
 class Declined(Exception):
     """The fusion refused this case, with the reason."""
 
@@ -197,9 +206,8 @@ def blamed() -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip()
-        raise Failure(
-            f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}"
-        ) from error
+        text = f"{text[:600]}..." if text[600:] else text
+        raise Failure(f"it raised {type(error).__name__}: {text}") from error
 
 
 def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
@@ -218,6 +226,15 @@ def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
             return backward(case, forward(case, dtype), only_main)
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+
+
+def references(case: Case, only_main: bool = False) -> tuple[Result, Result]:
+    """What a fused result is compared with: that of the separate ops, and the truth in fp64.
+
+    Raises:
+        Declined: The separate ops do not take it.
+    """
+    return separate(case, None, only_main), separate(case, torch.float64, only_main)
 
 
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
@@ -245,6 +262,7 @@ def watched(
         return op
 
     fusion = case.subject.fusion
+    new: Any
     if isinstance(fusion, Fusion):
         build = fusion.build
 
@@ -253,18 +271,16 @@ def watched(
             return watch(build(ops))
 
         build_watched.kwarg_names = getattr(build, "kwarg_names", ())  # type: ignore[attr-defined]
-        return case.with_(
-            subject=case.subject._replace(fusion=dataclasses.replace(fusion, build=build_watched))
-        )
-    function: Any = fusion
+        new = dataclasses.replace(fusion, build=build_watched)
+    else:
+        function: Any = fusion
 
-    @functools.wraps(function)
-    def function_watched(ops: Any, **kwargs: Any) -> Any:
-        return [
-            watch(op) if isinstance(op, FusedOperation) else op for op in function(ops, **kwargs)
-        ]
+        @functools.wraps(function)
+        def new(ops: Any, **kwargs: Any) -> Any:
+            made = function(ops, **kwargs)
+            return [watch(op) if isinstance(op, FusedOperation) else op for op in made]
 
-    return case.with_(subject=case.subject._replace(fusion=function_watched))
+    return case.with_(subject=case.subject._replace(fusion=new))
 
 
 def _calling(plain: Any, callback: Any) -> Any:
