@@ -180,9 +180,9 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.ops": 3000,
     "opfuse.report": 870,
     "opfuse.tuning": 1110,
-    "opfuse.testing": 3800,
+    "opfuse.testing": 3400,
     "opfuse.cli": 600,
-    "opfuse_triton": 1300,
+    "opfuse_triton": 1250,
     "opfuse_convert": 3350,
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1

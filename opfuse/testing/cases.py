@@ -396,9 +396,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}
 
-        def draw(
-            shape: Sequence[int], own: torch.dtype, scale: float, mixed: bool = False
-        ) -> Tensor:
+        def draw(shape: Any, own: torch.dtype, scale: float, mixed: bool = False) -> Tensor:
             values = normal(tuple(shape), generator, mixed) * scale
             values += self.mean if "input" not in leaves else 0.0
             return values.to(own).to(dtype or own).to(self.device)

@@ -5,6 +5,7 @@ They cover every class, every optional element and every built-in activation.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -161,12 +162,11 @@ def make_chains(
     prefer = "memory" if getattr(subject.fusion, "trades_time", False) else "speed"
     lone = Case(subject, (), device=device, prefer=prefer)
     given = [lone.with_(ops=tuple(example)) for example in examples]
-    plain, every, declined = list(given), list(given), {}
-    residual: list[Case] = []
-    models: list[Case] = []
-    tiles: list[Case] = []
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
-    quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
+    found: dict[str, list[Case]] = collections.defaultdict(list)
+    found |= {"plain": [*given], "all": [*given]}
+    found["quantized"] = [case.with_(recipe=recipe) for case in given for recipe in recipes]
+    declined = {}
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
@@ -182,29 +182,25 @@ def make_chains(
             cases = [placed(base, ops, width) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [
-                    placed(base, ops, 2 * width - 1)
-                    for ops in chains(elements, 2 * width - 1, makers)[:1]
-                ]
+                at = 2 * width - 1
+                odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
                 again, last = elements is last, elements  # under another recipe
-                quantized += _quantized(accepted[0], elements, makers, recipes)
+                found["quantized"] += _quantized(accepted[0], elements, makers, recipes)
                 if again and always:  # it casts nothing: one recipe is like the other
                     break
-                plain.append(accepted[0])
+                found["plain"].append(accepted[0])
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
                     odd.append(accepted[0].with_(shared=False))
-                every += accepted[:1] if again else accepted
-                every += [case for case in odd if refusal(case) is None]
-                residual += _residual(accepted[0], elements, makers)
+                found["all"] += accepted[:1] if again else accepted
+                found["all"] += [case for case in odd if refusal(case) is None]
+                found["residual"] += _residual(accepted[0], elements, makers)
                 for width in () if again else widths:
-                    models += _as_in_models(accepted[0], elements, makers, width)
+                    found["models"] += _as_in_models(accepted[0], elements, makers, width)
                 for width in () if again else TILES:
-                    tiles += [
-                        case.with_(rows=(width,))
-                        for case in _as_in_models(accepted[0], elements, makers, width)
-                    ]
+                    high = _as_in_models(accepted[0], elements, makers, width)
+                    found["tiles"] += [case.with_(rows=(width,)) for case in high]
                     wide = [placed(base, ops, width) for ops in chains(elements, width, makers)]
-                    tiles += [case for case in wide if refusal(case) is None]
+                    found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
@@ -212,10 +208,9 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
-    found = [
-        tuple(dict.fromkeys(cases)) for cases in (plain, every, models, tiles, residual, quantized)
-    ]
-    return Chains(subject, *found, declined, thorough)  # type: ignore[call-arg,arg-type]
+    kinds = "plain", "all", "models", "tiles", "residual", "quantized"
+    made_of: Any = {kind: tuple(dict.fromkeys(found[kind])) for kind in kinds}
+    return Chains(subject, declined=declined, thorough=thorough, **made_of)
 
 
 def _structures_and_recipes(

@@ -106,13 +106,14 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
     with torch.random.fork_rng([]):
         for elements in structures(case.subject.fusion.pattern):
             for width in (*WIDTHS[:4], 7):
-                for number, made in enumerate(chains(elements, width, dict(case.subject.makers))):
-                    for ops in (made, *(() if number else _flagged(made))):
-                        try:
-                            found = matched(placed(case, ops, width))
-                        except Exception:  # a flag that needs more than a flag
-                            continue
-                        yield found
+                made = chains(elements, width, dict(case.subject.makers))
+                flagged = itertools.chain.from_iterable(map(_flagged, made[:1]))
+                for ops in (*made[:1], *flagged, *made[1:]):
+                    try:
+                        found = matched(placed(case, ops, width))
+                    except Exception:  # a flag that needs more than a flag
+                        continue
+                    yield found
 
 
 def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:

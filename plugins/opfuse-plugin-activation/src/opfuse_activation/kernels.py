@@ -385,7 +385,7 @@ def backward(
     x: Tensor,
     needs_x: bool,
     needs_sums: bool,
-    owns: bool,
+    owns: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See :func:`opfuse_activation.twins.backward`; ``dy`` has the dtype of ``x``."""

@@ -91,9 +91,8 @@ class ForwardNorm(_Fused):
         zero_centered = getattr(op, "zero_centered_gamma", False)
         norm = kernels.Norm(self._kind, dims, zero_centered)
         keep = save or self._forks or into is not None
-        y, x, mean, rstd = self._run(
-            input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save, into
-        )
+        given = input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save
+        y, x, mean, rstd = self._run(*given, into=into)
         if extra is None:
             x = input_
         if ctx.requires_grad:
@@ -144,7 +143,7 @@ class BackwardNorm(_Fused):
             *(grad_output, x, weight, mean, rstd, extra if needs[0] else None),
             kernels.Norm(self._kind, len(self._shape), zero_centered),
             needs,
-            ctx.owns_grad_output,
+            owns=ctx.owns_grad_output,
         )
         return dx, (*self._nothing[:-1], tuple(grads[: len(of_params)])), self._nothing
 

@@ -92,11 +92,8 @@ def _accesses_of(line: str) -> Iterator[tuple[list[str], str, int]]:
         return
     for pattern, kind in ((_LOAD, "load"), (_STORE, "store")):
         if found := pattern.search(line):
-            yield (
-                _GLOBAL.findall(line[found.end() - len("ptr addrspace(1)") :])[:1],
-                kind,
-                _size(found[1]),
-            )
+            pointer = line[found.end() - len("ptr addrspace(1)") :]
+            yield _GLOBAL.findall(pointer)[:1], kind, _size(found[1])
     if "= atomicrmw " in line or "= cmpxchg " in line:
         if names := _GLOBAL.findall(line):
             yield names[:1], "atomic", 0

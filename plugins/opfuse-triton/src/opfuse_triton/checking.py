@@ -107,17 +107,15 @@ def check_case(
     for shape in case.shapes:
         run = record(case, shape, arch)
         for launch in run.launches:
-            for variant in _variants(launch) if candidates else [launch]:
-                row = _check_launch(plugin, run, variant)
+            configs = [launch.config]
+            if candidates:
+                possible = launch.kernel.candidates(launch.target, launch.facts)
+                configs = [Config(**candidate) for candidate in possible]
+            for config in configs:
+                row = _check_launch(plugin, run, replace(launch, config=config))
                 if row not in rows:  # a kernel that is launched twice
                     rows.append(row)
     return rows
-
-
-def _variants(launch: Launch) -> Iterator[Launch]:
-    """A launch with each of the kernel's candidates."""
-    for candidate in launch.kernel.candidates(launch.target, launch.facts):
-        yield replace(launch, config=Config(**candidate))
 
 
 def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
@@ -158,15 +156,12 @@ def _as_text(value: Any) -> str:
 
 def _refuse_resources(target: Target, resources: Resources) -> Iterator[str]:
     if resources.spilled:
-        yield (
-            f"spills registers, {resources.spilled} bytes per thread: "
-            "take smaller tiles or more warps"
-        )
+        spills = f"spills registers, {resources.spilled} bytes per thread"
+        yield f"{spills}: take smaller tiles or more warps"
     if resources.shared > target.shared_memory:
-        yield (
-            f"needs {resources.shared} bytes of shared memory, and {target.shared_memory} is all "
-            "that a program may have: take smaller tiles or fewer stages"
-        )
+        most = f"and {target.shared_memory} is all that a program may have"
+        needs = f"needs {resources.shared} bytes of shared memory, {most}"
+        yield f"{needs}: take smaller tiles or fewer stages"
 
 
 def _refuse_product(launch: Launch, resources: Resources, gemms: Sequence[str]) -> Iterator[str]:
@@ -184,10 +179,8 @@ def _refuse_narrow(
         # in AMD's layout of a product each thread holds 4 values of a row: 8 bytes, full lines
         direct = gemm and launch.target.backend == "hip" and kind == "store"
         if width < (WIDEST // 2 if direct else WIDEST) and _is_aligned(full[name]):
-            yield (
-                f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
-                "thread more of a row"
-            )
+            what = f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible"
+            yield f"{what}: give each thread more of a row"
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -212,8 +205,7 @@ def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
 
 def _pointers(launch: Launch) -> list[str]:
     given = launch.arguments
-    names = launch.kernel.fn.arg_names
-    return [name for name in names if any(True for _ in tensors_of([given.get(name)]))]
+    return [name for name in launch.kernel.fn.arg_names if [*tensors_of([given.get(name)])]]
 
 
 def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, dict[str, int]]:

@@ -94,12 +94,8 @@ class Launch:
         gpu = (other or self.target).for_triton()
         backend = make_backend(gpu)
         bind = jit.create_function_from_signature(fn.signature, fn.params, backend)
-        keywords = {
-            "debug": False,
-            **self.constants,
-            **self.config.constants,
-            **self.config.compiler_options(),
-        }
+        keywords = {"debug": False, **self.constants, **self.config.constants}
+        keywords |= self.config.compiler_options()
         bound, specialization, rest = bind(*self.args, **keywords)
         options, signature, constants, attributes = fn._pack_args(
             backend, keywords, bound, specialization, rest

@@ -80,10 +80,9 @@ def find_operands(
     for name, tensor in [*inputs.items(), *zip(outputs, results, strict=True)]:
         operand = operands[name]
         if (tuple(tensor.shape), tensor.dtype) != (operand.shape, operand.dtype):
-            raise ValueError(
-                f"{case.name}: {name} is {tuple(tensor.shape)} {tensor.dtype}, and the case says "
-                f"{operand.shape} {operand.dtype}"
-            )
+            is_ = f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
+            says = f"{operand.shape} {operand.dtype}"
+            raise ValueError(f"{case.name}: {is_}, and the case says {says}")
         found[storage_of(tensor)] = (name, operand)
     return found
 
@@ -112,9 +111,8 @@ def record(
         raise ValueError(f"{case.name} launches no kernel at {describe(shape)}")
     names = sorted({launch.kernel.name for launch in launches})
     if case.gemms and not {*case.gemms} & {*names}:
-        raise ValueError(
-            f"{case.name}: gemms names {', '.join(case.gemms)}, and it launches {', '.join(names)}"
-        )
+        launched = f"and it launches {', '.join(names)}"
+        raise ValueError(f"{case.name}: gemms names {', '.join(case.gemms)}, {launched}")
     return CaseRun(case, shape, launches, find_operands(case, shape, inputs, given))
 
 
@@ -158,9 +156,8 @@ def load_cases(where: str) -> Sequence[KernelCase]:
         raise ValueError(f"{where} is {cases!r}, and a list of KernelCase is expected")
     names = [case.name for case in cases]
     if not names or len(names) != len(set(names)):
-        raise ValueError(
-            f"{where} has the cases {names}: expected at least one, and each name once"
-        )
+        expected = "expected at least one, and each name once"
+        raise ValueError(f"{where} has the cases {names}: {expected}")
     return cases
 
 

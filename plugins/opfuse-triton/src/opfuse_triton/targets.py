@@ -53,6 +53,9 @@ TARGETS = MappingProxyType(
 )
 """One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
 
+LATENCY = 0.8e-6
+"""Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
+
 pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, current_target
-from opfuse_triton.model import LATENCY
+from opfuse_triton.targets import LATENCY
 from torch import Tensor
 
 from . import LAYER, Norm, normalized_dtype
