@@ -54,7 +54,7 @@ class CubicGLU(built_in.GatedActivation):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Op:
-    """How to make one basic op: its class and arguments, among which others may be to be made.
+    """Makes one basic op from its class and arguments; an argument may be another :class:`Op`.
 
     ``via`` names the method of the class that makes it, such as ``"reading"``.
     """
@@ -92,16 +92,16 @@ def _made(argument: Any) -> Any:
 
 
 CAST = Op(built_in.Cast)
-"""Stands among the ops of a case where the fusion's pattern has a cast, which the engine makes."""
+"""The place of a cast of the fusion's pattern among the ops of a case; the engine makes it."""
 
 
 def is_cast(op: Op) -> bool:
-    """Whether it is :data:`CAST`."""
+    """Return whether an op is :data:`CAST`."""
     return op.cls is built_in.Cast
 
 
 def where(cls: type) -> str:
-    """How code names a class."""
+    """The name of a class in code."""
     if getattr(built_in, cls.__name__, None) is cls:
         return f"ops.{cls.__name__}"
     own = cls.__module__.startswith(__package__)
@@ -121,8 +121,8 @@ def recipe_code(recipe: Recipe) -> str:
 class Subject(NamedTuple):
     """The fusion under test: which plugin offers it, and for which pass.
 
-    ``makers`` says how ops that are not built in are made; ``inexact`` whether a code of what it
-    casts may be one step off.
+    ``makers`` makes ops that are not built in. If ``inexact``, a code of a tensor that it casts may
+    be one step off.
     """
 
     plugin: str
@@ -175,7 +175,7 @@ class Built(NamedTuple):
         writable: Extra inputs that an op may write into.
         autocast: The dtype of autocast, or None.
         prefer: The option of this name.
-        recipe: What it is quantized by, or None.
+        recipe: The recipe that quantizes it, or None.
     """
 
     chain: Sequential
@@ -241,10 +241,10 @@ class Case:
         layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of
             the gradients alone.
         params: The layout of the parameters.
-        scale: By which input and extra inputs are larger than around 1.
-        mean: What the input is around.
+        scale: Factor of the input and the extra inputs, which are around 1 without it.
+        mean: The mean of the input.
         mixed: They, and the incoming gradients, differ in magnitude, within a row and by rows.
-        gradient: By which incoming gradients are larger than around 1.
+        gradient: Factor of the incoming gradients, which are around 1 without it.
         positive: Incoming gradients have one sign.
         cancelling: They are large, and of two rows one takes away what the other gives.
         parametrized: Every read of a parameter draws what it is multiplied with.
@@ -259,7 +259,7 @@ class Case:
         device: Where it runs.
         training: The mode of the chain.
         switched: Ops of the other mode, by number.
-        recipe: What it is quantized by.
+        recipe: The recipe that quantizes it, or None.
     """
 
     subject: Subject
@@ -318,13 +318,13 @@ class Case:
 
     @property
     def gemm(self) -> bool:
-        """Whether a matrix product is in the chain."""
+        """True if a matrix product is in the chain."""
         products = built_in.BasicLinear, built_in.GroupedLinear, built_in.ParallelLinear
         return any(op.cls in products for op in self.chain_ops)
 
     @property
     def has_modes(self) -> bool:
-        """Whether an op may do something else in evaluation mode.
+        """True if an op may do something else in evaluation mode.
 
         That is a dropout, or an op that is not built in.
         """
@@ -333,7 +333,7 @@ class Case:
 
     @property
     def exact(self) -> torch.dtype | None:
-        """What the truth is computed in: fp64, or None for the dtypes of the case.
+        """The dtype of the truth: fp64, or None for the dtypes of the case.
 
         It is None where the numbers drawn depend on the dtype, and under a recipe: what is rounded
         to a few bits depends on the last bits of what it was.
@@ -349,7 +349,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Whether an op draws random numbers: a dropout that drops."""
+        """True if an op draws random numbers: a dropout that drops."""
         return any(op.cls is built_in.Dropout for op in self.chain_ops) and any(
             isinstance(op, built_in.Dropout) and op.training and op.p for op in self.basic_ops()
         )
@@ -429,7 +429,7 @@ class Case:
         return Built(chain, leaves, names, autocast, self.prefer, self.recipe)
 
     def leaf_names(self) -> list[str]:
-        """What could need a gradient."""
+        """The names of the leaves that could need a gradient."""
         return [name for name, leaf in self.build().leaves.items() if leaf.is_floating_point()]
 
     def weights(self, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -448,7 +448,7 @@ class Case:
 
 
 _LARGE = 2.0**14
-"""Beside which what is around 1 has half its digits in fp32, and all in fp64."""
+"""A number around 1 that is added to it keeps half its digits in fp32, and all in fp64."""
 
 
 class _Drawn(nn.Module):

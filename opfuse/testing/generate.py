@@ -28,13 +28,13 @@ from .running import Declined, separate
 from .tensors import extra_shape, input_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Which dtypes to try, the first that a fusion takes being the usual one."""
+"""Dtypes to try; the first that a fusion takes is the usual one."""
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
-"""Which widths to try, the first that a fusion takes being the usual one."""
+"""Widths to try; the first that a fusion takes is the usual one."""
 
 TILES = (64, 192)
-"""Rows and widths that are whole tiles, beside whose neighbours kernels are tested too."""
+"""Rows and widths that are whole tiles; kernels are tested with neighbouring sizes, too."""
 
 WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
@@ -74,7 +74,7 @@ def chains(
 
     @functools.cache
     def options(place: int, at: int) -> list[tuple[Op, int]]:
-        """What is possible at a place, and how wide its output is."""
+        """The ops that are possible at a place, and the width of each one's output."""
         found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
         return [(op, behind) for op in found if (behind := next_width_behind(op, at)) is not None]
 
@@ -118,8 +118,8 @@ class Chains:
         tiles: As ``all`` and ``models``, as wide as tiles; the latter with as many rows.
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
-        declined: Why the fusion is not used for the structures that are left out, by structure.
-        thorough: Whether the checks are to look at all they can think of, however long it takes.
+        declined: The reasons why the fusion is not used for other structures, by structure.
+        thorough: The checks try all they can think of, however long it takes.
         most_rows: Cases with more rows are left out; None: none is.
     """
 
@@ -228,7 +228,7 @@ def _structures_and_recipes(
 def _quantized(
     case: Case, elements: Sequence[Any], makers: Makers, recipes: Sequence[Recipe]
 ) -> Iterator[Case]:
-    """A case in fp64, where nothing is a last bit beside a code, between linears that quantize.
+    """A case between linears that quantize; in fp64, where a last bit hardly moves a code.
 
     There is one for each recipe, with as many rows and features as that takes.
     """

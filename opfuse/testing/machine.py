@@ -28,7 +28,7 @@ class Tier(NamedTuple):
 
 
 def is_interpreting() -> bool:
-    """Whether Triton interprets its kernels in this process."""
+    """Return whether Triton interprets its kernels in this process."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 

@@ -1,4 +1,4 @@
-"""How ops are made: for each class of a pattern, with arguments that matter."""
+"""Makes ops: for each class of a pattern, with arguments that matter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _built_in_classes() -> tuple[type[BasicOperation], ...]:
     classes = [
         cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
     ]
-    # first what stands for the others
+    # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))
     return (*classes, CubicActivation, CubicGLU)
 
@@ -31,7 +31,7 @@ def _built_in_classes() -> tuple[type[BasicOperation], ...]:
 def classes_of(element: Any) -> list[type]:
     """The classes of ops to try for a pattern element.
 
-    An abstract class stands for what is built in.
+    For an abstract class these are the built-in subclasses.
     """
     if isinstance(element, OneOf):
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
@@ -44,7 +44,7 @@ def classes_of(element: Any) -> list[type]:
 
 
 def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
-    """How to make an op of a class for an input of ``width`` features."""
+    """The ways to make an op of a class for an input of ``width`` features."""
     for known in (makers, _MAKERS):
         if cls in known:
             made = known[cls](width)
@@ -72,7 +72,7 @@ def _by_constructor(cls: type, width: int) -> list[Op]:
 _ROTATING = (built_in.RoPE, built_in.ApplyRoPE)
 _NAMED = (built_in.GatedActivation, built_in.ScaledActivation, built_in.GELU, *_ROTATING)
 _OTHERWISE: Any = {"glu_interleave_size": 2, "approximate": "none", "interleaved": True}
-"""What an argument of these classes is where it is not the default."""
+"""Values of arguments of these classes that are not the default."""
 _CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
 _BOUNDED = {"beta1": 2.0, "beta2": 3.0}
 _LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}

@@ -57,12 +57,12 @@ def registered_module(plugin: str) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, Any]:
-    """What a fresh process sees of an installed plugin.
+    """Return how a fresh process sees an installed plugin.
 
     Args:
         plugin: Name of its entry point.
         seed: For the hashes of strings, which differ between processes.
-        cases: What to plan there.
+        cases: The chains to plan there.
 
     Raises:
         Failure: The process fails.

@@ -1,4 +1,4 @@
-"""Recipes for the checks, in plain PyTorch, and those of the plugins beside them.
+"""Recipes for the checks, in plain PyTorch, and access to those of the plugins.
 
 Each makes fp8 tensors in one of the documented formats. They differ in what a fusion can get wrong:
 one scale per tensor, blocks whose rowwise and columnwise copies hold different values, and scales
@@ -33,7 +33,7 @@ from ..core.records import PluginRecord
 
 OVERRIDES = (None, "high_precision", "dequantized")
 NAME = "opfuse-testing"
-"""What the plugin is called that offers these recipes."""
+"""The name of the plugin that offers these recipes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _amax(tensor: Tensor) -> Tensor:
 
 
 def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes are multiplied by, so that ``amax`` becomes the largest code."""
+    """The factor of the codes with which ``amax`` becomes the largest code."""
     scale = amax / torch.finfo(dtype).max
     return torch.where(scale == 0, 1.0, scale)
 

@@ -18,12 +18,12 @@ from .running import Declined, Failure, blamed, separate
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         ran: How many cases ran.
-        declined: Why others did not.
-        failure: What is wrong, or None.
+        declined: The reasons why others did not.
+        failure: The fault, or None.
         case: The smallest failing case.
         check: The check's name.
     """
@@ -101,7 +101,7 @@ def _shrink(
 
 
 _NOT_SMALLER = ("rows", "dtype", "residual", "shared", "hidden", "device", "recipe")
-"""What of a case is not smaller at its default."""
+"""Attributes of a case whose default is not smaller than other values."""
 
 
 def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:

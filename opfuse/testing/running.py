@@ -103,11 +103,11 @@ class Plans(Recorder):
 
 @dataclasses.dataclass
 class Result:
-    """What one forward and backward gave.
+    """The results of one forward and backward.
 
     Attributes:
         built: The chain and its tensors.
-        given: What the chain was called with.
+        given: The arguments of the chain.
         outputs: With their autograd graph.
         weights: The incoming gradients, of the outputs that have one.
         grads: By leaf, for those that need one.
@@ -123,13 +123,13 @@ class Result:
 def forward(
     case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None
 ) -> Result:
-    """Run the forward of a case with what is in force here.
+    """Run the forward of a case with the plugins and options that are in force.
 
     Args:
         case: The case.
         dtype: See :meth:`Case.build`.
-        built: What to run, if it was built before.
-        chain: Makes what to call out of the chain.
+        built: The chain, if it was built before.
+        chain: Makes the function to call from the chain.
     """
     built = built or case.build(dtype)
     given = built.inputs()
@@ -143,7 +143,7 @@ def backward(
 
     Args:
         case: The case.
-        result: What :func:`forward` gave.
+        result: The result of :func:`forward`.
         only_main: Use the first output alone.
         retain_graph: Let the backward run again.
     """
@@ -183,7 +183,7 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool 
 
 
 def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
-    """What ``step`` gives with the fusion, and without any.
+    """The results of ``step`` with the fusion, and without any.
 
     Raises:
         Declined: The fusion refused.
@@ -199,7 +199,7 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
 
 @contextlib.contextmanager
 def blamed() -> Iterator[None]:
-    """Whatever is raised inside is a failure: the separate ops ran."""
+    """Turn what is raised inside into a failure: the separate ops ran."""
     try:
         yield
     except (Failure, Declined):
@@ -229,7 +229,7 @@ def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
 
 
 def references(case: Case, only_main: bool = False) -> tuple[Result, Result]:
-    """What a fused result is compared with: that of the separate ops, and the truth in fp64.
+    """The references for a fused result: the separate ops', and the truth in fp64.
 
     Raises:
         Declined: The separate ops do not take it.

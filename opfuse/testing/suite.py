@@ -50,9 +50,8 @@ class FusionSuite:
             defaults, and of the kit.
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
-        thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
-            which takes about twice as long; default: whether the environment has
-            ``OPFUSE_THOROUGH=1``.
+        thorough: Test more widths, rows, layouts and combinations of frozen leaves, which takes
+            about twice as long; default: True if the environment has ``OPFUSE_THOROUGH=1``.
     """
 
     plugin: ClassVar[str] = ""
@@ -107,7 +106,7 @@ class FusionSuite:
         self._judge((plugin_check,), problem, passed=problem is None)
 
     def test_tier(self, skipped_tier: Tier) -> None:
-        """Which tiers run here; those that cannot say why."""
+        """Skip the tiers that cannot run here, with the reason."""
         if skipped_tier.reason:
             pytest.skip(f"{skipped_tier.name}: {skipped_tier.reason}")
 
@@ -144,7 +143,7 @@ class FusionSuite:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
 
     _failed: ClassVar[dict[tuple[str, Subject, str], bool]] = {}
-    """Which checks of this process failed; each class has its own."""
+    """The checks of this process, and whether each failed; each class has its own."""
     _made: ClassVar[dict[tuple[Subject, str], Chains]] = {}
     """The chains that were made, by fusion and device; each class has its own."""
 
@@ -153,7 +152,7 @@ class FusionSuite:
         cls._failed, cls._made = {}, {}
 
     def _failing(self, tier: Tier, subject: Subject, name: str, known: bool = False) -> str | None:
-        """Which check fails that another rests on, unless that is declared as a limit.
+        """A failing check that another one rests on, unless that is declared as a limit.
 
         With ``known``, of those that ran in this process; else the others run now.
         """
@@ -182,7 +181,7 @@ class FusionSuite:
 
     @classmethod
     def chains(cls, subject: Subject, device: str) -> Chains:
-        """What a fusion is tested on."""
+        """The chains that a fusion is tested on."""
         if (subject, device) not in cls._made:
             own = subject._replace(inexact=subject.name in cls.inexact)
             examples = cls.examples.get(subject.name, ())

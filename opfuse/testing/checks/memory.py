@@ -194,7 +194,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def still_there(self, known: set[int]) -> Iterator[str]:
-        """What of it is still referenced, and by what, but for memory that is known."""
+        """The tensors that are still referenced, and by what; known memory does not count."""
         for reference, what in self.tensors:
             if (tensor := reference()) is not None and tensor.untyped_storage()._cdata not in known:
                 holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)}

@@ -80,7 +80,7 @@ def refusals(case: Case) -> None:
 
 
 def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: str = "") -> Any:
-    """What a fusion says of a chain: the answer of its condition, and its benefit."""
+    """The answer of a fusion's condition for a chain, and its benefit."""
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
@@ -211,7 +211,7 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
 
 
 def _by_protocol(fusion: Any, cls: type) -> bool:
-    """Whether a pattern takes a class as a subclass of an abstract one.
+    """Return whether a pattern takes a class as a subclass of an abstract one.
 
     The abstract class says what subclasses may change.
     """

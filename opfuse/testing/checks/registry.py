@@ -1,4 +1,4 @@
-"""What a check is: a function over one case, and which cases it is for."""
+"""The registry of checks: each is a function of one case, with the cases to run it on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Check(NamedTuple):
     """One thing that every fusion is held to.
 
     Attributes:
-        name: What reports and limits call it.
+        name: Its name in reports and limits.
         run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the
             case.
         cases: The cases to run it on, plainest first.
         passes: For fusions of which passes.
-        slow: Whether it compiles, or calls from several threads, and is left out where kernels are
+        slow: It compiles, or calls from several threads, so it does not run where kernels are
             interpreted.
     """
 
@@ -84,7 +84,7 @@ def every(chains: Chains) -> Iterable[Case]:
 
 
 def long_sums(case: Case) -> Iterator[Case]:
-    """Where errors of a sum over rows show: many of one sign, and some that cancel."""
+    """Cases that show errors of a sum over rows: many of one sign, and some that cancel."""
     width = case.first_width()
     for rows in [rows for rows, most in MORE_THAN_MANY if width <= most][:1]:
         yield case.with_(rows=(rows,), positive=True)

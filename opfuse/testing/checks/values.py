@@ -111,10 +111,10 @@ class Kept:
         self._left: list[tuple[Any, list[dict[str, Any]]]] = []
 
     def of(self, own: Sequence[Any], count: int) -> list[dict[str, Any]]:
-        """What is left for a chain's own ops and casts, beside others around it that fit as well.
+        """The entries of a chain's own ops and casts, without those of other matches around it.
 
         Raises:
-            Declined: Other fused ops stand for them, or they stand for ops around it, too.
+            Declined: Other fused ops replace them, or theirs replaces ops around the chain, too.
         """
         found: list[dict[str, Any]] = []
         for basic, left in self._left:
@@ -146,7 +146,7 @@ class Kept:
 
 
 def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
-    """Which of the known tensors, quantized or not, share memory with this one."""
+    """The names of the known tensors, quantized or not, that share memory with this one."""
     memory = memory_of(tensor)
     return [name for name, other in known.items() if memory & memory_of(other)]
 
