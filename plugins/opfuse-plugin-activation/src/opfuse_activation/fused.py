@@ -1,4 +1,4 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and their patterns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class _Fused(FusedOperation):
-    """What all share: which activation it is, and who computes it."""
+    """The base of all: it knows the activation, and who computes it."""
 
     _call = ""  # of the functions in twins, and the methods of library.Activation
     _run: Any

@@ -82,7 +82,7 @@ class Activation:
         return self._formula.names, list(numbers), self._formula.size, self._formula.rounds
 
     def _takes(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernels take these tensors."""
+        """Return whether the kernels take these tensors."""
         if not x.ndim or not x.numel():
             return False
         if self._formula.gated and x.shape[-1] % (2 * (self._formula.size or 1)):

@@ -1,4 +1,4 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and their patterns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import formulas
 Ctxs = list[OperationContext]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernel reads and writes. It computes in fp32."""
+"""Dtypes that the kernel reads and writes. It computes in fp32."""
 
 
 class MLP(FusedOperation):
@@ -258,12 +258,12 @@ def _why_not_on(env: Environment) -> str:
 
 
 def _is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, to test them."""
+    """Return whether Triton runs kernels in Python, to test them."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _takes(dy: Tensor, z: Tensor) -> bool:
-    """Whether the kernel takes these tensors; a subclass has its own ways."""
+    """Return whether the kernel takes these tensors; a subclass has its own ways."""
     for tensor in (dy, z):
         if not (type(tensor) is Tensor and tensor.dtype in DTYPES and tensor.is_contiguous()):
             return False

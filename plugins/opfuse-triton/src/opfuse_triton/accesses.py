@@ -116,7 +116,7 @@ def _inline(line: str) -> Iterator[tuple[list[str], str, int]]:
 
 
 def _intrinsic(result: str, name: str, arguments: str) -> Iterator[tuple[list[str], str, int]]:
-    """What LLVM's and AMD's intrinsics access: plain, masked, or through a buffer descriptor."""
+    """The accesses of LLVM's and AMD's intrinsics: plain, masked, or by buffer descriptors."""
     names = _GLOBAL.findall(arguments)[:1]
     if not names or "make.buffer" in name or "prefetch" in name:
         return

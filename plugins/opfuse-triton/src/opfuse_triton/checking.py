@@ -1,4 +1,4 @@
-"""Compile what plugins launch at the shapes of real models, for GPUs that need not be there."""
+"""Compile the launches of plugins at the shapes of real models, with no GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GEMM = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", "gfx942": "mfma", "gfx950"
 
 @dataclass(frozen=True)
 class CheckedLaunch:
-    """A launch that was compiled, and what is wrong with it.
+    """A launch that was compiled, and the faults that were found.
 
     Attributes:
         plugin: Name of the plugin.
@@ -47,10 +47,10 @@ class CheckedLaunch:
         target: The target, as text.
         constants: The ``tl.constexpr`` arguments that the caller gave, as text.
         config: The configuration, as :meth:`opfuse_triton.Config.to_dict` has it.
-        resources: What the kernel takes, None if it does not compile.
+        resources: The resources of the kernel, None if it does not compile.
         occupancy: The share of a multiprocessor's warps that its programs can fill.
         widths: The narrowest access in bytes to each full-size operand.
-        refusals: What is wrong, each as a sentence whose subject is the kernel.
+        refusals: The faults, each as a sentence whose subject is the kernel.
     """
 
     plugin: str
@@ -184,7 +184,7 @@ def _refuse_narrow(
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row of a tensor begins at a multiple of 16 bytes."""
+    """Return whether every row of a tensor begins at a multiple of 16 bytes."""
     size = tensor.dtype.itemsize
     steps = [stride * size for stride in tensor.stride() if stride != 1]
     contiguous = 1 in tensor.stride()
@@ -220,7 +220,7 @@ def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str,
 
 
 def refusal_sentences(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is refused, as whole sentences. One that holds for several targets is one sentence.
+    """The refusals as whole sentences. One that holds for several targets is one sentence.
 
     Args:
         rows: Launches as mappings, as ``dataclasses.asdict`` or a report has them.

@@ -66,7 +66,7 @@ class Kernel:
         return self._all(target, facts)[0]
 
     def candidates(self, target: Target, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What may be handed to :meth:`launch` as ``config``, the best guess first, for JSON.
+        """The possible values of ``config`` in :meth:`launch`, the best guess first, for JSON.
 
         Args:
             target: What is compiled for.

@@ -1,4 +1,4 @@
-"""Recording: what a plugin would launch, kept instead of launched."""
+"""Recording: the launches of a plugin are kept, and nothing runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Launch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a configuration may depend on, by the names of parameters.
+        """Facts that a configuration may depend on, by the names of parameters.
 
         The dtypes of tensors, integers, None for what is absent, and the constants.
         """

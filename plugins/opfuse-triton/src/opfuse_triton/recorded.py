@@ -1,4 +1,4 @@
-"""The cases of the installed plugins, and what they launch at a shape."""
+"""The cases of the installed plugins, and their launches at a shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = "opfuse_triton.cases"
 
 @dataclass(frozen=True)
 class CaseRun:
-    """What a case launches at one shape, for one target.
+    """The launches of a case at one shape, for one target.
 
     Attributes:
         case: The case.
@@ -39,7 +39,7 @@ class CaseRun:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Tells a tensor's memory from that of others, on the meta device too."""
+    """A number that identifies a tensor's memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -59,8 +59,8 @@ def find_operands(
     Args:
         case: The case.
         shape: The shape of the inputs.
-        inputs: What ``case.run`` took.
-        given: What it gave.
+        inputs: The arguments of ``case.run``.
+        given: Its result.
 
     Raises:
         ValueError: It gave another number of tensors than the case declares, or one of another
@@ -122,7 +122,7 @@ def describe(shape: Mapping[str, int]) -> str:
 
 
 def case_lists(plugin: str | None) -> dict[str, str]:
-    """Where the cases are, ``module:object`` by the name of the plugin.
+    """The places of the cases, ``module:object`` by the name of the plugin.
 
     Args:
         plugin: One plugin, or a ``module:object`` itself; None: all that are installed.

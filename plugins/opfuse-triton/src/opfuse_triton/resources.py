@@ -80,7 +80,7 @@ _LIMITS: dict[int | str, Limits] = {
 
 
 def read_resources(compiled: Any) -> Resources:
-    """Read what a kernel takes from what it was compiled to.
+    """Read the resources of a kernel from its compiled code.
 
     Args:
         compiled: Triton's ``CompiledKernel``, see :meth:`opfuse_triton.Launch.compile`.
@@ -121,7 +121,7 @@ def _of_amdgcn(text: str) -> tuple[int, int]:
 
 
 def programs_at_once(target: Target, warps: int, registers: int = 1, shared: int = 0) -> int:
-    """How many programs of a kernel one multiprocessor holds at the same time.
+    """Return how many programs of a kernel one multiprocessor holds at the same time.
 
     Args:
         target: The target.

@@ -104,7 +104,7 @@ def current_target(device: torch.device | int) -> Target:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, to test them."""
+    """Return whether Triton runs kernels in Python, to test them."""
     value = os.environ.get("TRITON_INTERPRET", "")
     return value.lower() in ("1", "true", "on", "yes", "y")
 

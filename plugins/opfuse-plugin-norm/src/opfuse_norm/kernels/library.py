@@ -64,20 +64,20 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
 def candidates(
     which: str, device: torch.device, features: int, kind: str
 ) -> Sequence[Mapping[str, Any]]:
-    """What may be the ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
+    """The possible ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
 
     Args:
-        which: The function.
-        device: Where it is to run.
-        features: How many numbers a row has.
-        kind: Which norm.
+        which: The name of the function.
+        device: The device.
+        features: Numbers in a row.
+        kind: The norm.
     """
     module = forward_kernels if which == "forward" else backward_kernels
     return module.candidates(current_target(device), features, kind)
 
 
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
+    """Return whether the kernels take these tensors."""
     features = first.shape[-norm.dims :].numel()
     if not first.numel() or features > MOST_FEATURES:
         return False
