@@ -180,9 +180,9 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.ops": 2700,
     "opfuse.report": 630,
     "opfuse.tuning": 1100,
-    "opfuse.testing": 3800,
+    "opfuse.testing": 3400,
     "opfuse.cli": 300,
-    "opfuse_triton": 1300,
+    "opfuse_triton": 1250,
     "opfuse_convert": 3350,
     "opfuse_quantized": 950,
 }

@@ -1,4 +1,4 @@
-"""Where the kernels run, and where they pay. Importing this imports no Triton."""
+"""The conditions of the fusions, and their benefits. Importing this imports no Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opfuse import Environment, has_same_math
 from opfuse.ops import GELU, ReLU, ScaledActivation, SiLU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and write. They compute in fp32."""
+"""Dtypes that the kernels read and write. They compute in fp32."""
 
 
 def activation_of(op: Any) -> Any:
@@ -25,7 +25,7 @@ def why_not(op: Any, env: Environment) -> str:
 
     Args:
         op: The activation, or the op that scales it.
-        env: Where it is to run.
+        env: The environment.
     """
     if why := _why_not_there(env):
         return why
@@ -58,7 +58,7 @@ def _why_not_there(env: Environment) -> str:
 
 
 def runs(ops: Any, env: Environment) -> bool | str:
-    """Where a kernel can run, or its twin is wanted."""
+    """Accept if a kernel can run, or its twin is wanted."""
     return bool(env.options.get("activation.twins")) or why_not(ops[-1], env) or True
 
 
@@ -70,7 +70,7 @@ def runs_alone(ops: Any, env: Environment) -> bool | str:
 
 
 def is_one_kernel(op: Any) -> bool:
-    """Whether PyTorch has one kernel for the activation, and one for its gradient."""
+    """Return whether PyTorch has one kernel for the activation, and one for its gradient."""
     return any(has_same_math(op, cls) for cls in (GELU, ReLU, SiLU))
 
 

@@ -53,6 +53,9 @@ TARGETS = MappingProxyType(
 )
 """One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
 
+LATENCY = 0.8e-6
+"""Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
+
 pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
 
 
@@ -101,7 +104,7 @@ def current_target(device: torch.device | int) -> Target:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, to test them."""
+    """Return whether Triton runs kernels in Python, to test them."""
     value = os.environ.get("TRITON_INTERPRET", "")
     return value.lower() in ("1", "true", "on", "yes", "y")
 

@@ -14,12 +14,12 @@ RMS, LAYER, L2 = "rms", "layer", "l2"
 
 
 class Norm(NamedTuple):
-    """Which norm is meant.
+    """A kind of norm.
 
     Attributes:
         kind: ``RMS``, ``LAYER`` or ``L2``.
         dims: How many of the last dimensions are normalized together.
-        zero_centered: Whether the factor is ``1 + weight``.
+        zero_centered: The factor is ``1 + weight``.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Norm(NamedTuple):
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and write. They compute in fp32."""
+"""Dtypes that the kernels read and write. They compute in fp32."""
 
 MOST_FEATURES = 65536
 """The widest row that the kernels take."""
