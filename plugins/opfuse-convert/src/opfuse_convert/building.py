@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from opfuse.core.sequential import Sequential
 
 from .converter import Conversion
 from .grammar import Unreadable, function_places, parameters_of, table, tree_of
-from .grammar.rewriting import own_tree, rewritten, unwrapped, wrapped
+from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
@@ -50,7 +51,7 @@ def by_reading(
         return _as_leaf(module)
     function, around, places = unwrapped(written_forward(type(module)))
     try:
-        tree = own_tree(tree_of(function))
+        tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
         leaves = Leaves()
         reader = functools.partial(StretchReader, leaves, known)

@@ -82,7 +82,7 @@ def _in_one(module: nn.Module, stretch: Stretch, leaves: Leaves) -> Found | None
 
     def stands(region: Region) -> bool:
         covered = frozenset([node for step in region.steps for node in step.covers])
-        span = stretch.span(covered, [region.start, *region.extras], [region.end])
+        span = stretch.span(covered, [region.start, *region.extras], region.end)
         if span is not None:
             spans[id(region)] = span
         return span is not None

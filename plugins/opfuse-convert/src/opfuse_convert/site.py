@@ -47,10 +47,7 @@ class Site:
         again: Callable[[Mapping[str, Any]], Conversion | str],
         defaults: Mapping[str, Any],
     ) -> None:
-        self.assumed = [
-            (name, value if value is NOT_NONE else object_of(value))
-            for name, value in span.assumed.items()
-        ]
+        self.assumed = [(name, object_of(value)) for name, value in span.assumed.items()]
         self._same = [len(names) for names in span.same]
         self._first, self._taken = len(self.assumed) + sum(self._same), taken
         self._results = [*span.results.values()]

@@ -26,6 +26,18 @@ class Unreadable(Exception):
     """The sentence that says what cannot be read."""
 
 
+def result_of_call(what: str, function: Any, *args: Any) -> Any:
+    """The result of a function.
+
+    Raises:
+        Unreadable: The function raises an error.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        raise Unreadable(f"{what} raises {type(error).__name__}") from error
+
+
 def tree_of(function: Any) -> ast.FunctionDef:
     """The syntax tree of a function. It is shared: copy it before you change it.
 
@@ -36,7 +48,8 @@ def tree_of(function: Any) -> ast.FunctionDef:
         Unreadable: There is no such source.
     """
     if not isinstance(function, types.FunctionType):
-        raise Unreadable(f"{_name(function)} is no function whose code can be read")
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise Unreadable(f"{name} is no function whose code can be read")
     found = _read(function.__code__)
     if isinstance(found, str):
         raise Unreadable(found)
@@ -87,7 +100,7 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
 
 
 def like(made: types.FunctionType, function: types.FunctionType) -> types.FunctionType:
-    """A function with what another one says of itself."""
+    """Copy keyword defaults, attributes, name and annotations from one function to another."""
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -98,7 +111,7 @@ def like(made: types.FunctionType, function: types.FunctionType) -> types.Functi
 def _compiled(
     tree: ast.FunctionDef, code: types.CodeType, more: tuple[str, ...] = ()
 ) -> types.CodeType | None:
-    """The code of a tree where a function stood, in its class and among its variables."""
+    """Compile a tree inside the class of a function, with the variables around that function."""
     inner = copy.copy(tree)
     inner.args = copy.deepcopy(tree.args)
     of = inner.args
@@ -113,7 +126,8 @@ def _compiled(
     if around and around[0] != "<locals>":
         within = ast.ClassDef(around[0], [], [], [inner], [])
     names = [name for name in (*code.co_freevars, *more) if name != "__class__"]
-    outer = ast.FunctionDef("outer", _parameters(names), [within], [])
+    cells = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    outer = ast.FunctionDef("outer", cells, [within], [])
     if hasattr(outer, "type_params"):  # from Python 3.12 on
         for node in (outer, within):
             node.type_params = getattr(node, "type_params", [])
@@ -126,7 +140,8 @@ def _compiled(
     for name in ("outer", *around, code.co_name):
         if name == "<locals>":
             continue
-        made = next((c for c in made.co_consts if _is_code(c, name)), None)
+        inner_codes = [c for c in made.co_consts if isinstance(c, types.CodeType)]
+        made = next((c for c in inner_codes if c.co_name == name), None)
         if made is None:
             return None
     return made  # type: ignore[no-any-return]
@@ -150,28 +165,17 @@ def _imported(path: str) -> tuple[str, ...]:
     return tuple(name for name in names if name != "*")
 
 
-def _is_code(value: Any, name: str) -> bool:
-    return isinstance(value, types.CodeType) and value.co_name == name
-
-
-def _parameters(names: list[str]) -> ast.arguments:
-    return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-
-
 def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
-    """Whether two codes do the same, wherever they stand."""
+    """Whether two codes do the same, on whatever lines they are."""
     if any(getattr(a, name, None) != getattr(b, name, None) for name in _SAME):
         return False
-    return len(a.co_consts) == len(b.co_consts) and all(map(_is_constant, a.co_consts, b.co_consts))
+    same_length = len(a.co_consts) == len(b.co_consts)
+    return same_length and all(map(_is_same_constant, a.co_consts, b.co_consts))
 
 
-def _is_constant(a: Any, b: Any) -> bool:
+def _is_same_constant(a: Any, b: Any) -> bool:
     if isinstance(a, types.CodeType) and isinstance(b, types.CodeType):
         return _is_same(a, b)
     if type(a) is not type(b):
         return False
     return repr(a) == repr(b) if not isinstance(a, frozenset) else a == b
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__qualname__", type(value).__name__)

@@ -1,4 +1,4 @@
-"""Reads every way that a function may go where a condition is on values."""
+"""Reads all branches of a function whose conditions depend on values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST = 64
 
 
 class EveryWay(Reader):
-    """Goes one way after the other, each from the begin, so that all is read that may be."""
+    """Reads a function once for each combination of its branches, each time from the start."""
 
     is_rough = True
 
