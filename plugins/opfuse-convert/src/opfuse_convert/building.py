@@ -19,7 +19,7 @@ from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
-from .parsing import Region
+from .parsing import Region, dropout_arguments
 from .regions import Found, Leaves, StretchReader, largest
 from .site import Site
 
@@ -65,26 +65,21 @@ def by_reading(
     dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
     places += [place for each in (function, *around) for place in function_places(each)]
     cls = original_class(type(module))
-    again = functools.partial(_again, module, known)
     defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
     site = Site(
         found.span,
         1 + len(found.region.extras),
         dropouts,
         (cls, cls.forward, places),
-        again,
+        lambda facts: by_reading(module, known=known, facts=facts),
         defaults,
     )
     site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
     return _conversion(found, site)
 
 
-def _again(module: nn.Module, known: Any, facts: Mapping[str, Any]) -> Conversion | str:
-    return by_reading(module, known=known, facts=facts)
-
-
 def _conversion(found: Found, site: Site) -> Conversion:
-    """The conversion that a region is."""
+    """The conversion for a region of a forward."""
     steps = found.region.steps
     around = [n.rsplit(".", i)[0] for n in found.span.called for i in range(n.count(".") + 1)]
     return Conversion(
@@ -99,7 +94,7 @@ def _conversion(found: Found, site: Site) -> Conversion:
 
 
 def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the parameters of a function."""
+    """The known values of the parameters of a function."""
     names: dict[str, Any] = {}
     for p in parameters_of(function):
         given = facts.get(p.name, p.default)
@@ -111,7 +106,7 @@ def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[
 
 
 def _as_leaf(module: nn.Module) -> Conversion | str:
-    """What stands for a norm of an unknown class, which PyTorch has no kernel for."""
+    """Convert a norm that PyTorch has no kernel for."""
     if type(module).__module__.startswith("torch."):
         return "PyTorch has a kernel for it"
     leaf = leaf_of(module)
@@ -164,18 +159,13 @@ def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
     inner = {region.start: graph.placeholder("x")}
     for number, node in enumerate(region.extras):
         inner[node] = graph.placeholder(f"extra_{number}")
-    covered = {node for step in region.steps for node in step.covers}
-    for node in region.start.graph.nodes:
-        if node not in covered:
-            continue
+    for node in filter(region.covered.__contains__, region.start.graph.nodes):
         made = inner[node] = graph.node_copy(node, inner.__getitem__)
         if node in modes:
             with graph.inserting_before(made):
                 path = f"{modes[node].path}.training".lstrip(".")
                 mode = graph.create_node("get_attr", path)
-            names = "input", "p", "training", "inplace"
-            given: Any = {**dict(zip(names, made.args, strict=False)), **made.kwargs}
-            made.args, made.kwargs = (), {**given, "training": mode}
+            made.args, made.kwargs = (), {**dropout_arguments(made), "training": mode}
     graph.output(inner[region.end])
     code = graph.python_code("self")
     scope = dict(code.globals)

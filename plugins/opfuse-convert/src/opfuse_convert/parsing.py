@@ -15,13 +15,14 @@ from opfuse import ops
 from opfuse.core.op import BasicOperation
 
 from .grammar import Held
+from .grammar.stretches import Span
 from .leaves import function_op, gated, is_plain_linear
 from .probing import Leaf
 
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
 _SPLITS = torch.chunk, "chunk"
-# PyTorch keeps what these give for their backward, the ops keep what they got
+# for the backward PyTorch keeps the output of these, and the ops keep the input
 _KEEP_INPUT = ops.ReLU, ops.SReLU
 
 
@@ -31,12 +32,12 @@ class RegionPart:
 
     Attributes:
         ops: In order.
-        covers: The nodes that it stands for; the last is its value.
-        extra: The node of what is added in its first op; None: nothing is.
-        reads: Dotted names of the modules it stands for.
-        constants: ``(name, attribute)`` pairs that it has taken over.
-        dropouts: Dropout ops, each with the name of the module whose mode it has, and whether that
-            has its ``p`` too.
+        covers: The nodes that it replaces; the last is its value.
+        extra: The node that its first op adds, or None.
+        reads: Dotted names of the modules that it replaces.
+        constants: ``(name, attribute)`` pairs whose values it has copied.
+        dropouts: Dropout ops, each with the name of the module that sets its mode, and whether
+            that also sets its ``p``.
         weight: Number of modules and functions that it replaces.
         probed: Whether one was recognised by its values.
     """
@@ -56,7 +57,7 @@ class Region:
     """A part of a graph that a chain replaces.
 
     Attributes:
-        start: The node whose value enters.
+        start: The node of the value that the chain takes.
         steps: In order.
     """
 
@@ -65,48 +66,56 @@ class Region:
 
     @property
     def end(self) -> fx.Node:
-        """The node whose value it gives."""
+        """The node of the value that the chain computes."""
         return self.steps[-1].covers[-1]
 
     @property
     def weight(self) -> int:
-        """How many modules and functions it stands for."""
+        """The number of modules and functions that it replaces."""
         return sum(step.weight for step in self.steps)
 
     @property
+    def covered(self) -> frozenset[fx.Node]:
+        """The nodes that it replaces."""
+        return frozenset([node for step in self.steps for node in step.covers])
+
+    @property
     def is_worth_it(self) -> bool:
-        """Whether it stands for more than one child does, and not for a dropout or a sum alone."""
-        covered = [node for step in self.steps for node in step.covers]
+        """Whether it replaces several nodes, and more than dropouts and sums."""
         little = ops.AddExtraInput, ops.Dropout
         much = [op for step in self.steps for op in step.ops if not isinstance(op, little)]
-        return len(covered) > 1 and bool(much)
+        return len(self.covered) > 1 and bool(much)
 
     @property
     def keeps_more(self) -> bool:
-        """Whether it keeps the value that enters where the author's own code keeps none.
+        """Whether it keeps its input for the backward where the author's own code does not.
 
-        Others may write to that value in place, then, which a chain would not survive.
+        Others may then write to that value in place, and the backward of a chain would raise.
         """
         first = (op for step in self.steps for op in step.ops if not isinstance(op, ops.Dropout))
         return isinstance(next(first, None), _KEEP_INPUT)
 
     @property
     def reads(self) -> list[str]:
-        """Dotted names of the modules it stands for, and of those around them."""
+        """Dotted names of the modules that it replaces, and of those around them."""
         names = [name for step in self.steps for name in step.reads]
         around = [n.rsplit(".", i)[0] for n in names for i in range(n.count("."), 0, -1)]
         return sorted({*names, *around})
 
     @property
     def values(self) -> list[fx.Node]:
-        """The nodes of the value that enters and of those behind each step."""
+        """The nodes of the value that the chain takes and of the value after each step."""
         return [self.start, *[step.covers[-1] for step in self.steps]]
 
     @property
     def extras(self) -> list[fx.Node]:
-        """The nodes of the other values that enter, in order."""
+        """The nodes of the other values that the chain takes, in order."""
         own = self.values
         return [s.extra for s in self.steps if s.extra is not None and s.extra not in own]
+
+
+_Step = tuple[fx.Node, RegionPart]
+"""A node, and the part of a chain that applies to its value."""
 
 
 class Parser:
@@ -115,7 +124,7 @@ class Parser:
     Args:
         module: The module whose children are called in it, by dotted names.
         graph: The graph.
-        leaf_of: What is known of a module, see :func:`~opfuse_convert.leaves.leaf_of`.
+        leaf_of: See :func:`~opfuse_convert.leaves.leaf_of`.
         modes: Nodes whose argument ``training`` is the mode of a module.
     """
 
@@ -130,51 +139,51 @@ class Parser:
         self._leaf_of, self._modes = leaf_of, modes
         self._lines: dict[fx.Node, Region] = {}
 
-    def best(self, stands: Callable[[Region], bool]) -> Region | None:
-        """The region that stands for most, or None.
+    def best(self, span_of: Callable[[Region], Span | None]) -> tuple[Region, Span] | None:
+        """The region that replaces most, with its statements, or None.
 
         Args:
-            stands: Whether a chain can stand for a region.
+            span_of: The statements that a chain can replace for a region; None: it cannot.
         """
-        found = [self._kept(self.line(node), stands) for node in self._graph.nodes]
-        there = [region for region in found if region.is_worth_it]
-        return max(there, key=lambda region: region.weight, default=None)
+        found = [self._kept(self.line(node), span_of) for node in self._graph.nodes]
+        return max(filter(None, found), key=lambda pair: pair[0].weight, default=None)
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
         if node not in self._lines:
-            found = self._steps(node)
+            found = self._step(node)
             if found is None:
                 self._lines[node] = Region(node, ())
             else:
                 earlier = self.line(found[0])
-                self._lines[node] = Region(earlier.start, [*earlier.steps, *found[1]])
+                self._lines[node] = Region(earlier.start, [*earlier.steps, found[1]])
         return self._lines[node]
 
-    def _kept(self, region: Region, stands: Callable[[Region], bool]) -> Region:
-        """The longest end of a region none of whose inner values is needed elsewhere.
+    def _kept(
+        self, region: Region, span_of: Callable[[Region], Span | None]
+    ) -> tuple[Region, Span] | None:
+        """The longest end of a region without inner values that others need, and its statements.
 
-        To autograd a chain is one function. An inner value that it gave away would be no input of
-        what follows in the chain: hooks on it, and gradients with respect to it, would miss that.
-        So a value that others need is the last one of a chain, or the first.
+        To autograd a chain is one function. An inner value that it returned would not be an input
+        of what follows in the chain: hooks on it, and gradients with respect to it, would miss
+        that. So a value that others need is the last one of a chain, or the first.
         """
         number = 0
         while number < len(region.steps):
             part = Region(region.values[number], region.steps[number:])
             if not part.is_worth_it:
                 break
-            covered = {node for step in part.steps for node in step.covers}
             inner = enumerate(part.values[1:-1], 1)
-            needed = [i for i, value in inner if not covered.issuperset(value.users)]
-            if not needed and not part.keeps_more and stands(part):
-                return part
+            needed = [i for i, value in inner if not part.covered.issuperset(value.users)]
+            if not needed and not part.keeps_more and (span := span_of(part)) is not None:
+                return part, span
             number += max(needed, default=1)
-        return Region(region.start, ())
+        return None
 
     # One node
 
-    def _steps(self, node: fx.Node) -> tuple[fx.Node, list[RegionPart]] | None:
-        """From which node the value of another follows, and by which steps."""
+    def _step(self, node: fx.Node) -> _Step | None:
+        """The node that the value of another follows from, and the step between them."""
         if node.op == "call_module":
             return self._of_module(node)
         if node.op not in ("call_function", "call_method"):
@@ -185,108 +194,82 @@ class Parser:
             return self._of_sum(node)
         if node.target is F.dropout:
             return self._of_dropout(node)
-        args = [node.args[0]] if node.args else []
-        if len(node.args) != 1 or not isinstance(args[0], fx.Node):
+        if len(node.args) != 1 or not isinstance(node.args[0], fx.Node):
             return None
         op = function_op(_function(node), dict(node.kwargs))
-        return None if op is None else (args[0], [RegionPart([op], [node])])
+        return None if op is None else (node.args[0], RegionPart([op], [node]))
 
-    def _of_dropout(self, node: fx.Node) -> tuple[fx.Node, list[RegionPart]] | None:
-        names = "input", "p", "training", "inplace"
-        given: Any = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        # one that drops whatever the mode is does not follow it
-        if node not in self._modes or not isinstance(given.get("p", 0.5), float):
+    def _of_dropout(self, node: fx.Node) -> _Step | None:
+        given = dropout_arguments(node)
+        p = given.get("p", 0.5)
+        # one that drops in either mode does not follow it
+        if node not in self._modes or not isinstance(p, float):
             return None
-        drop = ops.Dropout(given.get("p", 0.5))
-        return given["input"], [
-            RegionPart([drop], [node], dropouts=[(drop, self._modes[node].path, False)])
-        ]
+        drop = ops.Dropout(p)
+        dropouts = [(drop, self._modes[node].path, False)]
+        return given["input"], RegionPart([drop], [node], dropouts=dropouts)
 
-    def _of_module(self, node: fx.Node) -> tuple[fx.Node, list[RegionPart]] | None:
+    def _of_module(self, node: fx.Node) -> _Step | None:
         name = str(node.target)
         leaf = self._leaf_of(self._module.get_submodule(name))
         values = [*node.args, *node.kwargs.values()]
         if isinstance(leaf, str) or len(values) != 1 or not isinstance(values[0], fx.Node):
             return None
-        return values[0], [self._leaf_step(leaf, name, node)]
+        constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
+        dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
+        made = RegionPart(leaf.ops, [node], None, [name], constants, dropouts, 1, leaf.probed)
+        return values[0], made
 
-    def _leaf_step(self, leaf: Leaf, full: str, node: fx.Node) -> RegionPart:
-        constants = [(full, attribute) for attribute in leaf.constants if attribute != "p"]
-        dropouts = [(op, full, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
-        return RegionPart(leaf.ops, [node], None, [full], constants, dropouts, 1, leaf.probed)
-
-    def _of_sum(self, node: fx.Node) -> tuple[fx.Node, list[RegionPart]] | None:
-        """A residual: what has the longer line goes on, the other one is added to it."""
+    def _of_sum(self, node: fx.Node) -> _Step | None:
+        """A residual: the chain continues the operand with the longer line, and adds the other."""
         both = _operands(node)
         if both is None or both[0] is both[1]:
             return None
         one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
-        step = RegionPart([ops.AddExtraInput()], [node], one)
-        return other, [step]
+        return other, RegionPart([ops.AddExtraInput()], [node], one)
 
     # Gates
 
-    def _of_product(self, node: fx.Node) -> tuple[fx.Node, list[RegionPart]] | None:
+    def _of_product(self, node: fx.Node) -> _Step | None:
         """``act(a) * b``, where both are linear layers, or halves of one, of the same value."""
         both = _operands(node)
         for one, other in (both, both[::-1]) if both is not None else ():
-            found = self._activation(one)
-            if found is None:
+            found = self._step(one)
+            if found is None or len(found[1].ops) != 1:
                 continue
-            act, inner, reads, constants, probed = found
-            gate = gated(act)
+            inner, act = found
+            gate = gated(act.ops[0])
             if gate is None or {*one.users, *other.users} != {node} or set(inner.users) != {one}:
                 continue
-            if (layers := self._two_linears(inner, other)) is not None:
-                x, step = layers
-                covers = [inner, one, other, node]
-            elif (layers := self._halves(inner, other)) is not None:
-                x, step = layers
-                covers = [*step.covers, inner, one, other, node]
-            else:
-                continue
-            return x, [
-                dataclasses.replace(
+            linears = self._two_linears(inner, other) or self._halves(inner, other)
+            if linears is not None:
+                x, step = linears
+                return x, dataclasses.replace(
                     step,
                     ops=[*step.ops, gate],
-                    covers=covers,
-                    reads=[*step.reads, *reads],
-                    constants=[*step.constants, *constants],
-                    probed=probed or step.probed,
+                    covers=[*step.covers, inner, one, other, node],
+                    reads=[*step.reads, *act.reads],
+                    constants=[*step.constants, *act.constants],
+                    probed=act.probed or step.probed,
                 )
-            ]
         return None
 
-    def _activation(self, node: fx.Node) -> tuple[Any, fx.Node, list[str], list[Any], bool] | None:
-        """The activation that a node applies, to what, and what it stands for."""
-        found = self._steps(node) if node.op == "call_module" or _function(node) else None
-        if found is None or len(found[1]) != 1 or len(found[1][0].ops) != 1:
-            return None
-        (step,) = found[1]
-        if not isinstance(step.ops[0], ops.Activation):
-            return None
-        return step.ops[0], found[0], list(step.reads), list(step.constants), step.probed
-
-    def _two_linears(self, a: fx.Node, b: fx.Node) -> tuple[fx.Node, RegionPart] | None:
+    def _two_linears(self, a: fx.Node, b: fx.Node) -> _Step | None:
         if not (a.op == b.op == "call_module" and a.target != b.target):
             return None
         if len(a.args) != 1 or a.args != b.args or a.kwargs or b.kwargs:
             return None
         names = [str(a.target), str(b.target)]
         modules = [self._module.get_submodule(name) for name in names]
-        if not all(is_plain_linear(module) for module in modules):
+        if not all(is_plain_linear(each) and "forward" not in vars(each) for each in modules):
             return None
         if modules[0].out_features != modules[1].out_features:
             return None
-        if any("forward" in vars(module) for module in modules):
-            return None
-        (x,) = a.args
-        op = ops.ParallelLinear.reading(
-            {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
-        )
-        return x, RegionPart([op], reads=names, weight=4)  # type: ignore[return-value]
+        named = {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
+        x: Any = a.args[0]
+        return x, RegionPart([ops.ParallelLinear.reading(named)], reads=names, weight=4)
 
-    def _halves(self, a: fx.Node, b: fx.Node) -> tuple[fx.Node, RegionPart] | None:
+    def _halves(self, a: fx.Node, b: fx.Node) -> _Step | None:
         """``a`` and ``b`` as the halves of one linear layer's output."""
         if not (_is_item(a, 0) and _is_item(b, 1) and a.args[0] is b.args[0]):
             return None
@@ -298,16 +281,17 @@ class Parser:
         numbers = (*split.args[1:], *split.kwargs.values())
         if numbers != (2, -1) or set(split.users) != {a, b} or set(whole.users) != {split}:
             return None
-        name = str(whole.target)
-        module = self._module.get_submodule(name)
-        leaf = self._leaf_of(module)
-        is_linear = isinstance(leaf, Leaf) and leaf.ops and isinstance(leaf.ops[0], ops.BasicLinear)
-        if len(whole.args) != 1 or not isinstance(leaf, Leaf) or not is_linear:
+        found = self._of_module(whole)
+        if found is None or not found[1].ops or not isinstance(found[1].ops[0], ops.BasicLinear):
             return None
-        constants = [(name, attribute) for attribute in leaf.constants]
-        x: Any = whole.args[0]
-        covers = [whole, split]
-        return x, RegionPart(leaf.ops, covers, None, [name], constants, (), 4, leaf.probed)
+        x, step = found
+        return x, dataclasses.replace(step, covers=[whole, split], weight=4)
+
+
+def dropout_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of ``torch.nn.functional.dropout`` by name."""
+    names = "input", "p", "training", "inplace"
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _function(node: fx.Node) -> Any:

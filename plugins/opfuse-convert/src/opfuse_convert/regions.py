@@ -1,4 +1,4 @@
-"""The part of a function that a chain can stand for."""
+"""The part of a function that a chain can replace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .probing import Leaf
 
 
 class Found(NamedTuple):
-    """A region, and the statements that a chain can stand for.
+    """A region, and the statements that a chain can replace.
 
     Attributes:
         region: The region.
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class Leaves:
-    """What is known of the modules that a function calls.
+    """The leaves among the modules that a function calls.
 
     Attributes:
         reasons: Why modules without children are no ops, by dotted name.
@@ -54,7 +54,7 @@ class Leaves:
 
 
 class StretchReader(Reader):
-    """Notes which modules are no ops, and what those that are look up."""
+    """Notes which modules are no ops, and the places that the others look up."""
 
     def __init__(self, leaves: Leaves, known: Mapping[Any, Any], graph: fx.Graph) -> None:
         super().__init__(graph, leaves.is_leaf, known, original_class)
@@ -72,20 +72,14 @@ class StretchReader(Reader):
 
 
 def largest(module: nn.Module, stretches: Sequence[Stretch], leaves: Leaves) -> Found | None:
-    """The region that stands for most of what stretches of a module's forward compute."""
+    """The region of a module's forward that replaces most."""
     found = [each for each in (_in_one(module, one, leaves) for one in stretches) if each]
     return max(found, key=lambda each: each.region.weight, default=None)
 
 
 def _in_one(module: nn.Module, stretch: Stretch, leaves: Leaves) -> Found | None:
-    spans: dict[int, Span] = {}
+    def span_of(region: Region) -> Span | None:
+        return stretch.span(region.covered, [region.start, *region.extras], region.end)
 
-    def stands(region: Region) -> bool:
-        covered = frozenset([node for step in region.steps for node in step.covers])
-        span = stretch.span(covered, [region.start, *region.extras], region.end)
-        if span is not None:
-            spans[id(region)] = span
-        return span is not None
-
-    region = Parser(module, stretch.graph, leaves.of, stretch.modes).best(stands)
-    return None if region is None else Found(region, spans[id(region)], stretch.modes)
+    best = Parser(module, stretch.graph, leaves.of, stretch.modes).best(span_of)
+    return None if best is None else Found(*best, stretch.modes)

@@ -20,19 +20,19 @@ from .grammar.stretches import NOT_NONE, Span, object_of
 class Site:
     """What a rewritten forward asks: ``site(module, *assumed, *same, *entering)``.
 
-    It is the ``call`` of a :class:`~opfuse_convert.Conversion`, too: the rewritten forward.
+    It is also the ``call`` of a :class:`~opfuse_convert.Conversion`: the rewritten forward.
 
     Args:
-        span: The statements that it is for.
+        span: The statements that the chain replaces.
         taken: Number of the entering values that the chain takes.
         dropouts: See :func:`~opfuse_convert.building.follow`.
-        origin: The class of the module, its forward, and what that depends on.
-        again: What stands for the module with other facts about arguments.
-        defaults: The arguments of which something was taken for granted.
+        origin: The class of the module, its forward, and the places that this depends on.
+        again: ``again(facts)`` converts the module for other facts about arguments.
+        defaults: The values that the conversion assumes for arguments.
 
     Attributes:
         forward: The rewritten forward.
-        settled: Whether the arguments are known for which the chain is.
+        settled: Whether the chain is known to be for the arguments of calls.
     """
 
     forward: Any = None
@@ -60,7 +60,7 @@ class Site:
         return None if standing is None else standing.at_site(self, module, values)
 
     def refusal(self, values: Sequence[Any]) -> str:
-        """Return why the chain cannot stand for the statements with these values, or ``""``."""
+        """Return why the chain cannot replace the statements for these values, or ``""``."""
         for (name, wanted), value in zip(self.assumed, values, strict=False):
             if value is wanted or (wanted is NOT_NONE and value is not None):
                 continue
@@ -77,14 +77,14 @@ class Site:
         return ""
 
     def change(self) -> str:
-        """What is another one now of the forward itself, as a sentence, or ``""``."""
+        """Describe a change of the forward itself, as a sentence, or ``""``."""
         cls, forward, places = self._origin
         if cls.forward is not forward:
             return f"{cls.__name__} got another forward"
         return next((place.change() for place in places if not place.is_same), "")
 
     def facts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What is another one in the first call than was taken for granted; mostly nothing."""
+        """The arguments of the first call, if they are not as assumed; otherwise nothing."""
         if self.settled or is_dynamo_compiling():
             return {}
         self.settled = True
@@ -103,21 +103,21 @@ class Site:
         return entering, entering[: self._taken]
 
     def results(self, entering: Sequence[Any], output: Any) -> tuple[Any, ...]:
-        """What the names are set to, given what came in and the output of the chain."""
-        return tuple([_had(of, entering, output) for of in self._results])
+        """The new values of the names, from the entering values and the output of the chain."""
+        return tuple([_result(of, entering, output) for of in self._results])
 
 
-def _had(of: Any, entering: Sequence[Any], output: Any) -> Any:
+def _result(of: Any, entering: Sequence[Any], output: Any) -> Any:
     kind, what = of
     if kind == "chain":
         return output
     if kind == "in":
         return entering[what]
-    return what if kind == "is" else tuple([_had(each, entering, output) for each in what])
+    return what if kind == "is" else tuple([_result(each, entering, output) for each in what])
 
 
 def watched_elsewhere() -> str:
-    """Who sees the functions that a forward calls, and may compute something else; or ``""``."""
+    """Name a mode that sees the functions of a forward and may change what they compute."""
     if not torch._C._len_torch_function_stack():
         return ""
     from torch.utils._device import DeviceContext
