@@ -1,4 +1,4 @@
-"""The chain in place of one module's forward, and how it is made."""
+"""The chain in place of one module's forward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from opfuse.core.environment import Environment
-from opfuse.core.introspection import op_class
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import ReplacedForward
 from opfuse.core.settings import current
@@ -31,12 +29,10 @@ from .choosing import (
     wants_chains_in_graphs,
 )
 from .converter import Conversion, Converter
-from .grammar import table
-from .guard import Guard, calm, unreadable
+from .guard import Guard, calm
 from .in_graphs import Watch
-from .layers import original_class
+from .making import built, checked
 from .site import Site, watched_elsewhere
-from .verifying import compare
 
 _BUILDING = threading.RLock()
 
@@ -245,79 +241,3 @@ def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
 
 
 _refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | str:
-    """A conversion, or a sentence that says why its chain cannot replace the forward of a module.
-
-    Args:
-        module: The module.
-        made: The conversion.
-        verify: Whether to compare values and gradients.
-    """
-    if why := unreadable(module, made.reads):
-        return why
-    try:
-        why = _difference(module, made) if verify else ""
-    except Exception as error:
-        why = f"comparing raised {_text_of(error)}"
-    return f"the chain differs from the module: {why}" if why else made
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def alike(module: nn.Module, made: Conversion) -> Any:
-    """A key of a conversion; of those with the same key, one has to be compared."""
-    everyone = [module, *[module.get_submodule(name) for name in made.reads if name]]
-    plain = [[(k, v) for k, v in vars(each).items() if table.is_plain(v)] for each in everyone]
-    shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())
-    ops = tuple(op_class(op) for op in made.chain)
-    return op_class(module), ops, tuple(made.reads), repr(list(map(sorted, plain))), shapes
-
-
-def _difference(module: nn.Module, made: Conversion) -> str:
-    """Describe how a chain differs from the module; see :func:`compare`."""
-    if made.separate is None:
-        forward = original_class(type(module)).forward
-        own = functools.partial(forward, module)
-        return compare(module, made.chain, own, functools.partial(made.call, module, made.chain))
-    own = functools.partial(made.separate, module)
-    ops: Any = made.chain
-    kinds = [
-        op.extra_input_dtypes[k] if op.extra_input_dtypes else ""
-        for op in ops
-        for k, channel in enumerate(op.extra_input_channels)
-        if channel is None
-    ]
-    return compare(module, made.chain, own, made.chain, kinds)
-
-
-def built(converter: Converter, module: nn.Module) -> Conversion | str:
-    """Build the conversion of a module by a converter."""
-    if why := _unfit(type(module)):
-        return why
-    cpu = torch.empty(0, device="cpu")  # of the default dtype
-    like = next(module.parameters(), cpu)
-    options = dict(current.options)
-    env = Environment(like.device, None, like.dtype, training=module.training, options=options)
-    try:
-        with calm(module):
-            made = converter.build(module, env)
-    except Exception as error:
-        return f"{converter.name} raised {_text_of(error)}"
-    return made
-
-
-def _unfit(cls: type) -> str:
-    """Return why a class must not be derived from, or ``""``."""
-    if issubclass(cls, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit"
-    if issubclass(cls, nn.modules.lazy.LazyModuleMixin):
-        return "its parameters are made at the first call"
-    for base in cls.__mro__:
-        known = base.__module__.partition(".")[0] in ("torch", "transformers", "builtins", "typing")
-        if "__init_subclass__" in vars(base) and not known:
-            return f"{base.__name__}.__init_subclass__ would see the class that a conversion makes"
-    return ""

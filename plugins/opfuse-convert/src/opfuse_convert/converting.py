@@ -18,9 +18,10 @@ from opfuse.core.sequential import Sequential
 from opfuse.core.settings import current
 
 from .building import ORDINARY, by_reading
-from .converted_forward import ConvertedForward, alike, built, checked
+from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
 from .layers import layer_in, layered, without_layer
+from .making import alike, built, checked
 from .probing import remembering
 from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
