@@ -19,8 +19,7 @@ from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
-from .parsing import Region, dropout_arguments
-from .regions import Found, Leaves, StretchReader, largest
+from .regions import Found, Leaves, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
 NOTHING = "there is nothing to fuse in it"

@@ -138,31 +138,6 @@ def title_of(name: str, module: nn.Module) -> str:
     return f"{name} of {cls.__module__}.{cls.__qualname__}"
 
 
-def subject(name: str, plugin: Any, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
-    """The subject of an entry for a whole conversion, as JSON-able data.
-
-    Args:
-        name: The converter.
-        plugin: Its distribution and version; None: the core.
-        module: The module.
-        chain: Its chain.
-        kind: The kind of call.
-    """
-    params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
-    grad, of_x = kind.grads
-    return {
-        "plugin": plugin and [normalize(plugin[0]), plugin[1]],
-        "fusion": title_of(name, module),
-        "pass": "whole",
-        "ops": [describe(op) for op in chain],
-        "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
-        "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
-        "dtype": [str(kind.dtype), str(kind.autocast)],
-        "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
-        "options": [[k, v] for k, v in sorted(current.options) if "." in k],
-    }
-
-
 class MeasuredChoice:
     """Looks up whether the chain of one module is faster, and remembers the answer.
 
@@ -172,8 +147,25 @@ class MeasuredChoice:
     """
 
     def __init__(self, name: str, plugin: Any) -> None:
-        self.of = name, plugin
+        self._name, self._plugin = name, plugin
         self._known: dict[Any, str] = {}
+
+    def subject(self, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
+        """The subject of an entry for a kind of call of the module, as JSON-able data."""
+        params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
+        grad, of_x = kind.grads
+        plugin = self._plugin
+        return {
+            "plugin": plugin and [normalize(plugin[0]), plugin[1]],
+            "fusion": title_of(self._name, module),
+            "pass": "whole",
+            "ops": [describe(op) for op in chain],
+            "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
+            "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
+            "dtype": [str(kind.dtype), str(kind.autocast)],
+            "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
+            "options": [[k, v] for k, v in sorted(current.options) if "." in k],
+        }
 
     def refusal(self, module: nn.Module, params: Any, chain: Any, x: Any, *extras: Any) -> str:
         """Return why the module's own operations are to run, or ``""``; see :func:`fits`."""
@@ -221,7 +213,7 @@ class MeasuredChoice:
         table = tables.table_for(device)
         if not table.entries:
             return {}
-        of = tables.subject_key(subject(*self.of, module, chain, kind))
+        of = tables.subject_key(self.subject(module, chain, kind))
         return table.entries.get(of, {})
 
 

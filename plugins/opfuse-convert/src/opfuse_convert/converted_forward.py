@@ -24,7 +24,6 @@ from .choosing import (
     is_faster_in_graph,
     is_known_in_graphs,
     pays_in_graph,
-    subject,
     title_of,
     wants_chains_in_graphs,
 )
@@ -109,14 +108,14 @@ class ConvertedForward(ReplacedForward):
             return None
         if self._guard.module is not module:
             return None
-        entering, given = site.split(values)
+        given = site.taken(values)
         why = site.refusal(values) or self._changed_or_refused(module, *given)
         if why:
             self._say(why)
             return None
         follow(site.dropouts)
         self._say("")
-        return site.results(entering, made.chain(*given))
+        return site.results(values, made.chain(*given))
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
@@ -206,8 +205,8 @@ class ConvertedForward(ReplacedForward):
         return made.separate(module, *given)
 
     def subject(self, module: nn.Module, x: Any, compiled: bool) -> dict[str, Any]:
-        """The subject of an entry, from :func:`opfuse_convert.choosing.subject`."""
-        return subject(*self.choice.of, module, self.chain, Kind.of(x, compiled))
+        """See :meth:`opfuse_convert.choosing.MeasuredChoice.subject`."""
+        return self.choice.subject(module, self.chain, Kind.of(x, compiled))
 
     def gives_way(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run, by what was measured."""

@@ -97,14 +97,13 @@ class Site:
             return {}
         return {name: value if table.is_plain(value) else NOT_NONE for name, value in given.items()}
 
-    def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The values that enter, and those among them that the chain takes."""
-        entering = values[self._first :]
-        return entering, entering[: self._taken]
+    def taken(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values that the chain takes."""
+        return values[self._first : self._first + self._taken]
 
-    def results(self, entering: Sequence[Any], output: Any) -> tuple[Any, ...]:
-        """The new values of the names, from the entering values and the output of the chain."""
-        return tuple([_result(of, entering, output) for of in self._results])
+    def results(self, values: Sequence[Any], output: Any) -> tuple[Any, ...]:
+        """The new values of the names, from the values given and the output of the chain."""
+        return tuple([_result(of, values[self._first :], output) for of in self._results])
 
 
 def _result(of: Any, entering: Sequence[Any], output: Any) -> Any:

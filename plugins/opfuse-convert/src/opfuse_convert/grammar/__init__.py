@@ -1,7 +1,7 @@
 """Reads Python source into graphs, as far as it is in the grammar; independent of its callers."""
 
 from . import table
-from .reader import Reader
+from .reader import EveryWay, Reader
 from .reads import (
     MISSING,
     Attributes,
@@ -13,7 +13,6 @@ from .reads import (
 )
 from .source import Unreadable, compiled_like, tree_of
 from .values import Callee, Held, Thing
-from .ways import EveryWay
 
 __all__ = [
     "MISSING",

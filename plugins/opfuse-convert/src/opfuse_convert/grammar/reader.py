@@ -34,6 +34,7 @@ from .source import Unreadable, result_of_call, tree_of
 from .values import Bound, Callee, Held, Mode, Parts, Thing
 
 _DEEPEST = 16
+_MOST_WAYS = 64
 _LISTS = nn.ModuleList, nn.Sequential
 
 
@@ -284,6 +285,42 @@ class Reader:
         if not all(map(table.is_plain, values)):
             raise Unreadable("it computes with what is no number")
         return result_of_call("its arithmetic", function, *values)
+
+
+class EveryWay(Reader):
+    """Reads a function once for each combination of its branches, each time from the start."""
+
+    is_rough = True
+
+    _decisions: list[bool]
+    _at = 0
+
+    def each_way(self, read: Callable[[], Any]) -> None:
+        """Call a function that reads, once for each way that there is.
+
+        Raises:
+            Unreadable: A way does something beyond the grammar, or there are too many.
+        """
+        self._decisions = []
+        for _ in range(_MOST_WAYS):
+            self._at = 0
+            read()
+            self.places = [*{place.key: place for place in self.places}.values()]
+            while self._decisions and self._decisions[-1]:
+                self._decisions.pop()
+            if not self._decisions:
+                return
+            self._decisions[-1] = True
+        raise Unreadable("it has too many branches")
+
+    def decided(self, value: Any) -> bool:
+        """Which way a condition goes this time."""
+        if not isinstance(value, fx.Node):
+            return super().decided(value)
+        if self._at == len(self._decisions):
+            self._decisions.append(False)
+        self._at += 1
+        return self._decisions[self._at - 1]
 
 
 _BUILT_IN = types.BuiltinFunctionType, type

@@ -196,12 +196,11 @@ def attribute_places(
     getter, of_getter = class_places(cls, "__getattribute__", what)
     if getter not in _GETTERS:
         raise Unreadable(f"{cls.__name__} has a __getattribute__ of its own")
-    places += of_getter
     own: Any = getattr(owner, "__dict__", {})
-    of = Attributes(owner)
-    places.append(Place(of, "__dict__", own if hasattr(owner, "__dict__") else MISSING, what))
+    there = own if hasattr(owner, "__dict__") else MISSING
+    places += [*of_getter, Place(Attributes(owner), "__dict__", there, what)]
     if not isinstance(owner, nn.Module):
-        places.append(Place(of, "__class__", cls, what))
+        places.append(Place(Attributes(owner), "__class__", cls, what))
     places.append(Place(own, name, own.get(name, MISSING), what))
     if name in own:
         return own[name], places

@@ -37,10 +37,7 @@ def rewritten(
     ahead = [parts[n][0] for n in numbers if n < first]
     inside = [parts[n][0] for n in range(first, last + 1)]
     behind = [parts[n][0] for n in numbers if n > last]
-    if not ahead and not behind:
-        written: Sequence[ast.stmt] = body[begin : end + 1]
-    else:
-        written = _freeing(inside)
+    written = _freeing(inside) if ahead or behind else body[begin : end + 1]
     new = [*_freeing(ahead), *_asking(found, own, written, inside), *_freeing(behind)]
     for made in new:
         ast.copy_location(made, inside[0])

@@ -11,11 +11,7 @@ import linecache
 import types
 from typing import Any
 
-_FLAGS = functools.reduce(
-    lambda flags, name: flags | getattr(__future__, name).compiler_flag,
-    __future__.all_feature_names,
-    0,
-)
+_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SAME = """
 co_code co_names co_varnames co_freevars co_cellvars co_argcount co_posonlyargcount
 co_kwonlyargcount co_exceptiontable

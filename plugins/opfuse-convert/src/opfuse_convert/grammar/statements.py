@@ -11,6 +11,7 @@ TEMP = "_opfuse_"
 """The prefix of local names that only a rewritten function has."""
 
 _ENDS = ast.Return, ast.Raise, ast.Continue, ast.Break
+_WITH_VALUE = ast.Return, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign
 
 
 class Loop(NamedTuple):
@@ -153,22 +154,17 @@ class Flattener:
         """A statement as steps; one that is not taken apart is the only one."""
         if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):
             return [node]
-        self._out, made = [], copy.copy(node)
+        made: Any = copy.copy(node)
+        if not isinstance(made, _WITH_VALUE) or made.value is None:
+            return [node]
+        targets = made.targets if isinstance(made, ast.Assign) else [getattr(made, "target", None)]
+        is_named = len(targets) == 1 and isinstance(targets[0], ast.Name)
+        if isinstance(made, (ast.AnnAssign, ast.AugAssign)) and not is_named:
+            return [node]
+        stays = isinstance(made, ast.Expr) or (is_named and not isinstance(made, ast.AugAssign))
+        self._out = []
         try:
-            if isinstance(made, ast.Return) and made.value is not None:
-                made.value = self._inert(made.value)
-            elif isinstance(made, ast.Expr):
-                made.value = self._operation(made.value)
-            elif isinstance(made, ast.AugAssign) and isinstance(made.target, ast.Name):
-                made.value = self._inert(made.value)
-            elif isinstance(made, ast.Assign):
-                simple = len(made.targets) == 1 and isinstance(made.targets[0], ast.Name)
-                made.value = (self._operation if simple else self._inert)(made.value)
-            elif isinstance(made, ast.AnnAssign) and isinstance(made.target, ast.Name):
-                if made.value is not None:
-                    made.value = self._operation(made.value)
-            else:
-                return [node]
+            made.value = (self._operation if stays else self._inert)(made.value)
         except _Whole:
             return [node]
         return [*(ast.copy_location(step, node) for step in self._out), made]

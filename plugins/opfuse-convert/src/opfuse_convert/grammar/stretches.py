@@ -99,6 +99,8 @@ class Stretch:
 
     Attributes:
         graph: The computation of the statements.
+        names: The local names now.
+        modes: Nodes that follow the mode of a module.
     """
 
     def __init__(self, survey: Survey, block: Block, names: Mapping[str, Any], first: int) -> None:
@@ -112,17 +114,8 @@ class Stretch:
                     self._frame.not_none[node] = name
                 value = node
             self._frame.names[name] = value
+        self.names, self.modes = self._frame.names, self._reader.modes
         self._reads: list[Read] = []
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The local names now."""
-        return self._frame.names
-
-    @property
-    def modes(self) -> Mapping[fx.Node, Held]:
-        """Nodes that follow the mode of a module."""
-        return self._reader.modes
 
     def read(self, node: ast.stmt) -> bool:
         """Read a step if it is in the grammar, and return whether it is."""
@@ -205,9 +198,8 @@ class Stretch:
         before = span[0].before
         after = self._reads[last + 1].before if last + 1 < len(self._reads) else self.names
         assumed, known = self._taken(span, before)
-        if any(object_of(value) is MISSING for value in assumed.values()):
-            return None
-        if not known.keys() >= {*enters}:
+        unknown = any(object_of(value) is MISSING for value in assumed.values())
+        if unknown or not known.keys() >= {*enters}:
             return None
         entering = [known[node][0] for node in enters]
         live = self._block.lives[self._first + last + 1]
