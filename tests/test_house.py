@@ -183,7 +183,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.testing": 3800,
     "opfuse.cli": 600,
     "opfuse_triton": 1300,
-    "opfuse_convert": 3350,
+    "opfuse_convert": 3270,
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
 LONGER = {  # functions of more lines, and why

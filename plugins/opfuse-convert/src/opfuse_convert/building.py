@@ -19,7 +19,7 @@ from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
-from .regions import Found, Leaves, Region, StretchReader, dropout_arguments, largest
+from .regions import Found, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
 NOTHING = "there is nothing to fuse in it"
@@ -52,14 +52,14 @@ def by_reading(
     try:
         tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
-        leaves = Leaves()
-        reader = functools.partial(StretchReader, leaves, known)
+        leaf, reasons = functools.cache(leaf_of), dict[str, str]()
+        reader = functools.partial(StretchReader, leaf, reasons, known)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"
-    found = largest(module, survey.stretches, leaves)
+    found = largest(module, survey.stretches, leaf)
     if found is None:
-        return next((f"{name}: {why}" for name, why in leaves.reasons.items()), NOTHING)
+        return next((f"{name}: {why}" for name, why in reasons.items()), NOTHING)
     drops = [each for step in found.region.steps for each in step.dropouts]
     dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
     places += [place for each in (function, *around) for place in function_places(each)]
@@ -80,10 +80,11 @@ def by_reading(
 def _conversion(found: Found, site: Site) -> Conversion:
     """The conversion for a region of a forward."""
     steps = found.region.steps
-    around = [n.rsplit(".", i)[0] for n in found.span.called for i in range(n.count(".") + 1)]
+    names = [*found.span.called, *[name for step in steps for name in step.reads]]
+    reads = {n.rsplit(".", i)[0] for n in names for i in range(n.count(".") + 1)}
     return Conversion(
         _chain_of(found.region),
-        sorted({*found.region.reads, *around} - {""}),
+        sorted(reads - {""}),
         site,
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],

@@ -70,14 +70,10 @@ def layered(cls: Any) -> Any:
         result = state.call(self, args, kwargs)
         return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
 
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    methods = {
-        "forward": forward,
-        _OWN: forward,
-        "__reduce_ex__": _reduce_ex,
-        "__deepcopy__": _deepcopy,
-    }
-    return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"forward": forward, _OWN: forward, CONVERTED: cls}
+    return type(cls)(cls.__name__, (cls,), body)
 
 
 def _traced() -> bool:
@@ -124,11 +120,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         with _plain(self):
             twin = inherited(memo)
     else:
-        made, args, *rest = _reduce_ex(self, 4)
-        twin = made(*args)
-        memo[id(self)] = twin
-        values = copy.deepcopy(rest[0], memo) if rest else {}
-        twin.__setstate__(values) if hasattr(twin, "__setstate__") else vars(twin).update(values)
+        twin = copy._reconstruct(self, memo, *_reduce_ex(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
     if state is not None:

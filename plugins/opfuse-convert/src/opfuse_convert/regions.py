@@ -18,7 +18,7 @@ from opfuse.core.op import BasicOperation
 from .grammar import Held, Reader
 from .grammar.stretches import Span, Stretch
 from .layers import is_patched, original_class
-from .leaves import function_op, gated, is_plain_linear, leaf_of
+from .leaves import function_op, gated, is_plain_linear
 from .probing import Leaf
 
 _ADDS = operator.add, torch.add
@@ -98,13 +98,6 @@ class Region:
         return isinstance(next(first, None), _KEEP_INPUT)
 
     @property
-    def reads(self) -> list[str]:
-        """Dotted names of the modules that it replaces, and of those around them."""
-        names = [name for step in self.steps for name in step.reads]
-        around = [n.rsplit(".", i)[0] for n in names for i in range(n.count("."), 0, -1)]
-        return sorted({*names, *around})
-
-    @property
     def values(self) -> list[fx.Node]:
         """The nodes of the value that the chain takes and of the value after each step."""
         return [self.start, *[step.covers[-1] for step in self.steps]]
@@ -116,6 +109,8 @@ class Region:
         return [s.extra for s in self.steps if s.extra is not None and s.extra not in own]
 
 
+_LeafOf = Callable[[nn.Module], Leaf | str]
+"""See :func:`~opfuse_convert.leaves.leaf_of`."""
 _Step = tuple[fx.Node, RegionPart]
 """A node, and the part of a chain that applies to its value."""
 
@@ -131,11 +126,7 @@ class Parser:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        graph: fx.Graph,
-        leaf_of: Callable[[nn.Module], Leaf | str],
-        modes: Mapping[fx.Node, Held],
+        self, module: nn.Module, graph: fx.Graph, leaf_of: _LeafOf, modes: Mapping[fx.Node, Held]
     ) -> None:
         self._module, self._graph = module, graph
         self._leaf_of, self._modes = leaf_of, modes
@@ -304,57 +295,44 @@ class Found(NamedTuple):
     modes: Mapping[fx.Node, Held]
 
 
-class Leaves:
-    """The leaves among the modules that a function calls.
+class StretchReader(Reader):
+    """Notes which modules are no ops, and the places that the others look up.
 
-    Attributes:
-        reasons: Why modules without children are no ops, by dotted name.
+    Args:
+        leaf_of: The ops of a module.
+        reasons: Gets the reasons why modules without children are no ops, by dotted name.
+        known: See :class:`opfuse_convert.grammar.Reader`.
+        graph: Gets the nodes.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[nn.Module, Leaf | str] = {}
-        self.reasons: dict[str, str] = {}
-
-    def of(self, module: nn.Module) -> Leaf | str:
-        """The ops that compute a module, or why there are none."""
-        if module not in self._found:
-            self._found[module] = leaf_of(module)
-        return self._found[module]
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Whether ops compute a module."""
-        return isinstance(self.of(module), Leaf)
-
-
-class StretchReader(Reader):
-    """Notes which modules are no ops, and the places that the others look up."""
-
-    def __init__(self, leaves: Leaves, known: Mapping[Any, Any], graph: fx.Graph) -> None:
-        super().__init__(graph, leaves.is_leaf, known, original_class)
-        self._leaves = leaves
+    def __init__(
+        self, leaf_of: _LeafOf, reasons: dict[str, str], known: Mapping[Any, Any], graph: fx.Graph
+    ) -> None:
+        super().__init__(graph, lambda of: isinstance(leaf_of(of), Leaf), known, original_class)
+        self._leaf_of, self._reasons = leaf_of, reasons
 
     def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        leaf = self._leaves.of(held.module)
+        leaf = self._leaf_of(held.module)
         cls, parts = op_class(held.module), held.module.children()
         of_torch = cls.__module__.startswith("torch.nn.") and not is_patched(cls)
         if isinstance(leaf, str) and next(parts, None) is None and not of_torch:
-            self._leaves.reasons.setdefault(held.path, leaf)
+            self._reasons.setdefault(held.path, leaf)
         if isinstance(leaf, Leaf):
             self.places += leaf.places
         return super()._call_module(held, args, kwargs)
 
 
-def largest(module: nn.Module, stretches: Sequence[Stretch], leaves: Leaves) -> Found | None:
-    """The region of a module's forward that replaces most."""
-    found = [each for each in (_in_one(module, one, leaves) for one in stretches) if each]
+def largest(module: nn.Module, stretches: Sequence[Stretch], leaf_of: _LeafOf) -> Found | None:
+    """The region of a module's forward that replaces most, or None."""
+    found = filter(None, [_largest_in(module, stretch, leaf_of) for stretch in stretches])
     return max(found, key=lambda each: each.region.weight, default=None)
 
 
-def _in_one(module: nn.Module, stretch: Stretch, leaves: Leaves) -> Found | None:
+def _largest_in(module: nn.Module, stretch: Stretch, leaf_of: _LeafOf) -> Found | None:
     def span_of(region: Region) -> Span | None:
         return stretch.span(region.covered, [region.start, *region.extras], region.end)
 
-    best = Parser(module, stretch.graph, leaves.of, stretch.modes).best(span_of)
+    best = Parser(module, stretch.graph, leaf_of, stretch.modes).best(span_of)
     return None if best is None else Found(*best, stretch.modes)
 
 

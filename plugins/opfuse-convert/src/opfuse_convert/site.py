@@ -18,7 +18,7 @@ from .grammar.stretches import NOT_NONE, Span, object_of
 
 
 class Site:
-    """What a rewritten forward asks: ``site(module, *assumed, *same, *entering)``.
+    """The function that a rewritten forward calls: ``site(module, *assumed, *same, *entering)``.
 
     It is also the ``call`` of a :class:`~opfuse_convert.Conversion`: the rewritten forward.
 
@@ -56,8 +56,8 @@ class Site:
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         """The results as a tuple, or None: the statements run."""
-        standing = vars(module).get(KEPT_AS)
-        return None if standing is None else standing.at_site(self, module, values)
+        replaced = vars(module).get(KEPT_AS)
+        return None if replaced is None else replaced.at_site(self, module, values)
 
     def refusal(self, values: Sequence[Any]) -> str:
         """Return why the chain cannot replace the statements for these values, or ``""``."""

@@ -275,11 +275,11 @@ class Frame:
         if not all(map(table.is_plain, numbers)):
             raise Unreadable(f"it calls {function.__name__}() with what is no plain value")
         items = args if function is range else [self.items(each) for each in args]
-
-        def first() -> list[Any]:
-            return list(itertools.islice(function(*items, **kwargs), _MOST + 1))
-
-        return result_of_call(f"{function.__name__}()", first)
+        listed: list[Any] = result_of_call(
+            f"{function.__name__}()",
+            lambda: list(itertools.islice(function(*items, **kwargs), _MOST + 1)),
+        )
+        return listed
 
 
 def _operator(node: ast.operator | ast.unaryop | ast.cmpop) -> Any:

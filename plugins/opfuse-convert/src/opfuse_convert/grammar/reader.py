@@ -248,7 +248,7 @@ class Reader:
         return self.value(found, what, MISSING if name in vars(module) else held)
 
     def decided(self, value: Any) -> bool:
-        """Which way a condition goes.
+        """The way that a condition goes.
 
         Raises:
             Unreadable: It depends on a value that is known only in a call.
@@ -296,7 +296,7 @@ class EveryWay(Reader):
     _at = 0
 
     def each_way(self, read: Callable[[], Any]) -> None:
-        """Call a function that reads, once for each way that there is.
+        """Call a function that reads once for each combination of branches.
 
         Raises:
             Unreadable: A way does something beyond the grammar, or there are too many.
@@ -314,7 +314,7 @@ class EveryWay(Reader):
         raise Unreadable("it has too many branches")
 
     def decided(self, value: Any) -> bool:
-        """Which way a condition goes this time."""
+        """The way that a condition goes this time."""
         if not isinstance(value, fx.Node):
             return super().decided(value)
         if self._at == len(self._decisions):
