@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,30 +116,21 @@ _Step = tuple[fx.Node, RegionPart]
 
 
 class Parser:
-    """Finds chains in a graph.
+    """Finds chains in the graph of some statements.
 
     Args:
         module: The module whose children are called in it, by dotted names.
-        graph: The graph.
+        stretch: The statements.
         leaf_of: See :func:`~opfuse_convert.leaves.leaf_of`.
-        modes: Nodes whose argument ``training`` is the mode of a module.
     """
 
-    def __init__(
-        self, module: nn.Module, graph: fx.Graph, leaf_of: _LeafOf, modes: Mapping[fx.Node, Held]
-    ) -> None:
-        self._module, self._graph = module, graph
-        self._leaf_of, self._modes = leaf_of, modes
+    def __init__(self, module: nn.Module, stretch: Stretch, leaf_of: _LeafOf) -> None:
+        self._module, self._stretch, self._leaf_of = module, stretch, leaf_of
         self._lines: dict[fx.Node, Region] = {}
 
-    def best(self, span_of: Callable[[Region], Span | None]) -> tuple[Region, Span] | None:
-        """The region that replaces most, with its statements, or None.
-
-        Args:
-            span_of: The statements that a chain can replace for a region; None: it cannot.
-        """
-        found = [self._kept(self.line(node), span_of) for node in self._graph.nodes]
-        return max(filter(None, found), key=lambda pair: pair[0].weight, default=None)
+    def best(self) -> Found | None:
+        """The region that replaces most, or None."""
+        return _largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
@@ -152,10 +143,8 @@ class Parser:
                 self._lines[node] = Region(earlier.start, [*earlier.steps, found[1]])
         return self._lines[node]
 
-    def _kept(
-        self, region: Region, span_of: Callable[[Region], Span | None]
-    ) -> tuple[Region, Span] | None:
-        """The longest end of a region without inner values that others need, and its statements.
+    def _kept(self, region: Region) -> Found | None:
+        """The longest end of a region without inner values that others need.
 
         To autograd a chain is one function. An inner value that it returned would not be an input
         of what follows in the chain: hooks on it, and gradients with respect to it, would miss
@@ -168,8 +157,10 @@ class Parser:
                 break
             inner = enumerate(part.values[1:-1], 1)
             needed = [i for i, value in inner if not part.covered.issuperset(value.users)]
-            if not needed and not part.keeps_more and (span := span_of(part)) is not None:
-                return part, span
+            if not needed and not part.keeps_more:
+                enters = [part.start, *part.extras]
+                if (span := self._stretch.span(part.covered, enters, part.end)) is not None:
+                    return Found(part, span, self._stretch.modes)
             number += max(needed, default=1)
         return None
 
@@ -196,10 +187,10 @@ class Parser:
         given = dropout_arguments(node)
         p = given.get("p", 0.5)
         # one that drops in either mode does not follow it
-        if node not in self._modes or not isinstance(p, float):
+        if node not in self._stretch.modes or not isinstance(p, float):
             return None
         drop = ops.Dropout(p)
-        dropouts = [(drop, self._modes[node].path, False)]
+        dropouts = [(drop, self._stretch.modes[node].path, False)]
         return given["input"], RegionPart([drop], [node], dropouts=dropouts)
 
     def _of_module(self, node: fx.Node) -> _Step | None:
@@ -324,16 +315,11 @@ class StretchReader(Reader):
 
 def largest(module: nn.Module, stretches: Sequence[Stretch], leaf_of: _LeafOf) -> Found | None:
     """The region of a module's forward that replaces most, or None."""
-    found = filter(None, [_largest_in(module, stretch, leaf_of) for stretch in stretches])
-    return max(found, key=lambda each: each.region.weight, default=None)
+    return _largest([Parser(module, stretch, leaf_of).best() for stretch in stretches])
 
 
-def _largest_in(module: nn.Module, stretch: Stretch, leaf_of: _LeafOf) -> Found | None:
-    def span_of(region: Region) -> Span | None:
-        return stretch.span(region.covered, [region.start, *region.extras], region.end)
-
-    best = Parser(module, stretch.graph, leaf_of, stretch.modes).best(span_of)
-    return None if best is None else Found(*best, stretch.modes)
+def _largest(found: Iterable[Found | None]) -> Found | None:
+    return max(filter(None, found), key=lambda each: each.region.weight, default=None)
 
 
 def dropout_arguments(node: fx.Node) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import table
-from .reads import MISSING, name_places, parameters_of
+from .reads import MISSING, name_places
 from .source import Unreadable, result_of_call
 from .values import Callee, Held, Parts
 
@@ -27,7 +27,7 @@ def bound(function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> dic
     Raises:
         Unreadable: The call does not fit, or has a default that is no plain value.
     """
-    signature = inspect.Signature([p.replace(annotation=p.empty) for p in parameters_of(function)])
+    signature = inspect.signature(function, follow_wrapped=False)
     try:
         found = signature.bind(*args, **kwargs)
     except TypeError as error:

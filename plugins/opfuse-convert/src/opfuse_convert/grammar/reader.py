@@ -219,16 +219,14 @@ class Reader:
             raise Unreadable(f"it asks a value for .{name}")
         if isinstance(value, Held):
             return self._of_module(value, name)
-        if isinstance(value, types.ModuleType):
-            what = f"{value.__name__}.{name}"
-            return self.value(self._found(value, name, what), what)
-        if isinstance(value, Thing):
-            what = f"{value.what}.{name}"
-            found = self._found(value.value, name, what)
-            if isinstance(found, types.FunctionType) and found is not vars(value.value).get(name):
-                raise Unreadable(f"it calls {what}()")
-            return self.value(found, what)
-        raise Unreadable(f"it asks for .{name} of what has none that is known")
+        if not isinstance(value, (types.ModuleType, Thing)):
+            raise Unreadable(f"it asks for .{name} of what has none that is known")
+        owner, of = value if isinstance(value, Thing) else (value, value.__name__)
+        what = f"{of}.{name}"
+        found = self._found(owner, name, what)
+        if isinstance(found, types.FunctionType) and found is not vars(owner).get(name):
+            raise Unreadable(f"it calls {what}()")
+        return self.value(found, what)
 
     def _of_module(self, held: Held, name: str) -> Any:
         what, module = f"{held.path}.{name}".lstrip("."), held.module

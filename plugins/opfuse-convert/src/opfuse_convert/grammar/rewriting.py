@@ -108,10 +108,7 @@ def wrapped(function: Any, around: Sequence[Any]) -> Any:
         inner = outer.__wrapped__
         cells = outer.__closure__
         closure = [types.CellType(function) if _holds(c, inner) else c for c in cells]
-        made = types.FunctionType(
-            outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(closure)
-        )
-        function = like(made, outer)
+        function = like(outer, outer.__code__, closure)
     return function
 
 

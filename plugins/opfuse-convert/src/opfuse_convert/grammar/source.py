@@ -9,6 +9,7 @@ import functools
 import inspect
 import linecache
 import types
+from collections.abc import Sequence
 from typing import Any
 
 _FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
@@ -88,15 +89,14 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
     code = _compiled(tree, function.__code__, tuple(cells))
     assert code is not None
     own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple([own[n] if n in own else types.CellType(cells[n]) for n in code.co_freevars])
-    made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    return like(made, function)
+    closure = [own[n] if n in own else types.CellType(cells[n]) for n in code.co_freevars]
+    return like(function, code, closure)
 
 
-def like(made: types.FunctionType, function: types.FunctionType) -> types.FunctionType:
-    """Copy keyword defaults, attributes, name and annotations from one function to another."""
+def like(function: types.FunctionType, code: types.CodeType, closure: Sequence[Any]) -> Any:
+    """A function with other code and another closure; all else is that of a function."""
+    given = function.__globals__, function.__name__, function.__defaults__, tuple(closure)
+    made = types.FunctionType(code, *given)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__

@@ -24,6 +24,9 @@ NOT_NONE: Any = type("NotNone", (), {"__repr__": lambda self: "another value"})(
 """Marks one that is known not to be None."""
 
 
+_Names = frozenset[str]
+
+
 class Read(NamedTuple):
     """A step that was read.
 
@@ -357,12 +360,7 @@ class Survey:
         self._block(tree.body, start, frozenset(), Loop(), always)
 
     def _block(
-        self,
-        body: list[ast.stmt],
-        names: Mapping[str, Any],
-        after: frozenset[str],
-        loop: Loop,
-        always: frozenset[str],
+        self, body: list[ast.stmt], names: dict[str, Any], after: _Names, loop: Loop, always: _Names
     ) -> None:
         parts = [(s, n) for n, node in enumerate(body) for s in self._flat.steps(node)]
         steps = [step for step, _ in parts]
@@ -383,7 +381,7 @@ class Survey:
         self.stretches += [stretch] if stretch.close() else []
 
     def _inside(
-        self, step: Any, body: Any, names: dict[str, Any], after: Any, loop: Loop, always: Any
+        self, step: Any, body: Any, names: dict[str, Any], after: _Names, loop: Loop, always: _Names
     ) -> None:
         """Look into a block of a statement."""
         if isinstance(step, (ast.For, ast.While)):
