@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Usage
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
 from ._grouped import Groups
+from ._products import quantized_backward, quantized_operands
 
 _NAMES = "input", "weight", "grad_output"
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..core.identity import PassThrough
 from ..core.op import BasicOperation
-from ..core.op_context import OperationContext
+from ..core.op_context import OperationContext, Unread
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, dispatch_modes, in_blocks
@@ -262,8 +262,8 @@ class Activation(RowwiseOperation):
         dx = widen(grad_output) * self.derivative(wide_x)
         return dx.to(x.dtype) if out is None else out.copy_(dx)
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
 

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation
-from ..core.op_context import OperationContext
+from ..core.op_context import OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.settings import current
 from ._common import (
     OpGrads,
@@ -26,6 +25,7 @@ from ._common import (
     rows_of,
     shows,
 )
+from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
 
 
@@ -238,8 +238,8 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             w = w.to(ctx.dtype)
         return x, w
 
-    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
 
         The weight is saved as it is if ``ctx.saves_params``.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ..core.op_context import OperationContext
+from ..core.op_context import OperationContext, Unread
 from ._common import OpGrads, expected, shows
 
 
@@ -32,8 +32,8 @@ class _Collective(BasicOperation):
 
     extra_repr = shows("process_group_size")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input; save nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 

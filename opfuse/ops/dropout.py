@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows
 
 
@@ -38,8 +39,8 @@ class Dropout(RowwiseOperation):
 
     extra_repr = shows("p")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output; saves ``(mask,)``, leaves ``ctx.p``.
 
         The mask is True where an element stays, and None where all do.

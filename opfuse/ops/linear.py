@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation, FusedOperation
-from ..core.op_context import ModuleCache, OperationContext
+from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
 from .basic_linear import BasicLinear, draw
@@ -80,8 +80,8 @@ class Bias(WithLaterArguments, RowwiseOperation):
         """The size."""
         return f"size={self.in_features}"
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The sum; saves nothing."""
         y: Tensor = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)

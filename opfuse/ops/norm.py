@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..core.fusible import ParamSource
+from ..core.op_context import Unread
 from ..core.precision import cast, wide
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
@@ -207,8 +208,8 @@ class LayerNorm(_Norm):
         lacks_bias = self.elementwise_affine and self.bias is None
         return super().extra_repr() + (", bias=False" if lacks_bias else "")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``.
 
         The input is saved as it came.
@@ -364,8 +365,8 @@ class RMSNorm(_Norm):
         op.weight, op.name = module.weight, name
         return op.train(module.training)
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
         (weight,) = ctx.params or (None,)
@@ -437,8 +438,8 @@ class L2Normalization(RowwiseOperation):
 
     extra_repr = shows("eps")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         if in_blocks(input_):
             y, rstd = scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import Grads, OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.quantization.state import quantizer_names
 from ._blocks import writes_out
 from ._common import OpGrads, rows_of
+from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
@@ -241,8 +241,8 @@ class ParallelLinear(LinearOperation):
             return x, [weight.to(ctx.dtype) for weight in weights]
         return x, weights
 
-    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         if ctx.quantizers:
             x, weights, biases = self.quantized_operands(ctx, input_)

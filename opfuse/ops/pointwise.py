@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.op import BasicOperation
+from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows, whole
 
 
@@ -32,8 +33,8 @@ class ConstantScale(RowwiseOperation):
 
     extra_repr = shows("scale")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The product; saves no tensor, leaves ``ctx.scale``."""
         if ctx.requires_grad:
             ctx.scale = self.scale
@@ -75,8 +76,8 @@ class Reshape(BasicOperation):
 
     extra_repr = shows("shape")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The reshaped input; saves no tensor."""
         if ctx.requires_grad:
             ctx.input_shape = input_.shape
