@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import torch
+from opfuse_triton import why_no_kernel
 
 from opfuse import Environment, has_same_math
 from opfuse.ops import GELU, ReLU, ScaledActivation, SiLU
@@ -27,7 +26,7 @@ def why_not(op: Any, env: Environment) -> str:
         op: The activation, or the op that scales it.
         env: The environment.
     """
-    if why := _why_not_there(env):
+    if why := why_no_kernel(env.device, env.capability):
         return why
     if env.dtype not in DTYPES:
         return (
@@ -42,19 +41,6 @@ def why_not(op: Any, env: Environment) -> str:
     if env.compiling and not formula.names:
         return f"a graph cannot name the device functions of {name}: define them in a module"
     return ""
-
-
-def _why_not_there(env: Environment) -> str:
-    """Why Triton cannot run."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.device.type == "cuda":
-        old = torch.version.hip is None and env.capability is not None and env.capability < (8, 0)
-        return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    if env.device.type == "cpu" and interpreting:
-        return ""
-    return f"its kernels run on a GPU, and this is {env.device.type}"
 
 
 def runs(ops: Any, env: Environment) -> bool | str:

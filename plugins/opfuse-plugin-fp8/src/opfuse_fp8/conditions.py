@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import numbers
 import os
 import shutil
@@ -11,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from opfuse_triton import is_interpreting, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment
@@ -47,24 +47,6 @@ def of_quantizer(quantizer: Any) -> str:
     return ""
 
 
-def of_machine(env: Environment) -> str:
-    """Why no kernel can run there, as a sentence; empty: one can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.device.type == "cuda":
-        old = torch.version.hip is None and env.capability is not None and env.capability < (8, 0)
-        return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    if env.device.type == "cpu" and interpreting():
-        return ""
-    return f"its kernels run on a GPU, and this is {env.device.type}"
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, if Triton is there."""
-    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    return wanted and importlib.util.find_spec("triton") is not None
-
-
 def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
     """Why a kernel cannot run, as a sentence; empty: it can.
 
@@ -73,7 +55,7 @@ def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
         quantizer: What it is to cast with.
         activation: The activation in it, or None.
     """
-    if why := of_machine(env) or of_quantizer(quantizer):
+    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer):
         return why
     if env.dtype not in DTYPES:
         return f"its kernels compute in fp32, and the ops in {str(env.dtype)[6:]}"
@@ -92,7 +74,7 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
         quantizer: What they are to cast with.
         activation: The activation in it, or None.
     """
-    if env.device.type != "cpu" or interpreting():
+    if env.device.type != "cpu" or is_interpreting():
         return "they are compiled on a CPU, without Triton's interpreter"
     if why := of_quantizer(quantizer):
         return why
@@ -161,7 +143,7 @@ def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str
     """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer) or True
-    if env.device.type != "cpu" or interpreting():
+    if env.device.type != "cpu" or is_interpreting():
         return why_not(env, quantizer, activation) or True
     if why := why_not_compiled(env, quantizer, activation):
         return why

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from opfuse_triton import is_interpreting
 
 from opfuse import Environment
 from opfuse.ops import ParallelLinear
@@ -17,11 +18,6 @@ MIN_CAPABILITY = 8, 0
 
 MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
-
-
-def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on a CPU, to test them."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:

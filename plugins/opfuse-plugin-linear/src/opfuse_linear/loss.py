@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import is_interpreting
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
@@ -182,7 +183,7 @@ def _in_forward(ops: Any, env: Environment) -> bool | str:
 
 def _by_kernels(env: Environment) -> bool:
     """Whether the softmax is a kernel's, and not PyTorch's operations."""
-    return env.device.type != "cpu" or choice.is_interpreting()
+    return env.device.type != "cpu" or is_interpreting()
 
 
 def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:

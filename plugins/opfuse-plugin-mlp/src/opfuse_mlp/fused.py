@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 from opfuse import (
@@ -246,20 +245,10 @@ def _why_not(ops: Sequence[Any], env: Environment) -> tuple[str, Any]:
 
 def _why_not_on(env: Environment) -> str:
     """Why no kernel can run in an environment, as a sentence, or ""."""
-    if env.device.type != "cuda" and not (env.device.type == "cpu" and _is_interpreting()):
-        return f"its kernel runs on a GPU, and this is {env.device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.dtype not in DTYPES:
+    said = why_no_kernel(env.device, env.capability)
+    if not said and env.dtype not in DTYPES:
         return f"its kernel computes in fp32, and this is {str(env.dtype)[6:]}"
-    if torch.version.hip is None and env.capability is not None and env.capability < (8, 0):
-        return "its kernel needs a GPU of compute capability 8.0 or newer"
-    return ""
-
-
-def _is_interpreting() -> bool:
-    """Return whether Triton runs kernels in Python, to test them."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return said
 
 
 def _takes(dy: Tensor, z: Tensor) -> bool:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
@@ -36,7 +37,7 @@ class _Fused(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.fallback = kernels.why_not(env.device, env.capability)
+        self.fallback = why_no_kernel(env.device, env.capability)
         if self.fallback:
             from .kernels import twins
 
@@ -164,7 +165,7 @@ def _why_not(ops: Sequence[Any], env: Environment) -> str:
         return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
     if env.options.get("norm.twins"):
         return ""
-    return kernels.why_not(env.device, env.capability)
+    return why_no_kernel(env.device, env.capability)
 
 
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
