@@ -6,6 +6,7 @@ import math
 import opfuse_norm.kernels
 import pytest
 import torch
+from opfuse_triton import why_no_kernel
 
 import opfuse
 from opfuse import Environment, ops
