@@ -16,6 +16,7 @@ from torch import nn
 import opfuse
 from opfuse import ops
 from opfuse.core.introspection import op_class
+from opfuse.core.op_context import Unread
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
 
@@ -311,11 +312,18 @@ def plain(self, ctx, input_, by=2.0):
     return input_ * by
 
 
+def one_unread(
+    self, ctx, input_, *, prev_op_grad_output_quantizer: Unread = 0, next_op_input_quantizer, by=2.0
+):
+    assert prev_op_grad_output_quantizer == 0 and next_op_input_quantizer is None
+    return input_ * by
+
+
 def bag(self, ctx, input_, **given):
     return input_ * given.pop("by", 2.0) + len(given)
 
 
-@pytest.mark.parametrize("forward", [by_name, by_position, plain, bag])
+@pytest.mark.parametrize("forward", [by_name, by_position, one_unread, plain, bag])
 @pytest.mark.parametrize("fused_", [False, True])
 def test_quantizers_are_given_to_who_asks_for_them(register, fused, forward, fused_):
     given = dict(op_forward=forward, op_backward=lambda self, ctx, dy: (2 * dy, ()), saved_names=())

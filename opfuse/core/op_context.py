@@ -99,7 +99,10 @@ class OperationContext:
 
 
 Unread: TypeAlias = Annotated[Any, "unread"]
-"""The annotation of an argument that callers may pass and that nobody reads."""
+"""The annotation of an argument that callers may pass and that the op does not read.
+
+The engine does not pass a Transformer Engine quantizer that an op annotates so.
+"""
 
 QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
@@ -117,8 +120,7 @@ asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.lru_cache(maxsize=1024)
 def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
-    if any(p.annotation in ("Unread", Unread) for p in parameters):
-        return (), ()
+    parameters = [p for p in parameters if p.annotation not in ("Unread", Unread)]
     if named := tuple(p.name for p in parameters if p.name in QUANTIZERS):
         return (), named
     first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]
