@@ -149,8 +149,9 @@ def test_toys_round_to_a_few_bits(recipe, kind, shape, dtype):
 
 def test_copies_of_blocks_hold_different_values():
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    made = quantizer(testing.PerBlock()).quantize(x, BOTH)
-    assert not torch.equal(made.dequantize(ROWWISE), made.dequantize(COLUMNWISE))
+    for kind in ("input", "weight", "grad_output"):
+        made = quantizer(testing.PerBlock(), kind).quantize(x, BOTH)
+        assert not torch.equal(made.dequantize(ROWWISE), made.dequantize(COLUMNWISE))
 
 
 def test_delayed_scales_follow_from_earlier_steps():

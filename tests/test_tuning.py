@@ -1077,3 +1077,11 @@ def test_a_fused_op_is_told_what_its_condition_was_told(register):
     asked, again, planned = told
     assert (asked.rows, again.rows, planned.rows) == (None, 4, 4) and planned == again
     assert planned.features == 8
+
+
+def test_traced_code_is_told_that_tune_is_not_for_it():
+    def step(x):
+        return opfuse.tune(ops.GELU(), x)
+
+    with pytest.raises(Exception, match=r"opfuse\.tune cannot be traced by torch\.compile"):
+        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))

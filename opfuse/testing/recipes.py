@@ -1,8 +1,8 @@
 """Recipes for the checks, in plain PyTorch, and access to those of the plugins.
 
-Each makes fp8 tensors in one of the documented formats. They differ in what a fusion can get wrong:
-one scale per tensor, blocks whose rowwise and columnwise copies hold different values, and scales
-that follow from earlier steps.
+Each makes fp8 tensors: PerBlock in a format of its own, which no kernel knows, the others as
+``ScaledTensor``. They differ in what a fusion can get wrong: one scale per tensor, blocks whose
+rowwise and columnwise copies hold different values, and scales that follow from earlier steps.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def compare(
     """
     if got is None or expected is None or truth is None:
         if (got is None) != (expected is None):
-            is_ = "None" if got is None else "a tensor"
-            raise Failure(f"{what} is {is_}, the separate ops' is not")
+            kind = "None" if got is None else "a tensor"
+            raise Failure(f"{what} is {kind}, the separate ops' is not")
         return
     for attribute in ("dtype", "device"):
         mine, other = getattr(got, attribute), getattr(expected, attribute)

@@ -76,8 +76,9 @@ def tune(
         OSError: The table cannot be written.
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
-    recorder, jobs, again = _Collector(compiled), list[Job](), True
+    jobs: list[Job] = []
     with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
+        recorder, again = _Collector(compiled), True
         while again:  # what is inside a module that gives way runs by itself
             recorder.hear(model, inputs, kwargs)
             _run(recorder.candidates, recorder.wholes, len(jobs), progress)
@@ -107,7 +108,7 @@ def _run(
                 progress(done, of, job.title)
                 job.run()
                 done += 1
-        finally:  # after an interrupt, what is known by then is written
+        finally:  # whatever ends it, what is known by then is written
             for buffer, value in buffers.values():
                 buffer.copy_(value)
             for device, path in paths.items():
@@ -182,6 +183,7 @@ class _Collector(Recorder):
     def _is_new(self, job: Job, coming: Any) -> bool:
         """Return whether none was like it before, for such an input of the chain."""
         key = tables.subject_key(job.subject), *coming
-        before = len(self._seen)
+        if key in self._seen:
+            return False
         self._seen.add(key)
-        return len(self._seen) > before
+        return True

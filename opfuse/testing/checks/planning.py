@@ -199,11 +199,13 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
         return method
 
     yield "fuser_forward and fuser_backward", _derived(cls)
-    of_activation = "value derivative", "forward_value backward_value", "op_forward op_backward"
-    pairs = [*of_activation] if issubclass(cls, built_in.Activation) else []
-    pairs += ["linear_value linear_derivative"] * issubclass(cls, built_in.GatedActivation)
-    for pair in pairs:
-        names = pair.split()
+    pairs: list[tuple[str, str]] = []
+    if issubclass(cls, built_in.Activation):
+        pairs += [("value", "derivative"), ("forward_value", "backward_value")]
+        pairs += [("op_forward", "op_backward")]
+    if issubclass(cls, built_in.GatedActivation):
+        pairs += [("linear_value", "linear_derivative")]
+    for names in pairs:
         title = f"Own{names[0].title().replace('_', '')}{cls.__name__}"
         derived: Any = type(title, (cls,), {name: twice(name) for name in names})
         derived.own = derived

@@ -225,7 +225,8 @@ def requires_grad(case: Case) -> None:
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
         for basic, needs, name, _ in _param_grads(op, ctxs, result):
-            needless.extend([f"{name} of {type(basic).__name__}"] * (not needs))
+            if not needs:
+                needless.append(f"{name} of {type(basic).__name__}")
 
     got = fused(watched(case, None, look))
     compare_results(case, got, *expected)

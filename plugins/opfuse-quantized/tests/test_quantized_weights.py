@@ -100,7 +100,8 @@ def test_a_weight_lives_quantized_and_nowhere_else(recipe):
     with opfuse.quantized_model_init(recipe=recipe):
         model = ops.Linear(512, 256, bias=False)
     param = model.weight
-    assert 2 * param.numel() <= bytes_alive() - before <= 2.07 * param.numel()
+    most = 2.07 if recipe == PER_BLOCK else 2.02  # with a scale for each 1 x 128 values
+    assert 2 * param.numel() <= bytes_alive() - before <= most * param.numel()
     assert isinstance(param, QuantizedWeight) and isinstance(param, nn.Parameter)
     assert (param.dtype, param.shape, param.requires_grad) == (torch.float32, (256, 512), True)
     assert param.quantized.copies == BOTH and param.recipe == recipe
