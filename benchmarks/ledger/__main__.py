@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from opfuse_triton import TARGETS, KernelCase, Target
+from opfuse_triton import TARGETS, KernelCase, Target, is_interpreting
 from opfuse_triton.recorded import case_lists, load_cases
-from opfuse_triton.targets import is_interpreting
 
 from .entries import SAMPLE, Moved, count_separate, count_small, estimate
 from .peers import estimate_peer

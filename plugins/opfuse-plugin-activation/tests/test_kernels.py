@@ -302,10 +302,8 @@ def test_scaled(name, dtype):
     wide = true_value(op, x.double())
     assert_close(y, wide * scales.double()[:, None])
     formula = formulas.formula_of(op, True)
-    scaled_backward, given = (
-        library.Activation(op, formula).scaled_backward,
-        (op.numbers_of(), dy, x),
-    )
+    scaled_backward = library.Activation(op, formula).scaled_backward
+    given = op.numbers_of(), dy, x
     dx, dscales = scaled_backward(*given, scales, True)
     scaled_dy = dy.double() * scales.double()[:, None]
     assert_close(dx, true_gradient(op, scaled_dy, x.double()))

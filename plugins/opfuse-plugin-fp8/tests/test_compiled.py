@@ -1,6 +1,7 @@
 """The twins that PyTorch compiles on a CPU: codes, state, where they run, and that ``opfuse tune`` asks for them."""
 
 import functools
+import sys
 import threading
 import warnings
 
@@ -409,5 +410,9 @@ def test_where_they_are_compiled(monkeypatch):
     assert "float64" in conditions.runs(quantizer, env(dtype=torch.float64))
     assert "deterministic" in conditions.runs(quantizer, env(), Drawing())
     assert "more attributes" in conditions.runs(quantizer, env(), Holding())
+    with monkeypatch.context() as patch:  # nothing is interpreted where Triton is missing
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, "triton", None)
+        assert conditions.runs(quantizer, env()) is True
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     assert "'no-such-compiler' is not found" in conditions.runs(quantizer, env())

@@ -13,9 +13,8 @@ from opfuse.testing import assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_linear import cases, softmax
-from opfuse_triton import TARGETS, Config, current_target
+from opfuse_triton import TARGETS, Config, current_target, is_interpreting
 from opfuse_triton.checking import check_case
-from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

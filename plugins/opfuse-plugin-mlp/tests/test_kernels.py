@@ -10,10 +10,9 @@ from opfuse.testing import CubicActivation, assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_mlp import cases, kernels
-from opfuse_triton import TARGETS, DeviceFunctions, functions_of
+from opfuse_triton import TARGETS, DeviceFunctions, functions_of, is_interpreting
 from opfuse_triton.checking import check
 from opfuse_triton.floor import assert_floor
-from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

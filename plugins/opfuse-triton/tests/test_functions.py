@@ -265,3 +265,14 @@ def test_without_triton_the_package_says_so():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "1\nwhy_no_kernel\n" and importlib.util.find_spec("triton") is not None
     assert "opfuse_triton.Kernel needs Triton, which is not installed: on Linux" in done.stderr
+
+
+def test_without_triton_the_command_says_so():
+    code = (
+        "import runpy, sys; sys.modules['triton'] = None; sys.argv = ['opfuse_triton', 'check']; "
+    )
+    code += "runpy.run_module('opfuse_triton', run_name='__main__')"
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "opfuse_triton needs Triton, which is not installed: on Linux" in done.stderr

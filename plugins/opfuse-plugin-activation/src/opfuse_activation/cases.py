@@ -50,13 +50,15 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     scaled = "scales" in inputs
     formula: Any = formulas.formula_of(op, scaled)
     values = formula.functions.numbers(op.numbers_of())
-    which, names, numbers = "backward", ("dy", "x"), (op.numbers_of(),)
-    rest: tuple[Any, ...] = "dx" in outputs, "dbias" in outputs, False
+    numbers: tuple[Any, ...] = (op.numbers_of(),) if "dy" in inputs else ()
+    names: tuple[str, ...]
+    rest: tuple[Any, ...]
     if "dy" not in inputs:
-        which, names, numbers = "forward", ("x", "bias", "scales"), ()
-        rest = _BF16, "kept" in outputs
+        which, names, rest = "forward", ("x", "bias", "scales"), (_BF16, "kept" in outputs)
     elif scaled:
         which, names, rest = "scaled_backward", ("dy", "x", "scales"), (True,)
+    else:
+        which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs, False)
 
     def run(**given: Tensor) -> tuple[Tensor, ...]:
         tensors = [given.get(name) for name in names]

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from opfuse_triton import is_interpreting, why_no_kernel
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment
@@ -74,7 +74,7 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
         quantizer: What they are to cast with.
         activation: The activation in it, or None.
     """
-    if env.device.type != "cpu" or is_interpreting():
+    if env.device.type != "cpu" or not why_no_kernel(env.device):
         return "they are compiled on a CPU, without Triton's interpreter"
     if why := of_quantizer(quantizer):
         return why
@@ -143,7 +143,7 @@ def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str
     """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer) or True
-    if env.device.type != "cpu" or is_interpreting():
+    if env.device.type != "cpu" or not why_no_kernel(env.device):
         return why_not(env, quantizer, activation) or True
     if why := why_not_compiled(env, quantizer, activation):
         return why

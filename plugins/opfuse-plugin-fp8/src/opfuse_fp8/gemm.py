@@ -64,6 +64,8 @@ class Operand(NamedTuple):
 
     def outer(self, start: int, stop: int) -> Operand:
         """Some of the rows."""
+        if (start, stop) == (0, self.data.shape[0]):
+            return self
         scale = self.scale
         if self.kind is ScalingType.BlockWise1x128:
             scale = scale[:, start:stop].contiguous()
@@ -73,6 +75,8 @@ class Operand(NamedTuple):
 
     def inner(self, start: int, stop: int) -> Operand:
         """Some of what is summed over; blocks are to be whole, but for the last of all."""
+        if (start, stop) == (0, self.data.shape[1]):
+            return self
         scale = self.scale
         if self.kind is ScalingType.BlockWise1x128:
             scale = scale[start // 128 : -(-stop // 128)]

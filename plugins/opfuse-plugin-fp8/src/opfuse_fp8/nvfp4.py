@@ -19,7 +19,7 @@ from opfuse import Quantizer
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded
 
 from . import casts
-from .quantizers import BaseQuantizer, Tensors, as_matrix, sides_to_pad, update_delayed
+from .quantizers import BaseQuantizer, Tensors, as_matrix, side_to_pad, update_delayed
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
 
@@ -63,7 +63,9 @@ class NVFP4Quantizer(BaseQuantizer):
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`opfuse_fp8.quantizers.BaseQuantizer.tensors_of`."""
         matrix = as_matrix(tensor)
-        for side, size, advice in sides_to_pad(matrix, BOTH if self.square else usage, BLOCK):
+        found = side_to_pad(matrix, BOTH if self.square else usage, BLOCK)
+        if found is not None:
+            side, size, advice = found
             raise ValueError(
                 f"NVFP4 expected {self.what} to have a multiple of 16 {side}, got a tensor of "
                 f"shape {tuple(tensor.shape)}, which has {size}: {advice}"

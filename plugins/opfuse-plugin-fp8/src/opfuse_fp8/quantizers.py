@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -378,7 +378,8 @@ class MXQuantizer(_BlockwiseQuantizer):
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""
         needed = BOTH if self.square else usage
-        for side, _, advice in sides_to_pad(as_matrix(tensor), needed, 32):
+        if (found := side_to_pad(as_matrix(tensor), needed, 32)) is not None:
+            side, _, advice = found
             raise ValueError(
                 f"MXFP8 expected a multiple of 32 {side}, got {self._who} of shape "
                 f"{tuple(tensor.shape)}: {advice}"
@@ -404,16 +405,18 @@ class MXQuantizer(_BlockwiseQuantizer):
 class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
-    format = ScaledTensor
     quantizes = False
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return "unchanged"
 
-    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
-        """See :meth:`BaseQuantizer.tensors_of`."""
-        return unchanged(tensor, usage, self).tensors()
+    def quantize(
+        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize`."""
+        with torch.no_grad():
+            return _written(unchanged(tensor, usage, self), out)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -422,10 +425,11 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(tensor.shape[:-1].numel(), columns)
 
 
-def sides_to_pad(matrix: Tensor, usage: Usage, multiple: int) -> Iterator[tuple[str, int, str]]:
-    """The sides of a matrix that blocks do not fill: name, size, and advice for an error."""
+def side_to_pad(matrix: Tensor, usage: Usage, multiple: int) -> tuple[str, int, str] | None:
+    """A side of a matrix that blocks do not fill: name, size, and advice for an error."""
     rows, columns = matrix.shape
     for used, side, size in ((usage.rowwise, "columns", columns), (usage.columnwise, "rows", rows)):
         if used and size % multiple:
             advice = f"pad it with zeros to {size + -size % multiple} {side}"
-            yield side, size, f"{advice}, or leave the op out by autocast(skip=[...])"
+            return side, size, f"{advice}, or leave the op out by autocast(skip=[...])"
+    return None

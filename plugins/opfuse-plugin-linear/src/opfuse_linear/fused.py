@@ -211,7 +211,9 @@ class ForwardLinearAdd(_WithEpilogue):
             return kernels.added(y, extra), no_extras
         in_place = check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
         if not in_place:
-            y = self._product and self._product.added(x, weight, bias, extra, scale)
+            y = None
+            if self._product is not None:
+                y = self._product.added(x, weight, bias, extra, scale)
             if y is not None:
                 return y, no_extras
             if extra.dtype is x.dtype and type(extra) in kernels.PLAIN:

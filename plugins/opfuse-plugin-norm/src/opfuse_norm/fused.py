@@ -92,8 +92,8 @@ class ForwardNorm(_Fused):
         zero_centered = getattr(op, "zero_centered_gamma", False)
         norm = kernels.Norm(self._kind, dims, zero_centered)
         keep = save or self._forks or into is not None
-        given = input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save
-        y, x, mean, rstd = self._run(*given, into=into)
+        call = input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save
+        y, x, mean, rstd = self._run(*call, into=into)
         if extra is None:
             x = input_
         if ctx.requires_grad:

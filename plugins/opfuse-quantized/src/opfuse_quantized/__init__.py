@@ -7,7 +7,12 @@ or a kernel that reads its tensors, finds the formats in :mod:`opfuse_quantized.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model_init import quantized_model_init as quantized_model_init
+    from .watching import watch_quantization as watch_quantization
+    from .weight import QuantizedWeight as QuantizedWeight
 
 _WHERE = {
     "QuantizedWeight": "weight",
@@ -22,3 +27,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'opfuse_quantized' has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -9,7 +9,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .activations import DeviceFunctions as DeviceFunctions
+    from .activations import functions_of as functions_of
+    from .cases import KernelCase as KernelCase
+    from .cases import Operand as Operand
+    from .configs import Config as Config
+    from .kernels import Kernel as Kernel
+    from .launches import Launch as Launch
+    from .launches import recording as recording
+    from .machine import is_interpreting as is_interpreting
+    from .machine import why_no_kernel as why_no_kernel
+    from .targets import TARGETS as TARGETS
+    from .targets import Target as Target
+    from .targets import current_target as current_target
+    from .targets import target as target
 
 _NAMES = {
     "activations": ("DeviceFunctions", "functions_of"),
@@ -31,3 +47,7 @@ def __getattr__(name: str) -> Any:
         what = f"opfuse_triton.{name} needs Triton, which is not installed"
         raise ImportError(f"{what}: on Linux, python -m pip install triton")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

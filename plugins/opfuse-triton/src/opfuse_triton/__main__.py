@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import sys
 import textwrap
@@ -9,9 +10,7 @@ from dataclasses import asdict
 
 import click
 
-from .checking import check, refusal_sentences, verify_report, write_report
 from .machine import is_interpreting
-from .tables import check_table
 
 _PATH = click.Path(path_type=pathlib.Path)
 
@@ -36,6 +35,12 @@ def check_command(
     """
     if is_interpreting():
         raise click.ClickException("TRITON_INTERPRET is set, and nothing can be compiled: unset it")
+    if importlib.util.find_spec("triton") is None:
+        what = "opfuse_triton needs Triton, which is not installed"
+        raise click.ClickException(f"{what}: on Linux, python -m pip install triton")
+    from .checking import check, refusal_sentences, verify_report, write_report
+    from .tables import check_table
+
     try:
         if verify is not None:
             refusals = verify_report(verify, plugin)

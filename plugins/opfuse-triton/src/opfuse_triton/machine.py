@@ -20,11 +20,10 @@ def why_no_kernel(device: torch.device, capability: tuple[int, int] | None = Non
         device: The device.
         capability: Its CUDA compute capability, if it has one.
     """
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreting()):
+        return f"its kernels run on a GPU, and this is {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: on Linux, python -m pip install triton"
-    if device.type == "cuda":
-        old = torch.version.hip is None and capability is not None and capability < (8, 0)
-        return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    if device.type == "cpu" and is_interpreting():
-        return ""
-    return f"its kernels run on a GPU, and this is {device.type}"
+    if torch.version.hip is None and capability is not None and capability < (8, 0):
+        return "its kernels need a GPU of compute capability 8.0 or newer"
+    return ""

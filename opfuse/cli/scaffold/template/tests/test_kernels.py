@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed: there is only the
 
 from opfuse_NAME import kernels
 from opfuse_NAME.cases import CASES
+from opfuse_triton import is_interpreting
 from opfuse_triton.checking import check
 from opfuse_triton.floor import assert_floor
-from opfuse_triton.targets import is_interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu"
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
