@@ -915,3 +915,51 @@ def test_what_differs_in_an_attribute_is_recognised_by_itself():
     assert acts == [["SiLU"], ["ReLU"], [], ["GELU"], ["SiLU"]]
     for mine, theirs in zip(twin, model, strict=True):
         assert_same(mine, theirs, 1e-2 * an_input())
+
+
+class StaysInItsMode(nn.Module):
+    """Computes by its mode, which ``train()`` does not change."""
+
+    def train(self, mode=True):
+        return self
+
+    def forward(self, x):
+        return F.silu(x) if self.training else F.relu(x)
+
+
+class Positive(nn.Module):
+    """A linear layer where its bias is not negative."""
+
+    def __init__(self, weight, sign):
+        super().__init__()
+        self.weight, self.bias = weight, nn.Parameter(sign * torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias.abs()
+
+
+class After(nn.Module):
+    """Another module, then an activation."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.act = first, nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.first(x))
+
+
+@pytest.mark.parametrize("verify", [None, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_modules_that_look_alike_are_recognised_one_by_one(first, verify):
+    """They have the same class, attributes and shapes, and compute different things."""
+    modes = [StaysInItsMode(), StaysInItsMode()]
+    vars(modes[1])["training"] = False
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    for pair in (modes, [Positive(weight, 1), Positive(weight, -1)]):
+        model = nn.ModuleList([After(pair[first]), After(pair[1 - first])])
+        x = an_input()
+        want = [each(x) for each in model]
+        opfuse.convert(model, verify=verify)
+        for each, expected in zip(model, want, strict=True):
+            torch.testing.assert_close(each(x), expected)

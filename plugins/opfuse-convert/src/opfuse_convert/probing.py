@@ -69,40 +69,21 @@ def recognised(module: nn.Module) -> Leaf | str:
         places, graph = looked_up(module)
     except Unreadable as error:
         return f"{cls} cannot be recognised: {error}"
-    known, kind = _KNOWN.get({}), _kind(module)
-    if kind not in known:
-        known[kind] = _maker(module, graph)
-    make = known[kind]
+    known = _KNOWN.get({})
+    if module not in known:  # by identity: what looks alike may compute something else
+        known[module] = _maker(module, graph)
+    make = known[module]
     if make is None:
         return f"no op computes what {cls} does"
     return Leaf(make(module), (), True, places)
 
 
-def _kind(module: nn.Module) -> Any:
-    """A key that two modules share only if their forwards compute the same of their parameters.
-
-    They have the same class and attributes. A matrix is called with its own values, so no two
-    linear layers share a key.
-    """
-    attributes = tuple(
-        (name, repr(value) if table.is_plain(value) else id(value))
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-    )
-    params = tuple(
-        (name, p is not None and (type(p), p.shape, p.dtype, p.device, p.ndim > 1 and id(p)))
-        for name, p in module._parameters.items()
-    )
-    return type(module), attributes, params, len({*map(id, module._parameters.values())})
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module())}
-_KNOWN: contextvars.ContextVar[dict[Any, _Maker | None]] = contextvars.ContextVar("known")
+_KNOWN: contextvars.ContextVar[dict[nn.Module, _Maker | None]] = contextvars.ContextVar("known")
 
 
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """A block in which modules do not change: one of each kind is called."""
+    """A block in which modules do not change: each is called once."""
     before = _KNOWN.set({})
     try:
         yield

@@ -103,7 +103,8 @@ class Site:
 
     def results(self, values: Sequence[Any], output: Any) -> tuple[Any, ...]:
         """The new values of the names, from the values given and the output of the chain."""
-        return tuple([_result(of, values[self._first :], output) for of in self._results])
+        entering = values[self._first :]
+        return tuple([_result(of, entering, output) for of in self._results])
 
 
 def _result(of: Any, entering: Sequence[Any], output: Any) -> Any:
