@@ -127,13 +127,10 @@ def test_what_replans():
     assert plan() == 4
     handle = opfuse.register_forward_fusion(fusing.FORWARD)
     assert plan() == 5
-    assert [type(op).__name__ for op, _ in fuser_of(chain)._forward_ops] == [
-        "LinearBias",
-        "GELU",
-        "LinearBias",
-    ]
-    assert [indices for _, indices in fuser_of(chain)._forward_ops] == [[0, 1], [2], [3, 4]]
-    assert [indices for _, indices in fuser_of(chain)._backward_ops] == [[0], [1], [2], [3], [4]]
+    names = [type(step.op).__name__ for step in fusing.steps(chain)]
+    assert names == ["LinearBias", "GELU", "LinearBias"]
+    assert [(step.start, step.stop) for step in fusing.steps(chain)] == [(0, 2), (2, 3), (3, 5)]
+    assert [step.start for step in fusing.steps(chain, "backward")] == [4, 3, 2, 1, 0]
     handle.unregister()
     handle.unregister()
     assert plan() == 6
@@ -479,7 +476,7 @@ def test_an_op_of_another_class_is_not_matched_and_torch_derived_classes_are():
     with fusing.fusions("joint"):
         chain = opfuse.Sequential(ops.Linear(4, 4), MyGELU())
         chain(torch.ones(1, 4))
-        assert len(fuser_of(chain)._forward_ops) == 3
+        assert len(fusing.steps(chain)) == 3
 
 
 def test_lent_parameters_live_on_their_owner():

@@ -66,7 +66,7 @@ def grads(function, x, *more):
 
 def fused(chain):
     (fuser,) = chain._module_groups
-    return [type(op).__name__ for op, _ in fuser._forward_ops]
+    return [type(step.op).__name__ for step in fuser._last[1].forward]
 
 
 @pytest.mark.alone

@@ -54,6 +54,12 @@ class JointLinearGelu(opfuse.FusedOperation):
         return dh @ weight, grads, [(), (), ()]
 
 
+def steps(chain, pass_name="forward"):
+    """The steps of the latest plan of a chain that is one group, in the order they run."""
+    (fuser,) = chain._module_groups
+    return getattr(fuser._last[1], pass_name)
+
+
 FORWARD = opfuse.Fusion((BasicLinear, Bias), LinearBias)
 BACKWARD = opfuse.Fusion((Bias, opfuse.Subclasses(Activation)), ActivationBias)
 JOINT = opfuse.Fusion((BasicLinear, Bias, GELU), JointLinearGelu, priority=1)
