@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import opfuse
 from opfuse.core.engine.execute import run_forward
-from opfuse.core.engine.saved import restore_more
-from opfuse.core.quantization.packing import rebuilt
+from opfuse.core.engine.saved import rebuilt, restore_more
 
 
 class _Saved:
